@@ -1,0 +1,29 @@
+# Sourced by .ci/run and examples/quickstart.sh, from the repository root. Defines `use_environment EXTRAS`, which makes
+# sure that lightning_zero is installed, editable, in $LZ_VENV (default .venv) and puts that environment first in PATH.
+
+find_python() {
+  local candidate
+  for candidate in python3.11 python3.12 python3.13 python3; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "No Python 3.11, 3.12 or 3.13 found. Install one, or set LZ_VENV to a virtual environment that has one." >&2
+  return 1
+}
+
+use_environment() {
+  local extras=$1 venv=${LZ_VENV:-.venv} python
+  if [[ ! -x $venv/bin/python ]]; then
+    python=$(find_python)
+    "$python" -m venv "$venv"
+  fi
+  PATH=$(cd "$venv/bin" && pwd):$PATH
+  export PATH
+  # torch comes first and by exact version, which takes a CPU build where one is offered; left to the range below, pip
+  # would fetch several GB of CUDA packages. A torch that is there already (on a GPU machine) stays.
+  python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' ||
+    python -m pip install torch==2.13.0
+  python -m pip install --quiet -e ".${extras:+[$extras]}"
+}

@@ -1,0 +1,186 @@
+#include "bucket.h"
+
+#include <ATen/ATen.h>
+
+namespace lightning_zero {
+
+namespace {
+
+// How long a host may wait for a reduce-scatter that some peer has not joined before it takes new memory.
+constexpr std::chrono::milliseconds kPeerPatience{2000};
+
+const char* name(ReduceBucket::State state) {
+  switch (state) {
+    case ReduceBucket::State::EMPTY: return "EMPTY";
+    case ReduceBucket::State::FILLING: return "FILLING";
+    case ReduceBucket::State::LAUNCHED: return "LAUNCHED";
+  }
+  return "?";
+}
+
+}  // namespace
+
+BufferPool::BufferPool(at::ScalarType dtype, const c10::Device& device, int ranks, int64_t capacity, int depth)
+    : dtype_(dtype), device_(device), ranks_(ranks), capacity_(capacity), depth_(depth) {}
+
+BucketBuffer* BufferPool::grow(int64_t chunk, PoolStats& stats) {
+  if (chunk > capacity_ || buffers_.size() >= depth_) ++stats.grown;
+  ++stats.allocated;
+  const auto elements = std::max(chunk, expected_);
+  const auto options = at::TensorOptions().dtype(dtype_).device(device_);
+  auto buffer = std::make_unique<BucketBuffer>();
+  buffer->send = at::empty({ranks_ * elements}, options);
+  buffer->recv = at::empty({elements}, options);
+  buffer->filling = true;
+  buffers_.push_back(std::move(buffer));
+  return buffers_.back().get();
+}
+
+BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
+  if (buffers_.size() < depth_) return grow(chunk, stats);
+  auto oldest = std::find_if(buffers_.begin(), buffers_.end(), [](const auto& b) { return !b->filling; });
+  if (oldest == buffers_.end() || !(*oldest)->pending.ready_within(kPeerPatience)) return grow(chunk, stats);
+  (*oldest)->pending.wait(device_);
+  if ((*oldest)->recv.numel() < chunk) {
+    // The wait above put the old memory's last use in the caller's past, so replacing it is in order.
+    buffers_.erase(oldest);
+    return grow(chunk, stats);
+  }
+  auto buffer = std::move(*oldest);
+  buffers_.erase(oldest);
+  buffer->filling = true;
+  buffers_.push_back(std::move(buffer));
+  return buffers_.back().get();
+}
+
+void BufferPool::drain() {
+  for (auto& buffer : buffers_) {
+    if (!buffer->filling) buffer->pending.wait(device_);
+  }
+}
+
+void BufferPool::release() {
+  drain();
+  buffers_.clear();
+}
+
+void BufferPool::discard() {
+  for (auto& buffer : buffers_) {
+    buffer->pending.drop_continuation();
+    buffer->filling = false;
+  }
+}
+
+int64_t BufferPool::bytes() const {
+  int64_t total = 0;
+  for (const auto& buffer : buffers_) total += static_cast<int64_t>(buffer->send.nbytes() + buffer->recv.nbytes());
+  return total;
+}
+
+void ReduceBucket::append(ParamRecord* record, int expected) {
+  TORCH_INTERNAL_ASSERT(state_ == State::EMPTY);
+  slots_.push_back(Slot{record, chunk_, 0, expected, false});
+  chunk_ += record->shard_numel();
+}
+
+void ReduceBucket::open(BucketBuffer* buffer) {
+  TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "cannot open a bucket that is ", name(state_));
+  state_ = State::FILLING;
+  buffer_ = buffer;
+  for (auto& slot : slots_) {
+    auto& record = *slot.record;
+    const auto& held = record.param.grad();
+    slot.add = held.defined();
+    if (held.defined() && held.const_data_ptr() != record.grad.const_data_ptr()) {
+      // Somebody put a tensor of their own there; it counts as what has been accumulated so far.
+      record.grad.copy_(held.reshape({-1}));
+    }
+  }
+}
+
+void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale) {
+  TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
+  auto& slot = slots_[index];
+  const auto& record = *slot.record;
+  const auto width = record.shard_numel();
+  const auto rows = record.numel / width, rest = record.numel % width;
+  auto target = send().view({ranks_, chunk_}).narrow(1, slot.offset, width);
+  auto flat = grad.reshape({-1});
+  const bool first = slot.arrivals++ == 0;
+  auto move = [&](at::Tensor to, const at::Tensor& from) {
+    if (!first) {
+      to.add_(from, scale);
+    } else if (scale == 1.0) {
+      to.copy_(from);
+    } else if (to.element_size() > from.element_size()) {
+      to.copy_(from).mul_(scale);  // scaling in the narrow type would round twice
+    } else {
+      at::mul_out(to, from, at::scalar_tensor(scale, at::TensorOptions().dtype(from.scalar_type())));
+    }
+  };
+  if (rows > 0) move(target.narrow(0, 0, rows), flat.narrow(0, 0, rows * width).view({rows, width}));
+  if (rest > 0) move(target.select(0, rows).narrow(0, 0, rest), flat.narrow(0, rows * width, rest));
+  if (!first || rows == ranks_) return;
+  // What is left of the slot is padding. Stale values there would reach the last ranks' padding and from
+  // there the gradient norm.
+  if (rest > 0) target.select(0, rows).narrow(0, rest, width - rest).zero_();
+  const auto used = rows + (rest > 0 ? 1 : 0);
+  if (used < ranks_) target.narrow(0, used, ranks_ - used).zero_();
+}
+
+bool ReduceBucket::complete() const {
+  if (state_ != State::FILLING) return false;
+  bool any = false;
+  for (const auto& slot : slots_) {
+    if (slot.arrivals < slot.expected) return false;
+    any = any || slot.arrivals > 0;
+  }
+  return any;
+}
+
+void ReduceBucket::seal() {
+  TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot launch a bucket that is ", name(state_));
+  auto rows = send().view({ranks_, chunk_});
+  for (const auto& slot : slots_) {
+    if (slot.arrivals == 0) rows.narrow(1, slot.offset, slot.record->shard_numel()).zero_();
+  }
+  state_ = State::LAUNCHED;
+  buffer_->filling = false;
+}
+
+void ReduceBucket::accumulate() {
+  // Neighbours in the bucket are usually neighbours in the gradient arena too: one kernel for each run.
+  auto result = recv();
+  for (size_t first = 0; first < slots_.size();) {
+    auto& head = slots_[first];
+    auto target = head.record->grad;
+    const auto* expected_next = static_cast<const char*>(target.const_data_ptr()) + target.nbytes();
+    int64_t length = head.record->shard_numel();
+    size_t next = first + 1;
+    for (; next < slots_.size(); ++next) {
+      const auto& grad = slots_[next].record->grad;
+      if (grad.const_data_ptr() != expected_next || slots_[next].add != head.add ||
+          !grad.is_alias_of(target)) {
+        break;
+      }
+      expected_next += grad.nbytes();
+      length += grad.numel();
+    }
+    auto to = target.as_strided({length}, {1});
+    auto from = result.narrow(0, head.offset, length);
+    if (head.add) {
+      to.add_(from);
+    } else {
+      to.copy_(from);
+    }
+    for (; first < next; ++first) slots_[first].add = true;
+  }
+}
+
+void ReduceBucket::reset() {
+  state_ = State::EMPTY;
+  buffer_ = nullptr;
+  for (auto& slot : slots_) slot.arrivals = 0;
+}
+
+}  // namespace lightning_zero

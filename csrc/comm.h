@@ -1,0 +1,75 @@
+// Collectives over one c10d process group, on one stream of our own.
+//
+// Everything goes through c10d::ProcessGroup so that the watchdog, timeouts and the flight recorder see it.
+// On an accelerator the collective is queued on our stream and nothing waits on the host; on a CPU it runs
+// in the process group's threads and is waited for through its Work. `Pending` hides the difference.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "device.h"
+
+namespace lightning_zero {
+
+// A collective that has been launched, and what is to be done with its result.
+// Must be waited for exactly where the result is first needed; waiting twice is harmless.
+class Pending {
+ public:
+  // Queues the wait on the caller's stream (accelerator) or blocks the caller (CPU), then, on a CPU, runs
+  // the continuation; on an accelerator the continuation was queued behind the collective at launch.
+  void wait(const c10::Device& device);
+
+  // True once wait() would not block the host. Always true on an accelerator, where it never does.
+  bool ready() const;
+
+  // Holds a host at most this long; true when ready. See Executor: a rank whose backward differs from its
+  // peers' must not wait here for ever, or nobody reaches the point where the ranks agree.
+  bool ready_within(std::chrono::milliseconds limit) const;
+
+ // The result is unwanted; the collective itself still has to be waited for.
+  void drop_continuation() { continuation_ = {}; }
+
+ private:
+  friend class Communicator;
+  c10::intrusive_ptr<c10d::Work> work_;
+  Fence fence_;
+  std::function<void()> continuation_;
+};
+
+class Communicator {
+ public:
+  Communicator(const std::string& group_name, const c10::Device& device);
+
+  int rank() const { return group_->getRank(); }
+  int size() const { return group_->getSize(); }
+
+  // output: size() * input.numel() elements of input's dtype. When `cast_to` is given the input is cast to
+  // it first, on our stream. Both tensors are 1-D and contiguous. The output must have been allocated on the
+  // caller's stream: freeing it after the wait is then safe in stream order, with no record_stream.
+  Pending all_gather(at::Tensor output, at::Tensor input, std::optional<at::ScalarType> cast_to = std::nullopt);
+
+  // input: size() * output.numel() elements. `then` runs on our stream once the output is there.
+  Pending reduce_scatter(
+      at::Tensor output, at::Tensor input, c10d::ReduceOp::RedOpType op, std::function<void()> then = {});
+
+  // Elementwise maximum over ranks of a host tensor; blocks the host. The group must be a CPU one.
+  void all_reduce_max(at::Tensor& values);
+
+  // Debugging: wait on the host before and after each collective, so that an error shows where it happened.
+  bool synchronize_each = false;
+
+ private:
+  template <class Launch>
+  Pending launch(Launch&& launch, std::function<void()> then);
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::Device device_;
+  c10::Stream stream_;
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,434 @@
+#include "executor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+namespace lightning_zero {
+
+namespace {
+
+// A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
+class PendingWork : public c10d::Work {
+ public:
+  PendingWork(Pending pending, at::Tensor source, c10::Device device)
+      : pending_(std::move(pending)), source_(std::move(source)), device_(device) {}
+  bool wait(std::chrono::milliseconds) override {
+    pending_.wait(device_);
+    return true;
+  }
+  bool isCompleted() override { return pending_.ready(); }
+
+ private:
+  Pending pending_;
+  at::Tensor source_;
+  c10::Device device_;
+};
+
+at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef shape) {
+  return flat.narrow(0, 0, numel).view(shape);
+}
+
+}  // namespace
+
+// Lives in autograd's list of final callbacks. Destroyed without having run, it means that the backward was
+// interrupted by an exception.
+class Executor::Round {
+ public:
+  explicit Round(Executor& executor) : executor_(c10::intrusive_ptr<Executor>::unsafe_reclaim_from_nonowning(&executor)) {}
+  ~Round() {
+    if (!ran_) executor_->abort_backward();
+  }
+  void run() {
+    ran_ = true;
+    executor_->end_backward();
+  }
+
+ private:
+  c10::intrusive_ptr<Executor> executor_;
+  bool ran_ = false;
+};
+
+Executor::Executor(
+    const std::string& gather_group, const std::string& reduce_group, const std::string& control_group,
+    const std::string& device)
+    : device_(device), gather_comm_(gather_group, device_), reduce_comm_(reduce_group, device_) {
+  if (gather_comm_.size() > 1) control_comm_.emplace(control_group, c10::Device(c10::kCPU));
+}
+
+void Executor::configure(ExecutorOptions options) {
+  std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(tasks_.empty(), "options cannot change during backward");
+  options_ = std::move(options);
+  gather_comm_.synchronize_each = reduce_comm_.synchronize_each = options_.sync_collectives;
+  release_buffers();
+  pools_.clear();
+  buckets_.clear();
+}
+
+int64_t Executor::add_parameter(
+    std::string name, at::Tensor param, at::Tensor shard, int64_t numel, std::vector<int64_t> shape) {
+  std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(shard.dim() == 1 && shard.is_contiguous() && shard.numel() > 0 && shard.device() == device_);
+  TORCH_INTERNAL_ASSERT(numel <= size() * shard.numel());
+  auto record = std::make_unique<ParamRecord>();
+  record->index = static_cast<int64_t>(records_.size());
+  record->name = std::move(name);
+  record->param = std::move(param);
+  record->shard = std::move(shard);
+  record->numel = numel;
+  record->shape = std::move(shape);
+  ShardTable::instance().add(record->shard, ParamRef{this, record->index});
+  records_.push_back(std::move(record));
+  expected_.push_back(1);
+  position_.emplace_back();
+  buckets_.clear();  // plan again
+  return records_.back()->index;
+}
+
+void Executor::move_parameter(int64_t index, at::Tensor shard) {
+  std::lock_guard lock(mutex_);
+  auto& record = at(index);
+  TORCH_INTERNAL_ASSERT(shard.dim() == 1 && shard.is_contiguous() && shard.numel() == record.shard_numel());
+  sync_edits(/*forget=*/true);
+  ShardTable::instance().remove(record.shard);
+  record.shard = std::move(shard);
+  ShardTable::instance().add(record.shard, ParamRef{this, index});
+}
+
+void Executor::drop_parameter(int64_t index) {
+  std::lock_guard lock(mutex_);
+  auto& record = at(index);
+  ShardTable::instance().remove(record.shard);
+  record.live = false;
+  buckets_.clear();
+}
+
+void Executor::close() {
+  std::lock_guard lock(mutex_);
+  for (const auto& record : records_) {
+    if (record->live) ShardTable::instance().remove(record->shard);
+  }
+  tracked_.clear();
+  gathered_.clear();
+  buckets_.clear();
+  late_.clear();
+  pools_.clear();
+  records_.clear();
+}
+
+// ---- weights
+
+at::Tensor Executor::gather_into(const ParamRecord& record, at::ScalarType dtype, Pending& pending) {
+  const auto own = record.shard.scalar_type();
+  auto output = at::empty({size() * record.shard_numel()}, record.shard.options().dtype(dtype));
+  count("gathers");
+  count("gather_bytes", static_cast<int64_t>(output.nbytes()));
+  pending = gather_comm_.all_gather(output, record.shard, own == dtype ? std::nullopt : std::make_optional(dtype));
+  return output;
+}
+
+at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked) {
+  std::lock_guard lock(mutex_);
+  const auto& record = at(index);
+  sync_edits(/*forget=*/false);
+  Pending pending;
+  auto flat = gather_into(record, dtype, pending);
+  pending.wait(device_);
+  auto full = as_parameter(flat, record.numel, shape);
+  if (tracked) {
+    count("eager_gathers");
+    gathered_.add(full, index);
+    if (dtype == record.shard.scalar_type()) tracked_.push_back({flat, index, static_cast<uint32_t>(record.param._version())});
+  }
+  return full;
+}
+
+at::Tensor Executor::gather_start(int64_t index, at::IntArrayRef shape, at::ScalarType dtype) {
+  std::lock_guard lock(mutex_);
+  if (!tracked_.empty()) sync_edits(/*forget=*/false);
+  const auto& record = at(index);
+  Pending pending;
+  auto flat = gather_into(record, dtype, pending);
+  auto full = as_parameter(flat, record.numel, shape);
+  c10d::register_work(full, c10::make_intrusive<PendingWork>(std::move(pending), record.shard, device_));
+  return full;
+}
+
+void Executor::sync_edits(bool forget) {
+  std::lock_guard lock(mutex_);
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  for (auto it = tracked_.begin(); it != tracked_.end();) {
+    const auto& record = at(it->index);
+    // A newer parameter (an optimizer step, a loaded state) wins over a copy taken before it.
+    const bool current = record.param._version() == it->version;
+    if (current) {
+      const auto width = record.shard_numel(), begin = rank() * width;
+      const auto valid = std::clamp<int64_t>(record.numel - begin, 0, width);
+      if (valid > 0) record.shard.narrow(0, 0, valid).copy_(it->full.narrow(0, begin, valid));
+    }
+    const bool held = it->full.storage().use_count() > 1;
+    it = (forget || !current || !held) ? tracked_.erase(it) : it + 1;
+  }
+}
+
+int64_t Executor::find_gathered(const at::Tensor& tensor) {
+  std::lock_guard lock(mutex_);
+  return gathered_.find(tensor);
+}
+
+// ---- gradients
+
+at::ScalarType Executor::wire_dtype(const ParamRecord& record) const {
+  const auto own = record.shard.scalar_type();
+  return options_.reduce_dtype && c10::isFloatingType(own) ? *options_.reduce_dtype : own;
+}
+
+BufferPool& Executor::pool(at::ScalarType dtype) {
+  auto& pool = pools_[static_cast<int>(dtype)];
+  if (!pool) {
+    const auto row = options_.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / size();
+    pool = std::make_unique<BufferPool>(
+        dtype, device_, static_cast<int>(size()), std::max<int64_t>(row, 1), options_.double_buffer ? 2 : 1);
+  }
+  return *pool;
+}
+
+bool Executor::plan_is_stale() const {
+  if (buckets_.empty()) return true;
+  for (const auto& record : records_) {
+    if (record->trainable() != (position_[record->index].bucket >= 0)) return true;
+  }
+  return false;
+}
+
+void Executor::plan_buckets() {
+  // Parameters that became trainable go to the end; until an order has been learned, and for a new set of parameters, gradients
+  // are expected in the reverse order of registration.
+  std::vector<char> known(records_.size(), 0);
+  std::erase_if(order_, [&](int64_t i) { return !at(i).trainable(); });
+  for (auto i : order_) known[i] = 1;
+  const auto before = order_.size();
+  for (auto it = records_.rbegin(); it != records_.rend(); ++it) {
+    if (!known[(*it)->index] && (*it)->trainable()) order_.push_back((*it)->index);
+  }
+  if (order_.size() != before) order_learned_ = false;
+  buckets_.clear();
+  position_.assign(records_.size(), Position{});
+  std::unordered_map<int, int64_t> open;     // dtype -> bucket
+  std::unordered_map<int, int64_t> largest;  // dtype -> chunk
+  for (auto index : order_) {
+    auto& record = at(index);
+    const auto dtype = wire_dtype(record);
+    const auto limit = options_.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / size();
+    auto found = open.find(static_cast<int>(dtype));
+    if (found == open.end() || buckets_[found->second].chunk() + record.shard_numel() > limit) {
+      buckets_.emplace_back(dtype, static_cast<int>(size()));
+      found = open.insert_or_assign(static_cast<int>(dtype), static_cast<int64_t>(buckets_.size()) - 1).first;
+    }
+    auto& bucket = buckets_[found->second];
+    position_[index] = Position{found->second, static_cast<int64_t>(bucket.slots().size())};
+    bucket.append(&record, expected_[index]);
+    auto& most = largest[static_cast<int>(dtype)];
+    most = std::max(most, bucket.chunk());
+  }
+  for (auto [dtype, chunk] : largest) pool(static_cast<at::ScalarType>(dtype)).expect(chunk);
+  late_ = buckets_;
+  count("plans");
+}
+
+void Executor::ensure_grad(ParamRecord& record) {
+  if (!record.grad.defined()) record.grad = at::zeros_like(record.shard);
+}
+
+void Executor::join_round() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  TORCH_CHECK(
+      task >= 0, "lightning_zero: a gradient arrived outside of a backward pass. Gradients must come from loss.backward(); "
+                 "torch.autograd.grad() of sharded parameters returns no gradient.");
+  if (std::find(tasks_.begin(), tasks_.end(), task) != tasks_.end()) return;
+  if (tasks_.empty()) {
+    arrivals_.clear();
+    next_launch_ = 0;
+    if (plan_is_stale()) plan_buckets();
+  }
+  tasks_.push_back(task);
+  auto round = std::make_shared<Round>(*this);
+  torch::autograd::Engine::get_default_engine().queue_callback([round] { round->run(); });
+}
+
+void Executor::open(ReduceBucket& bucket, bool adding) {
+  if (bucket.state() != ReduceBucket::State::EMPTY) return;
+  for (auto& slot : bucket.slots()) ensure_grad(*slot.record);
+  bucket.open(pool(bucket.dtype()).acquire(bucket.chunk(), pool_stats_));
+  if (adding) {
+    for (auto& slot : bucket.slots()) slot.add = true;
+  }
+}
+
+void Executor::reduce(int64_t index, const at::Tensor& grad) {
+  std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  auto& record = at(index);
+  TORCH_CHECK(
+      grad.numel() == record.numel, "lightning_zero: the gradient of ", record.name, " has shape ", grad.sizes(),
+      " but the parameter has shape ", at::IntArrayRef(record.shape), ".");
+  join_round();
+  auto position = position_[index];
+  TORCH_CHECK(
+      position.bucket >= 0, "lightning_zero: a gradient arrived for ", record.name,
+      ", whose requires_grad was switched on during this backward pass. Change requires_grad between steps.");
+  count("reduces");
+  arrivals_.push_back(index);
+  const bool late = buckets_[position.bucket].state() == ReduceBucket::State::LAUNCHED;
+  auto& bucket = (late ? late_ : buckets_)[position.bucket];
+  open(bucket, /*adding=*/late);
+  bucket.put(position.slot, grad, options_.predivide ? 1.0 / static_cast<double>(size()) : 1.0);
+  if (!late) launch_complete();
+}
+
+void Executor::launch_complete() {
+  while (next_launch_ < buckets_.size() && buckets_[next_launch_].complete()) launch(buckets_[next_launch_++]);
+}
+
+void Executor::launch(ReduceBucket& bucket) {
+  bucket.seal();
+  const auto op = options_.predivide ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
+  auto send = bucket.send();
+  count("flushes");
+  count("reduce_bytes", static_cast<int64_t>(send.nbytes()));
+  bucket.buffer()->pending = reduce_comm_.reduce_scatter(bucket.recv(), send, op, [&bucket] {
+    at::NoGradGuard no_grad;
+    bucket.accumulate();
+  });
+}
+
+std::vector<int64_t> Executor::agree() {
+  // Per trainable parameter: 1 a gradient arrived, 2 one arrived after its bucket had left. And twice a digest of the order of
+  // arrival, to see whether it was the same everywhere.
+  std::vector<int64_t> flags(order_.size() + 2, 0);
+  int64_t digest = 1469598103934665603LL;
+  for (auto index : arrivals_) digest = static_cast<int64_t>((static_cast<uint64_t>(digest) ^ index) * 1099511628211ULL);
+  digest = std::abs(digest / 2);
+  for (size_t i = 0; i < order_.size(); ++i) {
+    const auto position = position_[order_[i]];
+    if (buckets_[position.bucket].slots()[position.slot].arrivals > 0) flags[i] = 1;
+    if (late_[position.bucket].state() == ReduceBucket::State::FILLING &&
+        late_[position.bucket].slots()[position.slot].arrivals > 0) {
+      flags[i] = 2;
+    }
+  }
+  flags[order_.size()] = digest;
+  flags[order_.size() + 1] = -digest;
+  if (control_comm_) {
+    auto values = at::tensor(flags, at::kLong);
+    control_comm_->all_reduce_max(values);
+    std::copy_n(values.const_data_ptr<int64_t>(), flags.size(), flags.begin());
+    count("agreements");
+  }
+  return flags;
+}
+
+void Executor::end_backward() {
+  {
+    std::lock_guard lock(mutex_);
+    at::NoGradGuard no_grad;
+    const auto flags = agree();
+    std::vector<int64_t> wanted(buckets_.size(), 0);
+    for (size_t i = 0; i < order_.size(); ++i) {
+      auto& most = wanted[position_[order_[i]].bucket];
+      most = std::max(most, flags[i]);
+    }
+    for (size_t b = next_launch_; b < buckets_.size(); ++b) {
+      if (wanted[b] == 0) continue;
+      open(buckets_[b], /*adding=*/false);
+      launch(buckets_[b]);
+    }
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      if (wanted[b] < 2) continue;
+      open(late_[b], /*adding=*/true);
+      launch(late_[b]);
+      count("late_flushes");
+    }
+    for (auto& [dtype, pool] : pools_) pool->drain();
+    attach(flags);
+    learn_order(flags);
+    finish_round();
+  }
+  // Without the lock: hooks are Python, and may gather.
+  if (!backward_end_op_.empty()) {
+    torch::jit::Stack stack;
+    c10::Dispatcher::singleton().findSchemaOrThrow(backward_end_op_.c_str(), "").callBoxed(&stack);
+  }
+}
+
+void Executor::attach(const std::vector<int64_t>& flags) {
+  attached_.clear();
+  for (size_t i = 0; i < order_.size(); ++i) {
+    if (flags[i] == 0) continue;  // no rank used it: leave grad as it is, so that weight decay leaves it alone
+    auto& record = at(order_[i]);
+    attached_.push_back(record.index);
+    auto& held = record.param.mutable_grad();
+    if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {
+      held = record.grad.view(record.param.sizes());
+    }
+  }
+}
+
+// Launching in the order of arrival is what hides the reduce-scatters. The first backward shows the order; it is adopted only
+// when every rank saw the same one.
+void Executor::learn_order(const std::vector<int64_t>& agreed) {
+  if (order_learned_ || arrivals_.empty()) return;
+  order_learned_ = true;
+  if (agreed[order_.size()] != -agreed[order_.size() + 1]) return;
+  std::vector<int64_t> last(records_.size(), std::numeric_limits<int64_t>::max());
+  std::fill(expected_.begin(), expected_.end(), 0);
+  for (size_t i = 0; i < arrivals_.size(); ++i) {
+    last[arrivals_[i]] = static_cast<int64_t>(i);
+    ++expected_[arrivals_[i]];
+  }
+  std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) { return last[a] < last[b]; });
+  for (auto& bucket : buckets_) bucket.reset();
+  buckets_.clear();
+}
+
+void Executor::finish_round() {
+  for (auto& bucket : buckets_) bucket.reset();
+  for (auto& bucket : late_) bucket.reset();
+  tasks_.clear();
+  next_launch_ = 0;
+  if (options_.free_buckets) release_buffers();
+}
+
+void Executor::abort_backward() {
+  std::lock_guard lock(mutex_);
+  if (tasks_.empty()) return;
+  for (auto& [dtype, pool] : pools_) pool->discard();
+  for (auto& bucket : buckets_) bucket.reset();
+  for (auto& bucket : late_) bucket.reset();
+  tasks_.clear();
+  next_launch_ = 0;
+  count("aborted_backwards");
+}
+
+void Executor::release_buffers() {
+  std::lock_guard lock(mutex_);
+  for (auto& [dtype, pool] : pools_) pool->release();
+}
+
+std::map<std::string, int64_t> Executor::counters() const {
+  std::lock_guard lock(mutex_);
+  auto all = counters_;
+  all["grown_buckets"] = pool_stats_.grown;
+  all["allocated_buckets"] = pool_stats_.allocated;
+  all["bucket_bytes"] = 0;
+  for (const auto& [dtype, pool] : pools_) all["bucket_bytes"] += pool->bytes();
+  all["buckets"] = static_cast<int64_t>(buckets_.size());
+  all["watched_weights"] = static_cast<int64_t>(tracked_.size());
+  return all;
+}
+
+}  // namespace lightning_zero

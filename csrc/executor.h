@@ -1,0 +1,141 @@
+// The Executor gathers weights and reduces gradients for one engine.
+//
+// A weight: gather() all-gathers a shard into a fresh tensor on the all-gather group's stream; the caller's
+// stream waits before the tensor is used, and the allocator frees it in stream order afterwards.
+//
+// A gradient: reduce() copies it into its bucket on the caller's stream. Complete buckets are reduce-scattered
+// in one fixed order on the other group's stream and accumulated into the gradient arena there. When autograd
+// finishes, end_backward() makes the ranks agree on what is still missing, sends it, lets the caller's stream wait
+// once, and attaches param.grad.
+//
+// [Note: one order on every rank] A rank may see gradients its peers do not. Buckets are therefore launched strictly
+// in order, a bucket that is not complete holds back the ones behind it, and end_backward() takes the maximum over ranks
+// of what arrived (on a host group: no device is read) before it launches the rest. A gradient that arrives after its bucket
+// was launched (a weight used in two graphs) waits in a second bucket that is launched after the agreement.
+//
+// State is per parameter and backward, never per graph. All methods may be called from autograd's threads.
+#pragma once
+
+#include <torch/custom_class.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "bucket.h"
+#include "comm.h"
+#include "param_registry.h"
+
+namespace lightning_zero {
+
+struct ExecutorOptions {
+  int64_t bucket_bytes = 64 << 20;
+  bool double_buffer = true;
+  bool predivide = true;  // scale by 1/ranks while copying in, then sum; otherwise the group averages
+  bool free_buckets = false;  // give bucket memory back at the end of each backward
+  bool sync_collectives = false;
+  std::optional<at::ScalarType> reduce_dtype;  // on the wire; the parameter's own when empty
+};
+
+class Executor : public torch::CustomClassHolder {
+ public:
+  Executor(
+      const std::string& gather_group, const std::string& reduce_group, const std::string& control_group,
+      const std::string& device);
+  ~Executor() override { close(); }
+
+  void configure(ExecutorOptions options);
+  // Name of an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
+  void on_backward_end(std::string op) { backward_end_op_ = std::move(op); }
+
+  int64_t add_parameter(
+      std::string name, at::Tensor param, at::Tensor shard, int64_t numel, std::vector<int64_t> shape);
+  // Another piece of memory with the same values: shards move into an arena once all are known.
+  void move_parameter(int64_t index, at::Tensor shard);
+  // Nobody reads it any more: it was tied to another while the model was built.
+  void drop_parameter(int64_t index);
+  void set_grad(int64_t index, at::Tensor grad) { at(index).grad = std::move(grad); }
+  void close();
+
+  at::Tensor gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked);
+  at::Tensor gather_start(int64_t index, at::IntArrayRef shape, at::ScalarType dtype);
+  void reduce(int64_t index, const at::Tensor& grad);
+
+  // Copies edits made to weights that eager code still holds, or held last, into their shards. `forget`: and stop
+  // watching them, because the shards are about to change.
+  void sync_edits(bool forget);
+  int64_t find_gathered(const at::Tensor& tensor);
+
+  void end_backward();
+  void abort_backward();    // drops what an interrupted backward left
+  void release_buffers();   // bucket memory; legal outside backward
+
+  std::vector<int64_t> attached() const { return attached_; }  // parameters with a gradient from the last backward
+  std::map<std::string, int64_t> counters() const;
+  void reset_counters() { counters_.clear(); }
+  int64_t size() const { return gather_comm_.size(); }
+  int64_t rank() const { return gather_comm_.rank(); }
+
+ private:
+  struct Tracked {
+    at::Tensor full;  // 1-D, padded
+    int64_t index;
+    uint32_t version;  // of the parameter when it was gathered
+  };
+  struct Position {
+    int64_t bucket = -1;
+    int64_t slot = -1;
+  };
+  class Round;
+
+  ParamRecord& at(int64_t index) { return *records_.at(static_cast<size_t>(index)); }
+  at::Tensor gather_into(const ParamRecord& record, at::ScalarType dtype, Pending& pending);
+  at::ScalarType wire_dtype(const ParamRecord& record) const;
+  void count(const char* what, int64_t by = 1) { counters_[what] += by; }
+
+  void join_round();
+  void plan_buckets();
+  bool plan_is_stale() const;
+  void ensure_grad(ParamRecord& record);
+  void open(ReduceBucket& bucket, bool adding);
+  void launch(ReduceBucket& bucket);
+  void launch_complete();
+  std::vector<int64_t> agree();
+  void learn_order(const std::vector<int64_t>& agreed);
+  void attach(const std::vector<int64_t>& flags);
+  void finish_round();
+  BufferPool& pool(at::ScalarType dtype);
+
+  c10::Device device_;
+  Communicator gather_comm_, reduce_comm_;
+  std::optional<Communicator> control_comm_;
+  ExecutorOptions options_;
+  std::string backward_end_op_;
+
+  std::vector<std::unique_ptr<ParamRecord>> records_;
+  GatheredTable gathered_;
+  std::vector<Tracked> tracked_;
+
+  std::vector<int64_t> order_;         // trainable parameters in the order their gradients are sent
+  std::vector<int> expected_;          // arrivals per backward, by parameter
+  std::vector<Position> position_;     // by parameter
+  std::vector<ReduceBucket> buckets_;  // launched in this order
+  std::vector<ReduceBucket> late_;     // second chance, one for each bucket
+  std::unordered_map<int, std::unique_ptr<BufferPool>> pools_;
+  bool order_learned_ = false;
+
+  std::vector<int64_t> arrivals_;  // this backward, in order
+  size_t next_launch_ = 0;
+  std::vector<int> tasks_;  // autograd graph tasks that will call end_backward()
+  std::vector<int64_t> attached_;
+
+  std::map<std::string, int64_t> counters_;
+  PoolStats pool_stats_;
+  mutable std::recursive_mutex mutex_;
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,86 @@
+// Schemas. Kernels only find the executor and call it; autograd and shape functions are registered in Python.
+#include <torch/library.h>
+
+#include "executor.h"
+
+namespace {
+
+using lightning_zero::Executor;
+using lightning_zero::ShardTable;
+
+at::Tensor gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  auto [executor, index] = ShardTable::instance().find(shard, "gather");
+  return executor->gather(index, shape, dtype, /*tracked=*/false);
+}
+
+// What code that is not compiled reads: the result is watched for edits and known to the saved-tensor hooks. Never for compiled
+// code, which may use the result's memory for something else.
+at::Tensor gather_eager(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  auto [executor, index] = ShardTable::instance().find(shard, "gather_eager");
+  return executor->gather(index, shape, dtype, /*tracked=*/true);
+}
+
+at::Tensor gather_start(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+  auto [executor, index] = ShardTable::instance().find(shard, "gather_start");
+  return executor->gather_start(index, shape, dtype);
+}
+
+void reduce_add(const at::Tensor& grad, const at::Tensor& shard) {
+  auto [executor, index] = ShardTable::instance().find(shard, "reduce");
+  executor->reduce(index, grad);
+}
+
+// The form that autograd traces: it needs a gradient of the shard's shape. Ours is in the executor, so this one is zero, and a
+// graph pass replaces the op by reduce_add.
+at::Tensor reduce(const at::Tensor& grad, const at::Tensor& shard) {
+  reduce_add(grad, shard);
+  return at::zeros(shard.sizes(), shard.options());
+}
+
+}  // namespace
+
+TORCH_LIBRARY(lightning_zero, m) {
+  m.class_<Executor>("Executor")
+      .def(torch::init<const std::string&, const std::string&, const std::string&, const std::string&>())
+      .def(
+          "configure",
+          [](const c10::intrusive_ptr<Executor>& self, int64_t bucket_bytes, bool double_buffer, bool predivide,
+             bool free_buckets, bool sync_collectives, std::optional<at::ScalarType> reduce_dtype) {
+            self->configure({bucket_bytes, double_buffer, predivide, free_buckets, sync_collectives, reduce_dtype});
+          })
+      .def("on_backward_end", &Executor::on_backward_end)
+      .def("add_parameter", &Executor::add_parameter)
+      .def("move_parameter", &Executor::move_parameter)
+      .def("drop_parameter", &Executor::drop_parameter)
+      .def("set_grad", &Executor::set_grad)
+      .def("close", &Executor::close)
+      .def("sync_edits", &Executor::sync_edits)
+      .def("find_gathered", &Executor::find_gathered)
+      .def("abort_backward", &Executor::abort_backward)
+      .def("release_buffers", &Executor::release_buffers)
+      .def("attached", &Executor::attached)
+      .def(
+          "counters",
+          [](const c10::intrusive_ptr<Executor>& self) {
+            c10::Dict<std::string, int64_t> result;
+            for (const auto& [name, value] : self->counters()) result.insert(name, value);
+            return result;
+          })
+      .def("reset_counters", &Executor::reset_counters)
+      .def("size", &Executor::size)
+      .def("rank", &Executor::rank);
+
+  m.def("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  m.def("gather_eager(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  m.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  m.def("reduce(Tensor grad, Tensor shard) -> Tensor");
+  m.def("reduce_add(Tensor grad, Tensor shard) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(lightning_zero, CompositeExplicitAutograd, m) {
+  m.impl("gather", gather);
+  m.impl("gather_eager", gather_eager);
+  m.impl("gather_start", gather_start);
+  m.impl("reduce", reduce);
+  m.impl("reduce_add", reduce_add);
+}

@@ -1,0 +1,74 @@
+// What the executor knows of each sharded parameter, and the table that finds it from a tensor.
+//
+// An op receives only a shard. Finding the parameter by the shard itself, rather than by a number baked
+// into the graph, lets all layers of one shape share one compiled graph. The table is the one piece of
+// process-wide state: ops have no other way to their executor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace lightning_zero {
+
+class Executor;
+
+struct ParamRecord {
+  int64_t index = 0;
+  std::string name;
+  at::Tensor param;        // the nn.Parameter that users hold; its data is `shard` in another shape
+  at::Tensor shard;        // 1-D view of an arena: shard_numel elements, the tail of the last ranks zero
+  at::Tensor grad;         // 1-D view of the gradient arena, same layout; undefined until training needs it
+  std::vector<int64_t> shape;  // the whole parameter's
+  int64_t numel = 0;           // the whole parameter's, without padding
+  bool live = true;            // false once no module reads it
+  bool trainable() const { return live && param.requires_grad(); }
+  int64_t shard_numel() const { return shard.numel(); }
+};
+
+struct ParamRef {
+  Executor* executor;  // unregisters itself before it dies
+  int64_t index;
+};
+
+// shard address -> parameter. Addresses are unique because arenas keep every shard alive, and non-empty,
+// until its executor unregisters it.
+class ShardTable {
+ public:
+  static ShardTable& instance();
+  void add(const at::Tensor& shard, ParamRef ref);
+  void remove(const at::Tensor& shard);
+  // Throws an error that tells the user what may have replaced the shard.
+  ParamRef find(const at::Tensor& shard, const char* op);
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const void*, ParamRef> refs_;
+};
+
+// storage of a gathered weight -> parameter, for the saved-tensor hooks of eager code. Keyed by the storage
+// object, which a weak reference keeps from being reused, never by address: a freed weight's address
+// soon belongs to something else.
+class GatheredTable {
+ public:
+  void add(const at::Tensor& gathered, int64_t index);
+  int64_t find(const at::Tensor& tensor);  // -1 when not a gathered weight, or a view of one
+  void clear();
+
+ private:
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    int64_t index;
+  };
+  void prune();
+  std::unordered_map<const c10::StorageImpl*, Entry> entries_;
+  size_t prune_at_ = 64;
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,67 @@
+"""ZeRO-3 for Lightning: sharded, compiled training of an unmodified LightningModule.
+
+    import lightning_zero
+    Trainer(strategy="zero3_compile", precision="bf16-mixed", devices=4)
+
+Importing registers the strategies ``zero3_compile`` and ``zero3``.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.errors import NativeBuildError, RankMismatchError, UnsupportedError
+from lightning_zero.strategy import ZeroStrategy
+
+__all__ = [
+    "NativeBuildError",
+    "RankMismatchError",
+    "UnsupportedError",
+    "ZeroStrategy",
+    "full_parameters",
+    "unshard",
+]
+
+__version__ = "0.1.0.dev0"
+
+
+def full_parameters(module: nn.Module, writeback: bool = True) -> AbstractContextManager[None]:
+    """Inside, the module and its children have whole parameters; with ``writeback``, edits reach the shards on exit.
+
+    Collective: enter it on every rank, and make the same edits on every rank. Takes the memory of the whole parameters.
+
+    Raises:
+        UnsupportedError: the module is not sharded.
+    """
+    return _engine(module).full_parameters(module, writeback)
+
+
+def unshard(module: nn.Module) -> None:
+    """Makes the module a plain one again, with whole parameters on every rank. Collective.
+
+    Raises:
+        UnsupportedError: the module is not sharded.
+    """
+    _engine(module).unshard()
+
+
+def _engine(module: nn.Module) -> Engine:
+    for child in module.modules():
+        found = engine_of(child) or getattr(type(child), "_zero_cache", None) and type(child)._zero_cache.engine()
+        if found:
+            return found
+    raise UnsupportedError(
+        f"{type(module).__name__} is not sharded. Sharding happens when trainer.fit(), validate(), test() or predict() sets up the model."
+    )
+
+
+for _name, _compile, _description in (
+    ("zero3_compile", True, "Parameters, gradients and optimizer state sharded over ranks; modules compiled"),
+    ("zero3", False, "Parameters, gradients and optimizer state sharded over ranks; nothing compiled, for debugging"),
+):
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(_name, ZeroStrategy, description=_description, compile=_compile)

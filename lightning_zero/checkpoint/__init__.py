@@ -1,0 +1,1 @@
+"""Whole values out of shards and back."""

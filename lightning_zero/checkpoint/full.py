@@ -1,0 +1,84 @@
+"""Full checkpoints: plain state dicts, as a single process would write them, gathered on rank 0 one tensor at a time.
+
+Optimizer state of a parameter is recognised as sharded by having the shard's shape. Everything else (step counters, scalars) is the same on
+every rank and passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.sharding.shard import ShardedParameter, Sharder
+from lightning_zero.sharding.state import StateDictHooks
+
+__all__ = ["model_state", "optimizer_state", "shard_optimizer_state"]
+
+
+def model_state(module: nn.Module, hooks: StateDictHooks) -> dict[str, Any]:
+    """The module's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective."""
+    with hooks.mode("rank0"):
+        state = module.state_dict()
+    return state if hooks.sharder.executor.rank == 0 else {}
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, sharder: Sharder) -> dict[str, Any]:
+    """The optimizer's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective."""
+    packed = optimizer.state_dict()
+    rank = sharder.executor.rank
+    state: dict[int, dict[str, Any]] = {}
+    for number, record in _numbered(optimizer, sharder):
+        if number not in packed["state"]:
+            continue
+        entries = packed["state"][number]
+        whole = {key: _gather(value, record, sharder) for key, value in entries.items()}
+        if rank == 0:
+            state[number] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in whole.items()}
+    return {"state": state, "param_groups": packed["param_groups"]} if rank == 0 else {}
+
+
+def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer, sharder: Sharder) -> dict[str, Any]:
+    """This rank's part of a whole optimizer state dict, for ``optimizer.load_state_dict``. Not collective.
+
+    Raises:
+        ValueError: the state was saved for parameters of other shapes.
+    """
+    sharded: dict[Any, Any] = dict(state["state"])
+    for number, record in _numbered(optimizer, sharder):
+        if number in sharded and record is not None:
+            sharded[number] = {key: _cut(key, value, record, sharder) for key, value in sharded[number].items()}
+    return {"state": sharded, "param_groups": state["param_groups"]}
+
+
+def _numbered(optimizer: torch.optim.Optimizer, sharder: Sharder) -> Iterator[tuple[int, ShardedParameter | None]]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return ((number, sharder.find(param)) for number, param in enumerate(params))
+
+
+def _gather(value: Any, record: ShardedParameter | None, sharder: Sharder) -> Any:
+    if record is None or not isinstance(value, Tensor) or value.shape != record.layout.visible_shape:
+        return value
+    shard = value.reshape(-1).to(sharder.executor.device)
+    full = shard.new_empty(shard.numel() * sharder.executor.world_size)
+    dist.all_gather_into_tensor(full, shard, group=sharder.group)
+    return full[: record.layout.numel].view(record.layout.shape)
+
+
+def _cut(key: str, value: Any, record: ShardedParameter, sharder: Sharder) -> Any:
+    # A scalar parameter's state and its step counter have the same shape; only the name tells them apart.
+    if not isinstance(value, Tensor) or value.numel() == 1 and key == "step":
+        return value
+    if value.shape != record.layout.shape:
+        if value.dim() == 0:
+            return value
+        raise ValueError(
+            f"The checkpoint's optimizer state {key!r} for parameter {record.name!r} has shape {tuple(value.shape)}, but the parameter has "
+            f"shape {tuple(record.layout.shape)}. The optimizer's parameters must come in the order in which they were saved."
+        )
+    shard = torch.zeros(record.layout.shard_numel, dtype=value.dtype)
+    record.layout.write(shard, value, sharder.executor.rank)
+    return shard.view(record.layout.visible_shape)

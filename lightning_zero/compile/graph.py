@@ -1,0 +1,52 @@
+"""Predicates on FX graphs. The only place that spells op targets."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+__all__ = ["GATHER", "REDUCE", "gathers", "is_view_or_cast", "output_node", "ops", "reduces"]
+
+GATHER = "gather"
+REDUCE = "reduce"
+
+_aten = torch.ops.aten
+_CASTS = {
+    _aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.lift_fresh_copy.default,
+}
+
+
+def ops(name: str) -> torch._ops.OpOverload:
+    """One of our ops by its short name."""
+    return getattr(torch.ops.lightning_zero, name).default
+
+
+def gathers(graph: Graph) -> list[Node]:
+    """All nodes that read a whole parameter, in order."""
+    return graph.find_nodes(op="call_function", target=ops(GATHER))
+
+
+def reduces(graph: Graph) -> list[Node]:
+    """All nodes that hand a gradient over, in order."""
+    return graph.find_nodes(op="call_function", target=ops(REDUCE))
+
+
+def output_node(graph: Graph) -> Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def is_view_or_cast(node: Node) -> bool:
+    """Whether the node's result is its first input's memory in another shape, or its values in another dtype."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target in _CASTS:
+        return True
+    arguments = target._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write
+
+

@@ -1,0 +1,58 @@
+"""What a pass is, and the loop that runs passes.
+
+A pass takes a forward, backward or inference graph, after partitioning, and returns a graph. It calls no collective, touches no device and
+keeps no state, so that every rank gets the same result from the same graph and a test needs no process group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph
+
+__all__ = ["PassSpec", "run_passes"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PassSpec:
+    """A pass and its contract.
+
+    Attributes:
+        name: unique; what schedules and reports call it.
+        apply: the pass.
+        requires: properties that earlier passes must have provided.
+        provides: properties that hold afterwards.
+        conflicts: properties that must not hold before.
+    """
+
+    name: str
+    apply: Callable[[Graph], Graph]
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()
+    conflicts: frozenset[str] = frozenset()
+
+
+def check_contracts(passes: Sequence[PassSpec]) -> None:
+    """Raises ``ValueError`` when a pass comes before what it requires, or after what it conflicts with."""
+    held: set[str] = set()
+    for spec in passes:
+        missing, clashing = spec.requires - held, spec.conflicts & held
+        if missing:
+            raise ValueError(f"Pass {spec.name!r} requires {sorted(missing)}, which no earlier pass provides. Put one before it.")
+        if clashing:
+            raise ValueError(f"Pass {spec.name!r} conflicts with {sorted(clashing)}, provided by an earlier pass. Remove one of them.")
+        held |= spec.provides
+
+
+def run_passes(graph: Graph, passes: Sequence[PassSpec]) -> Graph:
+    """Runs ``passes`` in order and checks the graph after each."""
+    check_contracts(passes)
+    for spec in passes:
+        graph = spec.apply(graph)
+        graph.lint()
+        log.debug("after %s: %s", spec.name, graph)
+    return graph

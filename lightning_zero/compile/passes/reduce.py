@@ -1,0 +1,39 @@
+"""Gradients belong to the executor: backward graphs hand them over and return none to autograd."""
+
+from __future__ import annotations
+
+from torch.fx import Graph
+
+from lightning_zero.compile.graph import ops, output_node, reduces
+
+__all__ = ["hand_over_gradients"]
+
+
+def hand_over_gradients(graph: Graph) -> Graph:
+    """``g = reduce(grad, s); return (..., g)`` becomes ``reduce_add(grad, s); return (..., None)``, in place.
+
+    A tied weight's gradients may be added up before they are returned: ``g = a + b`` of two reduces. Both are handed over; the sum of
+    the placeholders they return is dropped.
+    """
+    handed = reduces(graph)
+    if not handed:
+        return graph
+    ours = set(handed)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and all(i in ours for i in node.all_input_nodes):
+            ours.add(node)
+    output = output_node(graph)
+    returned = output.args[0]
+    assert isinstance(returned, tuple | list)
+    output.args = (tuple(None if value in ours else value for value in returned),)
+    for node in reversed(list(graph.nodes)):
+        if node in ours and node not in handed and not node.users:
+            graph.erase_node(node)
+    for node in handed:
+        assert not node.users, f"the gradient {node} is used by {list(node.users)}; a pass must see every use of a reduce"
+        with graph.inserting_before(node):
+            void = graph.call_function(ops("reduce_add"), node.args, node.kwargs)
+        void.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+        void.meta["val"] = None
+        graph.erase_node(node)
+    return graph

@@ -1,0 +1,30 @@
+"""Keeps whole weights from crossing from forward to backward.
+
+The partitioner decides what a forward graph saves for its backward. Left alone it saves gathered weights, and the memory of ZeRO-3 is
+that of ZeRO-2. Tagging each gather, and every view and cast of one, as to be recomputed makes the backward gather again.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_zero.compile.graph import gathers, is_view_or_cast
+
+__all__ = ["tag_gathers"]
+
+
+def tag_gathers(graph: Graph) -> Graph:
+    """Tags a joint forward and backward graph, in place."""
+    tagged: set[Node] = set(gathers(graph))
+    if not tagged:
+        return graph
+    for node in graph.nodes:
+        # The partitioner honours tags only among nodes that carry a region number; activation checkpointing uses others.
+        if node.op == "call_function":
+            node.meta.setdefault("ac_graph_id", 1)
+        if is_view_or_cast(node) and node.args and node.args[0] in tagged:
+            tagged.add(node)
+        if node in tagged:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return graph

@@ -1,0 +1,71 @@
+"""What can be chosen, as frozen dataclasses that check themselves. Imports nothing of ours but errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["CompileConfig", "EngineConfig", "ReduceConfig"]
+
+BACKENDS = ("inductor", "aot_eager")
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """How gradients travel.
+
+    Args:
+        bucket_mb: capacity of one reduce bucket in MiB, over all ranks' parts. A larger gradient gets a bucket of its own.
+        double_buffer: two buckets per dtype, so that one fills while the other is reduced; otherwise one.
+        average: ``"predivide"`` scales gradients by 1 / world size while they are copied in and sums them (as DDP does);
+            ``"average"`` lets the process group average.
+        dtype: dtype on the wire and in the bucket; ``None`` keeps each parameter's own.
+        free_buckets: give the buckets' memory back after each backward.
+    """
+
+    bucket_mb: float = 64.0
+    double_buffer: bool = True
+    average: str = "predivide"
+    dtype: torch.dtype | None = None
+    free_buckets: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb={self.bucket_mb!r} must be a positive number of MiB. Try 64.")
+        if self.average not in ("predivide", "average"):
+            raise ValueError(f"average={self.average!r} must be 'predivide' or 'average'.")
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ValueError(f"reduce_dtype={self.dtype} is no floating point type. Try torch.bfloat16 or torch.float32.")
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """What is compiled, and by whom.
+
+    Args:
+        enabled: compile the outermost modules that the training step calls; otherwise everything runs eagerly.
+        backend: ``"inductor"`` or ``"aot_eager"`` (same graphs and passes, no code generation; for debugging).
+        dynamic: passed to ``torch.compile``: ``None`` lets sizes become dynamic when they change.
+    """
+
+    enabled: bool = True
+    backend: str = "inductor"
+    dynamic: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"compile_backend={self.backend!r} is unknown. Choose one of {', '.join(BACKENDS)}.")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an :class:`~lightning_zero.engine.Engine` is built from.
+
+    Args:
+        sync_collectives: debugging: wait on the host before and after every collective.
+    """
+
+    reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    sync_collectives: bool = False

@@ -1,0 +1,270 @@
+"""The engine composes the floors below: it shards a module, compiles its calls, clips, and saves. It does not know Lightning.
+
+Protocol: ``Engine(device)`` makes process groups and the executor; a model may be built inside ``engine.construction()``; ``engine.shard(module)``
+makes its parameters shards; ``engine.train_step()`` surrounds forward and backward, ``engine.before_step()`` comes before an optimizer steps.
+Without these two everything still computes the same, only eagerly and with more memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
+from lightning_zero.compile.backend import GraphObserver, compile_arguments
+from lightning_zero.compile.discover import CompiledCalls
+from lightning_zero.compile.eager import regather_saved_weights
+from lightning_zero.config import EngineConfig
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.native import Executor
+from lightning_zero.optim.clip import clip_by_norm, global_norm
+from lightning_zero.optim.support import check_optimizer
+from lightning_zero.sharding.construct import sharded_construction
+from lightning_zero.sharding.full import full_parameters
+from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.state import StateDictHooks
+from lightning_zero.sharding.surgery import ClassCache, is_sharded
+
+__all__ = ["Engine", "engine_of"]
+
+log = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_zero_engine"
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """The engine that sharded ``module``, or None."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+class Engine:
+    """Shards and trains one module over all ranks of a process group.
+
+    Args:
+        device: of this rank.
+        config: options.
+        timeout: of the process groups that are made; how long ranks wait for each other.
+        group: ranks to shard over; by default all. ``torch.distributed`` must be initialised.
+        skip_modules: module types that are never compiled.
+        observe: sees every graph that is compiled.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        config: EngineConfig | None = None,
+        timeout: timedelta | None = None,
+        group: dist.ProcessGroup | None = None,
+        skip_modules: tuple[type, ...] = (),
+        observe: GraphObserver | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialised. Call torch.distributed.init_process_group() first.")
+        self.device = device
+        self.config = config or EngineConfig()
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        backend = dist.get_backend(group)
+        # Two groups, so that all-gathers and reduce-scatters do not queue behind each other; and one on the CPU, on which ranks
+        # agree without touching the device.
+        self.gather_group = dist.new_group(ranks, backend=backend, timeout=timeout)
+        self.reduce_group = dist.new_group(ranks, backend=backend, timeout=timeout)
+        self.control_group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        self.executor = Executor(
+            self.gather_group, self.reduce_group, self.control_group, device, self.config, self._run_gradient_hooks
+        )
+        self.sharder = Sharder(self.executor, self.gather_group, self.control_group)
+        self.sharder.classes.engine = weakref.ref(self)
+        self.module: nn.Module | None = None
+        self.calls: CompiledCalls | None = None
+        self._skip = skip_modules
+        self._observe = observe
+        self._hooks: StateDictHooks | None = None
+        self._adopted_hooks: dict[int, list[dict[int, Callable[[Tensor], Tensor | None]]]] = {}
+        self._eager_reads = -1
+
+    @property
+    def rank(self) -> int:
+        return self.executor.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.executor.world_size
+
+    def configure(self, config: EngineConfig) -> None:
+        """Other options from now on; legal between steps."""
+        if config == self.config:
+            return
+        recompile = config.compile != self.config.compile
+        self.config = config
+        self.executor.configure(config)
+        if recompile and self.calls is not None:
+            self.calls.restore()
+            self.calls = self._make_calls(self._sharded_module())
+
+    def _make_calls(self, module: nn.Module) -> CompiledCalls:
+        return CompiledCalls(module, compile_arguments(self.config.compile, observe=self._observe), self._skip)
+
+    # -- sharding
+
+    def construction(self) -> AbstractContextManager[None]:
+        """Inside, modules are sharded as they are built; see :mod:`lightning_zero.sharding.construct`. Collective."""
+        return sharded_construction(self.sharder)
+
+    def shard(self, module: nn.Module) -> None:
+        """Makes the module's parameters shards, in place; the module, its parameters and their ties keep their identity. Collective.
+
+        Raises:
+            UnsupportedError: a parameter or module that cannot be sharded.
+            RankMismatchError: ranks hold different models.
+        """
+        if engine_of(module) is not None and engine_of(module) is not self:
+            raise UnsupportedError("The module is already sharded by another engine. Call its unshard() first.")
+        self.sharder.finish(module)
+        self.module = module
+        module.__dict__[_ATTRIBUTE] = self
+        self._hooks = StateDictHooks(self.sharder, module)
+        self.calls = self._make_calls(module)
+
+    def unshard(self) -> None:
+        """Gives the module whole parameters and its own classes back, on this engine's device, and closes the engine. Collective."""
+        module = self._sharded_module()
+        assert self.calls is not None and self._hooks is not None
+        self.calls.restore()
+        self._hooks.remove()
+        records = self.sharder.live
+        with full_parameters(self.sharder, module, writeback=False):
+            values = [record.param.data for record in records]
+        for record, value in zip(records, values, strict=True):
+            record.param.grad = None
+            record.param.data = value
+            for owner, _ in record.owners:
+                if is_sharded(owner):
+                    del owner.__dict__["_zero_shapes"]
+                    ClassCache.restore(owner)
+        del module.__dict__[_ATTRIBUTE]
+        self.close()
+
+    def full_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> AbstractContextManager[None]:
+        """Inside, ``module`` (by default all) has whole parameters, and edits reach the shards on exit. Collective."""
+        return full_parameters(self.sharder, module or self._sharded_module(), writeback)
+
+    def _sharded_module(self) -> nn.Module:
+        if self.module is None:
+            raise RuntimeError("The engine has no module yet. Call engine.shard(module) first.")
+        return self.module
+
+    # -- steps
+
+    @contextmanager
+    def train_step(self) -> Iterator[None]:
+        """Surrounds the forward (and, in manual optimization, everything else) of a training step.
+
+        The first one runs eagerly and shows which module calls to compile.
+        """
+        assert self.calls is not None
+        self.sharder.allocate_gradients()
+        self._adopt_gradient_hooks()
+        first = self.config.compile.enabled and not self.calls.modules
+        reads = self._count_eager_reads()
+        with ExitStack() as stack:
+            if first:
+                stack.enter_context(self.calls.discover())
+            # Saved-tensor hooks cost a call for each tensor that autograd saves; where all weights are read by compiled code
+            # there is nothing for them to do.
+            if first or self._eager_reads != 0:
+                stack.enter_context(regather_saved_weights(self.sharder))
+            yield
+        self._eager_reads = self._count_eager_reads() - reads
+
+    def before_step(self) -> None:
+        """Must come before shards are changed by an optimizer: edits of gathered weights reach them first."""
+        self.executor.sync_edits(forget=True)
+
+    def reset(self) -> None:
+        """After an exception: drops half-done work and gathered weights. Not collective."""
+        self.executor.abort_backward()
+        self.executor.sync_edits(forget=True)
+        self._eager_reads = -1
+
+    def _count_eager_reads(self) -> int:
+        return self.executor.counters().get("eager_gathers", 0)
+
+    # -- gradients and optimizers
+
+    def _adopt_gradient_hooks(self) -> None:
+        # Autograd would call these with None, since gradients reach parameters through the executor.
+        for record in self.sharder.parameters:
+            hooks = record.param._backward_hooks
+            if hooks is not None:
+                self._adopted_hooks.setdefault(record.index, []).append(hooks)
+                record.param._backward_hooks = None
+
+    def _run_gradient_hooks(self) -> None:
+        if not self._adopted_hooks and all(r.param._post_accumulate_grad_hooks is None for r in self.sharder.parameters):
+            return
+        for index in self.executor.attached():
+            param = self.sharder.at(index).param
+            for hooks in self._adopted_hooks.get(index, ()):
+                for hook in list(hooks.values()):
+                    assert param.grad is not None
+                    changed = hook(param.grad)
+                    if changed is not None:
+                        param.grad.copy_(changed)
+            for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                hook(param)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no shards."""
+        check_optimizer(optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                if self.sharder.find(param) is None:
+                    raise UnsupportedError(
+                        f"Parameter {position} of group {number} in {type(optimizer).__name__} (shape {tuple(param.shape)}) does not belong "
+                        "to the model, so its gradients would not be reduced over ranks. Register it as a parameter of the "
+                        "LightningModule, and create optimizers from self.parameters() inside configure_optimizers()."
+                    )
+
+    def grad_norm(self, params: Iterable[Tensor]) -> Tensor:
+        """2-norm over all ranks' shards of the gradients: a scalar on the device. Collective."""
+        return global_norm(params, self.reduce_group, self.device)
+
+    def clip_grad_norm(self, params: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Scales gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
+        return clip_by_norm(params, max_norm, self.reduce_group, self.device)
+
+    # -- state
+
+    def model_state(self) -> dict[str, Any]:
+        """Whole values on rank 0's CPU, with the plain module's keys; empty elsewhere. Collective."""
+        assert self._hooks is not None
+        return model_state(self._sharded_module(), self._hooks)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Whole values on rank 0's CPU, in torch's own form; empty elsewhere. Collective."""
+        return optimizer_state(optimizer, self.sharder)
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads this rank's part of a whole state dict."""
+        optimizer.load_state_dict(shard_optimizer_state(state, optimizer, self.sharder))
+
+    def close(self) -> None:
+        """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""
+        self.executor.close()
+
+    def __repr__(self) -> str:
+        live = self.sharder.live
+        total = sum(record.layout.numel for record in live)
+        compiled = sorted(self.calls.modules) if self.calls else []
+        return (
+            f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} elements; "
+            f"{self.sharder.arena}; compiled: {compiled or 'nothing'})"
+        )

@@ -1,0 +1,15 @@
+"""Errors that users meet. Each message says what is wrong, where, and what to do next."""
+
+__all__ = ["NativeBuildError", "RankMismatchError", "UnsupportedError"]
+
+
+class NativeBuildError(RuntimeError):
+    """The C++ executor could not be built or loaded."""
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks were given different models, or did different things where all must do the same."""
+
+
+class UnsupportedError(ValueError):
+    """Something that cannot be trained correctly from shards was asked for."""

@@ -1,0 +1,133 @@
+"""A typed handle on the C++ executor. See ``csrc/executor.h`` for the protocol."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.config import EngineConfig
+from lightning_zero.native.load import load
+
+__all__ = ["Executor"]
+
+
+
+
+class Executor:
+    """Gathers weights and reduces gradients for one engine.
+
+    Args:
+        gather_group: process group of the all-gathers.
+        reduce_group: process group of the reduce-scatters; another one, so that both can run at once.
+        control_group: a CPU process group, on which ranks agree at the end of each backward.
+        device: where shards live.
+        config: options.
+        on_backward_end: called after gradients have been attached, once per backward.
+    """
+
+    def __init__(
+        self,
+        gather_group: dist.ProcessGroup,
+        reduce_group: dist.ProcessGroup,
+        control_group: dist.ProcessGroup,
+        device: torch.device,
+        config: EngineConfig,
+        on_backward_end: Callable[[], None] | None = None,
+    ) -> None:
+        load()
+        self._native = torch.classes.lightning_zero.Executor(
+            gather_group.group_name, reduce_group.group_name, control_group.group_name, str(device)
+        )
+        self.device = device
+        self.world_size: int = self._native.size()
+        self.rank: int = self._native.rank()
+        self.configure(config)
+        if on_backward_end is not None:
+            self._define_callback(on_backward_end)
+
+    def configure(self, config: EngineConfig) -> None:
+        """Applies options; legal only outside a backward pass."""
+        reduce = config.reduce
+        self._native.configure(
+            int(reduce.bucket_mb * 2**20),
+            reduce.double_buffer,
+            reduce.average == "predivide",
+            reduce.free_buckets,
+            config.sync_collectives,
+            reduce.dtype,
+        )
+
+    def _define_callback(self, callback: Callable[[], None]) -> None:
+        # C++ finds Python through an op of this executor's own, so no table of engines is needed. The op must not keep the engine
+        # alive, hence the weak reference.
+        method = weakref.WeakMethod(callback) if hasattr(callback, "__self__") else (lambda: callback)
+        name = f"on_backward_end_{id(self)}"
+        self._library = torch.library.Library("lightning_zero", "FRAGMENT")
+        self._library.define(f"{name}() -> ()")
+
+        def run() -> None:
+            target = method()
+            if target is not None:
+                target()
+
+        self._library.impl(name, run, "CompositeExplicitAutograd")
+        self._native.on_backward_end(f"lightning_zero::{name}")
+
+    def add_parameter(self, name: str, param: Tensor, shard: Tensor, shape: torch.Size) -> int:
+        """Registers a parameter: ``shard`` is its 1-D part in an arena, ``shape`` the whole parameter's. Returns its index."""
+        return self._native.add_parameter(name, param, shard, shape.numel(), list(shape))
+
+    def move_parameter(self, index: int, shard: Tensor) -> None:
+        """The parameter's shard lies elsewhere now, with the same values."""
+        self._native.move_parameter(index, shard)
+
+    def drop_parameter(self, index: int) -> None:
+        """No module reads this parameter any more."""
+        self._native.drop_parameter(index)
+
+    def set_grad(self, index: int, grad: Tensor) -> None:
+        """Gives a parameter its 1-D part of the gradient arena, of the shard's size and dtype."""
+        self._native.set_grad(index, grad)
+
+    def sync_edits(self, forget: bool = False) -> None:
+        """Copies in-place edits of weights read outside compiled code into their shards.
+
+        ``forget`` also stops watching them; needed before shards are changed behind autograd's back.
+        """
+        self._native.sync_edits(forget)
+
+    def find_gathered(self, tensor: Tensor) -> int:
+        """Index of the parameter that ``tensor`` is a gathered weight, or a view of one, of; otherwise -1."""
+        return self._native.find_gathered(tensor)
+
+    def attached(self) -> list[int]:
+        """Indices of the parameters that the last backward gave a gradient."""
+        return self._native.attached()
+
+    def abort_backward(self) -> None:
+        """Drops what an interrupted backward left behind."""
+        self._native.abort_backward()
+
+    def release_buffers(self) -> None:
+        """Frees the buckets' memory."""
+        self._native.release_buffers()
+
+    def counters(self) -> dict[str, int]:
+        """Counts since the last reset: ``gathers``, ``gather_bytes``, ``eager_gathers``, ``reduces``, ``flushes``, ``reduce_bytes``,
+        ``late_flushes``, ``grown_buckets``, ``allocated_buckets``, ``agreements``, ``plans``; and, as they are now, ``buckets``,
+        ``bucket_bytes``, ``watched_weights``. Bytes are those of the whole gathered weight, or of the whole bucket."""
+        return dict(self._native.counters())
+
+    def reset_counters(self) -> None:
+        """Sets the running counts to zero."""
+        self._native.reset_counters()
+
+    def close(self) -> None:
+        """Unregisters every parameter; harmless when called twice."""
+        self._native.close()
+        self._library = None

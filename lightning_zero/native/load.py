@@ -1,0 +1,63 @@
+"""Loads the library and tells torch what it cannot see from C++: shapes and derivatives of the ops.
+
+``gather(shard, shape, dtype)`` is the whole parameter; its derivative is ``reduce(grad, shard)``, which hands the gradient to the
+executor. Autograd itself receives no gradient: the executor attaches ``param.grad`` when the backward pass ends. While a graph is
+being traced, ``reduce`` must look like a gradient of the shard's shape, or it would be cut out as unused.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from lightning_zero.errors import NativeBuildError
+from lightning_zero.native.build import build
+
+__all__ = ["load"]
+
+
+@functools.cache
+def load() -> None:
+    """Builds if needed, loads and registers; once per process.
+
+    Raises:
+        NativeBuildError: the library cannot be built or loaded.
+    """
+    library = build()
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise NativeBuildError(
+            f"The C++ executor {library} does not load with torch {torch.__version__}: {error}. Delete that file to build it again."
+        ) from error
+    for name in ("gather", "gather_eager", "gather_start"):
+        torch.library.register_fake(f"lightning_zero::{name}", _gather_shape)
+    for name in ("gather", "gather_eager"):
+        torch.library.register_autograd(f"lightning_zero::{name}", _gather_backward, setup_context=_keep_shard)
+    torch.library.register_fake("lightning_zero::reduce", lambda grad, shard: shard.new_empty(shard.shape))
+    torch.library.register_fake("lightning_zero::reduce_add", lambda grad, shard: None)
+    # Without these a graph would lose the ops whose results nobody reads.
+    torch.fx.node.has_side_effect(torch.ops.lightning_zero.reduce.default)
+    torch.fx.node.has_side_effect(torch.ops.lightning_zero.reduce_add.default)
+
+
+def _gather_shape(shard: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    return shard.new_empty(shape, dtype=dtype)
+
+
+def _keep_shard(ctx: Any, inputs: tuple[Tensor, list[int], torch.dtype], output: Tensor) -> None:
+    # Not save_for_backward: it would refuse a bias that an optimizer stepped between two backward passes, which a plain module
+    # allows. Where the weight's values matter, the saved weight itself is checked.
+    ctx.shard = inputs[0]
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    if isinstance(grad, FakeTensor | FunctionalTensor):
+        return torch.ops.lightning_zero.reduce(grad, ctx.shard), None, None
+    torch.ops.lightning_zero.reduce_add(grad, ctx.shard)
+    return None, None, None

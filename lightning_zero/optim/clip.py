@@ -1,0 +1,34 @@
+"""The norm of sharded gradients, and clipping by it. One all-reduce of one number; nothing is read on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["clip_by_norm", "global_norm"]
+
+
+def global_norm(params: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """The 2-norm of all ranks' gradient shards together: a float32 scalar on ``device``, the same on every rank. Collective.
+
+    Padding is zero and adds nothing. Parameters without a gradient add nothing.
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    local = torch.nn.utils.get_total_norm(grads, norm_type=2.0) if grads else torch.zeros(())
+    squared = local.to(device=device, dtype=torch.float32).square()
+    dist.all_reduce(squared, group=group)
+    return squared.sqrt()
+
+
+def clip_by_norm(params: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Scales gradients in place so that their global norm is at most ``max_norm``; returns the norm before. Collective.
+
+    The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``.
+    """
+    params = list(params)
+    norm = global_norm(params, group, device)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm

@@ -1,0 +1,51 @@
+"""Which optimizers can be trusted with shards.
+
+An optimizer sees a flat piece of each parameter. That is enough for any rule that treats elements one by one. A rule that needs a parameter's
+shape, or a norm over it, would compute something else from a piece, without an error; such optimizers are refused by name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_zero.errors import UnsupportedError
+
+__all__ = ["check_optimizer"]
+
+_WHOLE = {
+    "Muon": "orthogonalises whole matrices",
+    "MuonWithAuxAdam": "orthogonalises whole matrices",
+    "NorMuon": "orthogonalises whole matrices",
+    "Dion": "orthogonalises whole matrices",
+    "Adafactor": "keeps row and column statistics of whole matrices",
+    "CAME": "keeps row and column statistics of whole matrices",
+    "SM3": "keeps row and column statistics of whole matrices",
+    "Shampoo": "preconditions with whole matrices",
+    "DistributedShampoo": "preconditions with whole matrices",
+    "SOAP": "preconditions with whole matrices",
+    "KFAC": "preconditions with whole matrices",
+    "PSGD": "preconditions with whole matrices",
+    "GaLore": "projects whole matrices",
+    "LAMB": "scales by the norm of whole parameters",
+    "Lamb": "scales by the norm of whole parameters",
+    "LARS": "scales by the norm of whole parameters",
+    "LBFGS": "takes inner products over all parameters",
+    "NovoGrad": "normalises by the norm of whole gradients",
+    "AdamMini": "shares statistics over blocks of whole parameters",
+    "Adam_mini": "shares statistics over blocks of whole parameters",
+}
+_PREFIXES = ("GaLore", "Muon", "Shampoo", "Adafactor")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises :class:`UnsupportedError`, naming the optimizer and the reason, when it needs whole parameters."""
+    for cls in type(optimizer).__mro__:
+        name = cls.__name__
+        reason = _WHOLE.get(name)
+        if reason is None and name.startswith(_PREFIXES):
+            reason = _WHOLE.get(next(p for p in _PREFIXES if name.startswith(p)), "needs whole matrices")
+        if reason is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} {reason}, but each rank holds only a flat piece of every parameter, so it would train wrongly. "
+                "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another strategy."
+            )

@@ -1,0 +1,66 @@
+"""Sharding a model while it is being built, so that no rank ever holds it whole.
+
+Inside :func:`sharded_construction` every submodule is sharded at the moment its parent receives it. Code that goes on initialising it
+(``self.apply(init)``, ``module.weight.data.normal_()``) gets the gathered weight; what it writes there reaches the shard. Assigning one module's
+weight to another ties them, as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_zero.sharding.shard import Sharder
+
+__all__ = ["sharded_construction"]
+
+
+@contextmanager
+def sharded_construction(sharder: Sharder) -> Iterator[None]:
+    """Collective: every rank must build the same model. Random numbers inside come from rank 0's generator on every rank."""
+    hooks = torch.nn.modules.module
+
+    def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        index = -1 if param is None else sharder.executor.find_gathered(param)
+        if index < 0:
+            return None
+        record = sharder.at(index)
+        sharder.adopt(module, name, record)
+        return record.param
+
+    def on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        for path, module in child.named_modules() if child is not None else ():
+            if not any(param is not None and param.is_meta for param in module._parameters.values()):
+                sharder.shard_module(module, f"{name}.{path}" if path else name)
+
+    handles = [hooks.register_module_parameter_registration_hook(on_parameter)]
+    handles.append(hooks.register_module_module_registration_hook(on_module))
+    sharder.classes.as_parameters = True
+    try:
+        with _random_numbers_of_rank_0(sharder.control_group):
+            yield
+    finally:
+        sharder.classes.as_parameters = False
+        for handle in handles:
+            handle.remove()
+        sharder.executor.sync_edits(forget=True)
+
+
+@contextmanager
+def _random_numbers_of_rank_0(group: dist.ProcessGroup) -> Iterator[None]:
+    # Ranks keep slices of what they initialise: slices of different random matrices would not be a draw of the intended matrix.
+    own = torch.get_rng_state()
+    states: list[Any] = [own]
+    dist.broadcast_object_list(states, group=group, group_src=0)
+    same = torch.equal(own, states[0])
+    torch.set_rng_state(states[0])
+    try:
+        yield
+    finally:
+        if not same:
+            torch.set_rng_state(own)

@@ -1,0 +1,53 @@
+"""Whole parameters for a while: inside the context, the module is the plain module it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from lightning_zero.sharding.shard import ShardedParameter, Sharder
+from lightning_zero.sharding.surgery import SHAPES
+
+__all__ = ["full_parameters", "gather_full"]
+
+
+def gather_full(record: ShardedParameter) -> torch.Tensor:
+    """The whole parameter on the shard's device, detached from autograd. Collective."""
+    with torch.no_grad():
+        return torch.ops.lightning_zero.gather(record.param, list(record.layout.shape), record.param.dtype)
+
+
+@contextmanager
+def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True) -> Iterator[None]:
+    """Puts whole parameters in place of the shards of ``module`` and its children.
+
+    Collective on entry. Takes the memory of the whole parameters on every rank. With ``writeback``, what they hold on exit reaches
+    the shards: each rank keeps its own part, so every rank must make the same edits.
+    """
+    inside = {id(child) for child in module.modules()}
+    records = [r for r in sharder.live if any(id(owner) in inside for owner, _ in r.owners)]
+    records = [r for r in records if r.param.shape != r.layout.shape or r.param.data_ptr() == r.shard.data_ptr()]
+    sharder.executor.sync_edits(forget=True)
+    grads = {}
+    for record in records:
+        full = gather_full(record)
+        grads[record.index] = record.param.grad
+        record.param.grad = None
+        record.param.data = full
+        for owner, key in record.owners:
+            owner.__dict__[SHAPES][key] = None
+    try:
+        yield
+    finally:
+        for record in records:
+            if writeback:
+                with torch.no_grad():
+                    record.layout.write(record.shard, record.param, sharder.executor.rank)
+            record.param.grad = None
+            record.show_shard()
+            record.param.grad = grads[record.index]
+            for owner, key in record.owners:
+                owner.__dict__[SHAPES][key] = tuple(record.layout.shape)

@@ -1,0 +1,62 @@
+"""How one parameter is cut into equal pieces. Pure arithmetic.
+
+A parameter is flattened and cut into ``world_size`` pieces of one size, a multiple of 128 bytes, so that all-gathering the pieces gives the
+parameter itself, with no copy, followed by padding. The padding is zero, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["ShardLayout"]
+
+ALIGNMENT_BYTES = 128
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The cut of one parameter.
+
+    Attributes:
+        shape: the whole parameter's.
+        shard_numel: elements in each rank's piece, padding included; at least one alignment unit, so that even an empty parameter has
+            a shard with an address of its own.
+        world_size: number of pieces.
+    """
+
+    shape: torch.Size
+    shard_numel: int
+    world_size: int
+
+    @classmethod
+    def of(cls, shape: torch.Size, dtype: torch.dtype, world_size: int) -> ShardLayout:
+        """The layout of a parameter of this shape and dtype over ``world_size`` ranks."""
+        unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        piece = -(-shape.numel() // world_size)
+        return cls(torch.Size(shape), max(unit, -(-piece // unit) * unit), world_size)
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def visible_shape(self) -> torch.Size:
+        """The shard's shape as users see it: as many dimensions as the parameter has, all but the last of size one.
+
+        Users split weight decay by ``p.ndim``. (A scalar's shard is 1-D: it has more than one element.)
+        """
+        return torch.Size((1,) * (len(self.shape) - 1) + (self.shard_numel,))
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """The half-open range of the flattened parameter that ``rank`` holds; empty when it holds padding only."""
+        begin = min(rank * self.shard_numel, self.numel)
+        return begin, min(begin + self.shard_numel, self.numel)
+
+    def write(self, shard: Tensor, full: Tensor, rank: int) -> None:
+        """Copies ``rank``'s part of ``full`` (the parameter's shape, any device and dtype) into the 1-D ``shard``; pads with zeros."""
+        begin, end = self.range_of(rank)
+        shard[: end - begin].copy_(full.detach().reshape(-1)[begin:end])
+        shard[end - begin :].zero_()

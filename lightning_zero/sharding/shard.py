@@ -1,0 +1,235 @@
+"""Turns a module's parameters into shards, in place, one parameter at a time.
+
+Protocol: ``shard_module(m)`` cuts the parameters that ``m`` itself owns (used while a model is being built, so that no rank ever holds
+it whole); ``finish(root)`` cuts what is left, materialises what is on the meta device module by module, and moves all shards into arenas.
+Every rank must do the same in the same order: values come from rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.errors import RankMismatchError, UnsupportedError
+from lightning_zero.native import Executor
+from lightning_zero.sharding.arena import Arena
+from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.surgery import SHAPES, ClassCache, is_sharded
+
+__all__ = ["Sharder", "ShardedParameter"]
+
+
+@dataclass
+class ShardedParameter:
+    """One parameter, whole on no rank. ``owners`` are the (module, name) pairs that read it: several when it is tied."""
+
+    index: int
+    name: str
+    param: nn.Parameter
+    layout: ShardLayout
+    shard: Tensor
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def show_shard(self) -> None:
+        """Points the visible parameter at the shard."""
+        self.param.data = self.shard.view(self.layout.visible_shape)
+
+
+class Sharder:
+    """Shards parameters and knows them afterwards.
+
+    Args:
+        executor: where shards are registered.
+        group: process group over which initial values are broadcast from rank 0.
+        control_group: CPU process group on which ranks compare what they are about to shard.
+    """
+
+    def __init__(self, executor: Executor, group: dist.ProcessGroup, control_group: dist.ProcessGroup) -> None:
+        self.executor = executor
+        self.group = group
+        self.control_group = control_group
+        self.classes = ClassCache()
+        self.parameters: list[ShardedParameter] = []
+        self.arena: Arena | None = None
+        self.grad_arena: Arena | None = None
+        self._by_param: dict[int, ShardedParameter] = {}
+
+    def find(self, param: Tensor) -> ShardedParameter | None:
+        """The record of a visible parameter, or None."""
+        record = self._by_param.get(id(param))
+        return record if record is not None and record.param is param else None
+
+    def at(self, index: int) -> ShardedParameter:
+        return self.parameters[index]
+
+    # -- cutting
+
+    def shard_module(self, module: nn.Module, name: str = "") -> None:
+        """Shards the parameters that ``module`` owns itself and that are not sharded yet. Collective."""
+        own = [(key, param) for key, param in module._parameters.items() if param is not None]
+        if not own or all(self.find(param) and is_sharded(module) for _, param in own):
+            return
+        if any(param.is_meta and not self.find(param) for _, param in own):
+            own = self._materialise(module, name)
+        for key, param in own:
+            record = self.find(param)
+            if record is None:
+                record = self._cut(f"{name}.{key}" if name else key, param)
+                module._parameters[key] = record.param
+            self.adopt(module, key, record)
+
+    def adopt(self, module: nn.Module, key: str, record: ShardedParameter) -> None:
+        """Makes ``module``'s parameter ``key`` read ``record``."""
+        for other in self.parameters:
+            other.owners = [(m, k) for m, k in other.owners if not (m is module and k == key)]
+        record.owners.append((module, key))
+        module.__dict__.setdefault(SHAPES, {})[key] = tuple(record.layout.shape)
+        self.classes.swap(module, tuple(sorted(module.__dict__[SHAPES])))
+
+    def _cut(self, name: str, param: nn.Parameter) -> ShardedParameter:
+        _check(name, param)
+        device, world = self.executor.device, self.executor.world_size
+        layout = ShardLayout.of(param.shape, param.dtype, world)
+        full = param.detach().to(device).contiguous()
+        if world > 1 and layout.numel:
+            if full.data_ptr() == param.data_ptr():
+                full = full.clone()  # a view into something larger may be shared with code that still needs it
+            dist.broadcast(full, group=self.group, group_src=0)
+        shard = torch.empty(layout.shard_numel, dtype=param.dtype, device=device)
+        layout.write(shard, full, self.executor.rank)
+        index = self.executor.add_parameter(name, param, shard, layout.shape)
+        record = ShardedParameter(index, name, param, layout, shard)
+        record.show_shard()
+        self.parameters.append(record)
+        self._by_param[id(param)] = record
+        return record
+
+    def _materialise(self, module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
+        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if not callable(reset):
+            raise UnsupportedError(
+                f"Module {name or 'root'!r} ({type(module).__name__}) has parameters on the meta device but no reset_parameters() to "
+                "give them values. Add that method, or build the module inside configure_model() without the meta device: "
+                "lightning_zero shards each layer as soon as it is built."
+            )
+        # Ties are kept by the identity of the parameter object: remember which new object replaces which.
+        before = dict(module._parameters)
+        already = {key: self.find(param) for key, param in before.items() if param is not None}
+        module.to_empty(device=self.executor.device, recurse=False)
+        with torch.no_grad():
+            reset()
+        for key, record in already.items():
+            if record is not None:
+                module._parameters[key] = record.param
+        for key, old in before.items():
+            new = module._parameters[key]
+            if old is not None and new is not None and new is not old:
+                new.__dict__.update(old.__dict__)
+                self._replaced[id(old)] = (old, new)
+        return [(key, param) for key, param in module._parameters.items() if param is not None]
+
+    @property
+    def _replaced(self) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
+        return self.__dict__.setdefault("_replacements", {})
+
+    # -- finishing
+
+    def finish(self, root: nn.Module) -> None:
+        """Shards everything that is left in ``root`` and lays the shards out in arenas. Collective.
+
+        Raises:
+            RankMismatchError: ranks hold different models.
+            UnsupportedError: a parameter that cannot be sharded.
+        """
+        self._compare_ranks(root)
+        for name, module in root.named_modules():
+            for key, param in list(module._parameters.items()):
+                if param is not None and id(param) in self._replaced:
+                    module._parameters[key] = self._replaced[id(param)][1]
+            self.shard_module(module, name)
+            self._move_buffers(module)
+        self._replaced.clear()
+        names = {id(param): name for name, param in root.named_parameters()}
+        for record in self.parameters:
+            record.name = names.get(id(record.param), record.name)
+        self._lay_out()
+
+    def _compare_ranks(self, root: nn.Module) -> None:
+        mine = [
+            f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}"
+            for name, param in root.named_parameters(remove_duplicate=False)
+        ]
+        digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+        digests: list[Any] = [None] * self.executor.world_size
+        dist.all_gather_object(digests, digest, group=self.control_group)
+        if len(set(digests)) == 1:
+            return
+        models: list[Any] = [None] * self.executor.world_size
+        dist.all_gather_object(models, mine, group=self.control_group)
+        other = next(rank for rank, model in enumerate(models) if model != models[0])
+        pairs = list(zip(models[0] + ["(nothing)"], models[other] + ["(nothing)"], strict=False))
+        first = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
+        raise RankMismatchError(
+            f"Ranks hold different models. The first difference between rank 0 and rank {other}: {first[0]!r} against {first[1]!r} "
+            "(name, shape, dtype, requires_grad). Build the same model on every rank; data may differ, parameters may not."
+        )
+
+    def _move_buffers(self, module: nn.Module) -> None:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != self.executor.device:
+                if buffer.is_meta:
+                    raise UnsupportedError(
+                        f"Buffer {key!r} of {type(module).__name__} is on the meta device and has no value. Set it in "
+                        "reset_parameters(), or register it on a real device."
+                    )
+                module._buffers[key] = buffer.to(self.executor.device)
+
+    def _lay_out(self) -> None:
+        # Reverse order of registration: gradients come in that order, so a bucket's shards are neighbours here.
+        orphans = [record for record in self.parameters if not record.owners]
+        for record in orphans:
+            self.executor.drop_parameter(record.index)
+        live = [record for record in reversed(self.parameters) if record.owners]
+        arena = Arena([(record.layout, record.param.dtype) for record in live], self.executor.device)
+        for record, view in zip(live, arena.views, strict=True):
+            view.copy_(record.shard)
+            record.shard = view
+            self.executor.move_parameter(record.index, view)
+            record.show_shard()
+        self.arena = arena
+
+    def allocate_gradients(self) -> None:
+        """Lays out the gradient arena, in the shards' order, for the parameters that are trainable now. Harmless when repeated."""
+        if self.grad_arena is not None:
+            return
+        live = [record for record in reversed(self.parameters) if record.owners and record.param.requires_grad]
+        self.grad_arena = Arena([(record.layout, record.param.dtype) for record in live], self.executor.device)
+        for record, view in zip(live, self.grad_arena.views, strict=True):
+            self.executor.set_grad(record.index, view)
+
+    @property
+    def live(self) -> list[ShardedParameter]:
+        """All parameters that some module reads, in the order of registration."""
+        return [record for record in self.parameters if record.owners]
+
+
+def _check(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        raise UnsupportedError(
+            f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the model, or give it its sizes, before training."
+        )
+    if param.is_complex() or param.is_quantized or param.is_sparse:
+        raise UnsupportedError(
+            f"Parameter {name!r} has dtype {param.dtype} and layout {param.layout}; only dense real parameters can be sharded. "
+            "Store a complex parameter as real and imaginary parts (torch.view_as_real)."
+        )
+    if hasattr(param, "device_mesh"):
+        raise UnsupportedError(
+            f"Parameter {name!r} is a DTensor: the module was sharded by something else (fully_shard, parallelize_module). "
+            "Remove that call from configure_model()."
+        )

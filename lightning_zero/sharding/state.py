@@ -1,0 +1,102 @@
+"""``state_dict()`` and ``load_state_dict()`` of a sharded module speak of whole parameters.
+
+``state_dict()`` gathers, so it is collective: call it on every rank. ``load_state_dict()`` is not: each rank takes its part from the whole
+values it is given. In a :func:`state_dict_mode` only rank 0 keeps the gathered values, or shards are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.full import gather_full
+from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.surgery import SHAPES
+
+__all__ = ["StateDictHooks"]
+
+MODES = ("full", "rank0", "shard")
+
+
+class StateDictHooks:
+    """Installs the hooks on every module that owns shards. ``mode`` decides what they do."""
+
+    def __init__(self, sharder: Sharder, root: nn.Module) -> None:
+        self.sharder = sharder
+        self._mode = "full"
+        self._handles = []
+        for module in root.modules():
+            if SHAPES in module.__dict__:
+                self._handles.append(module.register_state_dict_post_hook(partial(self._gather)))
+                self._handles.append(module.register_load_state_dict_pre_hook(self._scatter))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def mode(self, mode: str) -> Iterator[None]:
+        """``"full"``: whole values on every rank; ``"rank0"``: on rank 0 only, nothing elsewhere; ``"shard"``: this rank's shards."""
+        assert mode in MODES
+        before, self._mode = self._mode, mode
+        try:
+            yield
+        finally:
+            self._mode = before
+
+    def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        if self._mode == "shard":
+            return
+        self.sharder.executor.sync_edits()
+        for key, shape in module.__dict__[SHAPES].items():
+            param = module._parameters.get(key)
+            record = None if param is None else self.sharder.find(param)
+            if record is None or shape is None or prefix + key not in state:
+                continue
+            full = gather_full(record)  # one at a time: the peak is one whole parameter
+            if self._mode == "rank0" and self.sharder.executor.rank != 0:
+                del state[prefix + key]
+            else:
+                # Tied parameters stay one tensor, as in a plain module's state dict.
+                state[prefix + key] = self._shared(record.index, full)
+
+    def _shared(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        return full.cpu() if full.device.type != "cpu" else full
+
+    def _scatter(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UnsupportedError("load_state_dict(assign=True) would replace shards. Leave out assign=True.")
+        if self._mode == "shard":
+            return
+        self.sharder.executor.sync_edits(forget=True)
+        for key, shape in module.__dict__[SHAPES].items():
+            param, full = module._parameters.get(key), state.get(prefix + key)
+            record = None if param is None else self.sharder.find(param)
+            if record is None or shape is None or full is None:
+                continue
+            if full.shape != record.layout.shape:
+                errors.append(
+                    f"size mismatch for {prefix + key}: the checkpoint has shape {tuple(full.shape)}, the model "
+                    f"{tuple(record.layout.shape)}."
+                )
+                del state[prefix + key]
+                continue
+            shard = torch.zeros(record.layout.shard_numel, dtype=full.dtype, device=full.device)
+            record.layout.write(shard, full, self.sharder.executor.rank)
+            state[prefix + key] = shard.view(record.layout.visible_shape)

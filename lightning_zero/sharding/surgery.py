@@ -1,0 +1,106 @@
+"""How a module reads its weights once they are shards.
+
+The module's class is replaced by a subclass with one property per parameter. Reading the property gathers; compiled code and eager code
+go through the same door. There is one subclass per (class, parameter names), shared by all such modules, and nothing about a particular
+module is baked into it: otherwise every layer would compile anew wherever a graph breaks inside a block.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.errors import UnsupportedError
+
+__all__ = ["ClassCache", "SHAPES", "is_sharded"]
+
+SHAPES = "_zero_shapes"  # module attribute: parameter name -> whole shape, or None while the whole parameter is in place
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether this module's own parameters are shards."""
+    return SHAPES in module.__dict__
+
+
+def _weight_property(name: str) -> property:
+    def read(self: nn.Module) -> Tensor | None:
+        param = self._parameters[name]
+        if param is None:
+            return None
+        shape = self._zero_shapes[name]
+        if shape is None:
+            return param
+        if torch.compiler.is_compiling():
+            return torch.ops.lightning_zero.gather(param, shape, param.dtype)
+        weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
+        # While a model is being built, `head.weight = embedding.weight` must see a Parameter.
+        return nn.Parameter(weight.detach(), param.requires_grad) if self._zero_cache.as_parameters else weight
+
+    return property(read, doc=f"The whole parameter {name!r}, gathered from its shards.")
+
+
+def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+def _ignore(self: nn.RNNBase, value: Any) -> None:
+    """Recurrent modules keep a list of their parameters; it would hold shards."""
+
+
+class ClassCache:
+    """Makes and remembers the subclasses, for one engine."""
+
+    def __init__(self) -> None:
+        self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
+        self.engine: Callable[[], Any] = lambda: None  # how a sharded module finds its engine
+        self.as_parameters = False  # what eager code reads is an nn.Parameter
+
+    def swap(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        """Gives ``module`` the subclass whose properties read ``names``.
+
+        Raises:
+            UnsupportedError: the module's class cannot be subclassed, or is a scripted one.
+        """
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{type(module).__name__} is a torch.jit.ScriptModule; its parameters cannot be sharded. Pass the Python module."
+            )
+        original = getattr(type(module), "_zero_original_class", type(module))
+        key = (original, names)
+        if key not in self._classes:
+            self._classes[key] = _subclass(original, names, self)
+        try:
+            module.__class__ = self._classes[key]
+        except TypeError as error:
+            raise UnsupportedError(f"The parameters of {original.__name__} cannot be sharded: {error}.") from error
+
+    @staticmethod
+    def restore(module: nn.Module) -> None:
+        """Gives ``module`` its own class back."""
+        module.__class__ = getattr(type(module), "_zero_original_class", type(module))
+
+
+def _subclass(original: type, names: tuple[str, ...], cache: ClassCache) -> type:
+    members: dict[str, Any] = {name: _weight_property(name) for name in names}
+    if issubclass(original, nn.RNNBase):
+        members["_flat_weights"] = property(_flat_weights, _ignore)
+    members.update(
+        _zero_original_class=original,
+        _zero_cache=cache,
+        __module__=original.__module__,
+        __qualname__=original.__qualname__,
+        __doc__=original.__doc__,
+        __reduce_ex__=_reduce_as_original,
+    )
+    return types.new_class(original.__name__, (original,), exec_body=lambda body: body.update(members))
+
+
+def _reduce_as_original(self: nn.Module, protocol: Any) -> Any:
+    raise UnsupportedError(
+        f"A sharded {type(self).__name__} cannot be copied or pickled: the copy's shards would belong to no engine. "
+        "Copy it inside `with lightning_zero.full_parameters(module):`, or save a checkpoint with trainer.save_checkpoint()."
+    )

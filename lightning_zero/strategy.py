@@ -1,0 +1,425 @@
+"""Translates Lightning's hooks into engine calls, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.distributed import group as _group
+from lightning.fabric.utilities.optimizer import _optimizers_to_device, _optimizer_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.precision import ZeroMixedPrecision, for_shards
+
+__all__ = ["ZeroStrategy"]
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
+
+
+class ZeroStrategy(ParallelStrategy):
+    """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step calls are compiled.
+
+    Use it by name after ``import lightning_zero``: ``Trainer(strategy="zero3_compile")``, or ``"zero3"`` without compilation.
+    Precision, clipping, accumulation and the rest are Trainer arguments.
+
+    Args:
+        compile: compile the outermost modules that the training step calls.
+        compile_backend: ``"inductor"``, or ``"aot_eager"`` to debug.
+        compile_dynamic: as in ``torch.compile(dynamic=...)``.
+        reduce_dtype: dtype of gradients on the wire: ``"bf16"``, ``"16"``, ``"32"``; by default ``"bf16"`` for
+            ``precision="bf16-mixed"`` and otherwise each parameter's own.
+        reduce_bucket_mb: capacity of a reduce bucket in MiB.
+        reduce_double_buffer: fill one bucket while the other is reduced.
+        reduce_free_buckets: give the buckets' memory back after each backward.
+        sync_collectives: debugging: wait on the host before and after every collective.
+        process_group_backend: by default ``"nccl"`` on CUDA and ``"gloo"`` on the CPU.
+        timeout: how long ranks wait for each other.
+
+    Raises:
+        ValueError: an argument that makes no sense; the message says which, and what to pass.
+    """
+
+    strategy_name = "zero3"
+
+    def __init__(
+        self,
+        compile: bool = True,
+        compile_backend: str = "inductor",
+        compile_dynamic: bool | None = None,
+        reduce_dtype: str | None = None,
+        reduce_bucket_mb: float = 64.0,
+        reduce_double_buffer: bool = True,
+        reduce_free_buckets: bool = False,
+        sync_collectives: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        if reduce_dtype is not None and reduce_dtype not in _DTYPES:
+            raise ValueError(f"reduce_dtype={reduce_dtype!r} is unknown. Choose one of {', '.join(map(repr, _DTYPES))}.")
+        self._compile = CompileConfig(compile, compile_backend, compile_dynamic)
+        self._reduce_dtype = reduce_dtype
+        self._reduce = ReduceConfig(
+            bucket_mb=reduce_bucket_mb, double_buffer=reduce_double_buffer, free_buckets=reduce_free_buckets
+        )
+        self._sync_collectives = sync_collectives
+        self._engine: Engine | None = None
+        self._lightning_module_ref: pl.LightningModule | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+
+    # -- what the Trainer asks before anything runs
+
+    @property
+    def is_distributed(self) -> bool:
+        """Without it the Trainer installs no distributed sampler."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        plugin = self._precision_plugin
+        return plugin if plugin is not None else for_shards(Precision(), self._require_engine)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else for_shards(plugin, self._require_engine)
+
+    # Lightning assigns this before it checks whether the strategy accepts a compiled LightningModule. Ours compiles by itself, so
+    # what the user compiled is taken apart here.
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:
+        return self._lightning_module_ref
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        if module is not None and getattr(module, "_compiler_ctx", None) is not None:
+            rank_zero_info("The LightningModule was compiled by hand; the strategy compiles it its own way instead.")
+            to_uncompiled(module)
+        self._lightning_module_ref = module
+
+    # -- processes
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        # Always: when processes are started from outside, the launcher is what compares `devices` with their number.
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        device = self.root_device if self.root_device.type != "cpu" else None
+        assert self.cluster_environment is not None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized():
+            return
+        if torch.distributed.get_backend() == "nccl":
+            torch.distributed.barrier(device_ids=[self.root_device.index])
+        else:
+            torch.distributed.barrier()
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _distributed_is_initialized():
+            return obj
+        objects = [obj]
+        torch.distributed.broadcast_object_list(objects, src, group=_group.WORLD)
+        return objects[0]
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    # -- setup
+
+    def _require_engine(self) -> Engine:
+        if self._engine is None:
+            if not _distributed_is_initialized():
+                raise MisconfigurationException(
+                    "The ZeRO-3 strategy was asked for something before it was set up. Call this inside a hook of the "
+                    "LightningModule or a callback, while trainer.fit() or another stage is running."
+                )
+            self._engine = Engine(self.root_device, self._config(), self._timeout, skip_modules=(Metric,))
+        return self._engine
+
+    def _config(self) -> EngineConfig:
+        dtype = self._reduce_dtype
+        plugin = self._precision_plugin
+        if dtype is None and isinstance(plugin, ZeroMixedPrecision) and plugin.precision == "bf16-mixed":
+            dtype = "bf16"
+        reduce = ReduceConfig(
+            bucket_mb=self._reduce.bucket_mb,
+            double_buffer=self._reduce.double_buffer,
+            free_buckets=self._reduce.free_buckets,
+            dtype=None if dtype is None else _DTYPES[dtype],
+        )
+        return EngineConfig(reduce=reduce, compile=self._compile, sync_collectives=self._sync_collectives)
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Around ``configure_model``: every layer is sharded as soon as it is built, so no rank ever holds the whole model."""
+        module = self.lightning_module
+        if not _distributed_is_initialized() or (module is not None and engine_of(module) is not None):
+            yield
+            return
+        with self._require_engine().construction():
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        _refuse_callbacks(trainer)
+        module = self.lightning_module
+        adopted = engine_of(module)
+        if adopted is None:
+            self._shard(module, fitting=trainer.state.fn == TrainerFn.FITTING)
+        else:
+            self._adopt(adopted, module)
+        self.model_to_device()
+        self.model = module
+        # Shards must not become inference tensors, which training could not use afterwards.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard(self, module: pl.LightningModule, fitting: bool) -> None:
+        engine = self._require_engine()
+        _take_apart_compiled(module)
+        if fitting and self._layer_sync is not None:
+            with engine.construction():
+                self._layer_sync.apply(module)
+        if not engine.sharder.parameters:
+            self.precision_plugin.convert_module(module)
+        try:
+            engine.shard(module)
+        except UnsupportedError as error:
+            raise MisconfigurationException(str(error)) from error
+        if not engine.sharder.live:
+            raise MisconfigurationException(
+                f"{type(module).__name__} has no parameters, so there is nothing to shard. Use another strategy, or create the "
+                "network in __init__() or configure_model()."
+            )
+
+    def _adopt(self, engine: Engine, module: pl.LightningModule) -> None:
+        if engine.world_size != torch.distributed.get_world_size() or engine.device != self.root_device:
+            raise MisconfigurationException(
+                f"The model is sharded over {engine.world_size} ranks on {engine.device}, by an earlier Trainer, and cannot be used on "
+                f"{torch.distributed.get_world_size()} ranks on {self.root_device}. Call lightning_zero.unshard(model) in between."
+            )
+        added = [name for name, param in module.named_parameters() if engine.sharder.find(param) is None]
+        if added:
+            raise MisconfigurationException(
+                f"{len(added)} parameters were added after the model was sharded, the first is {added[0]!r}. If configure_model() built the "
+                "network again, make it return early: `if self.model is not None: return`. Otherwise add parameters before fit()."
+            )
+        self._engine = engine
+        engine.configure(self._config())
+
+    @override
+    def model_to_device(self) -> None:
+        """Parameters and buffers are where they belong already; metrics keep their state elsewhere."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.to(self.root_device)
+        self.lightning_module._device = self.root_device
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            try:
+                self._require_engine().check_optimizer(optimizer)
+            except UnsupportedError as error:
+                raise MisconfigurationException(str(error)) from error
+
+    # -- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        with self.precision_plugin.train_step_context(), self._require_engine().train_step():
+            return self.lightning_module.training_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        except UnsupportedError as error:
+            raise MisconfigurationException(str(error)) from error
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._engine is not None:
+            self._engine.reset()
+
+    # -- checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._require_engine().model_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._require_engine().optimizer_state(_plain(optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise MisconfigurationException(
+                f"The checkpoint holds the state of {len(states)} optimizers, but configure_optimizers() returned {len(self.optimizers)}. "
+                "Return the same optimizers in the same order, or load only the weights with load_from_checkpoint()."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            self._require_engine().load_optimizer_state(_plain(optimizer), state)
+            _optimizer_to_device(optimizer, self.root_device)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        # Every rank needs only its part: mapping the file instead of reading it keeps one copy per node, in the page cache.
+        local = Path(checkpoint_path)
+        if type(self.checkpoint_io) is TorchCheckpointIO and local.is_file():
+            return torch.load(local, map_location="cpu", mmap=True, weights_only=weights_only)
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    @override
+    def teardown(self) -> None:
+        # The module stays sharded and on its device, so that another stage, save_checkpoint() or state_dict() can follow.
+        if self._engine is not None:
+            self._engine.reset()
+            self._engine.executor.release_buffers()
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._engine or 'not set up'})"
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _refuse_callbacks(trainer: pl.Trainer) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging):
+            raise MisconfigurationException(
+                "StochasticWeightAveraging copies the module and averages what it finds, which would be shards. Remove the callback, or use "
+                "another strategy."
+            )
+
+
+def _take_apart_compiled(module: nn.Module) -> None:
+    # A child that the user compiled would gather its weights outside of our passes.
+    for child in module.modules():
+        if child._compiled_call_impl is not None:
+            child._compiled_call_impl = None
+        for name, grandchild in list(child._modules.items()):
+            if isinstance(grandchild, torch._dynamo.OptimizedModule):
+                child._modules[name] = grandchild._orig_mod

@@ -1,0 +1,59 @@
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks.pool import Ranks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [(item, item.get_closest_marker("gpu")) for item in items]
+    marked = [(item, mark) for item, mark in marked if mark is not None]
+    if not marked:
+        return
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item, mark in marked:
+        needed = mark.args[0] if mark.args else mark.kwargs.get("count", 1)
+        if found < needed:
+            item.add_marker(pytest.mark.skip(reason=f"{needed} CUDA devices needed, {found} found"))
+
+
+@pytest.fixture(scope="session")
+def native_library() -> None:
+    """Built before any rank's deadline runs, if it builds; the test that needs it says if not."""
+    try:
+        from lightning_zero.native.build import build
+
+        build()
+    except Exception as error:
+        print(f"the C++ executor was not built: {error}", file=sys.stderr)
+
+
+@pytest.fixture(scope="session")
+def ranks(native_library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """`ranks.run(world_size, fn, *args)`: see tests/ranks/pool.py."""
+    # Shared by the ranks, but not with earlier sessions: Inductor's cache cannot see that the
+    # source of a custom pass was edited.
+    added = "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    if added:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
+    pools = Ranks()
+    try:
+        yield pools
+    finally:
+        pools.close()
+        if added:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+@pytest.fixture(params=[1, 2, 3], ids="W={}".format)
+def world_size(request: pytest.FixtureRequest) -> int:
+    """Override with `@pytest.mark.parametrize("world_size", [2])`."""
+    return request.param

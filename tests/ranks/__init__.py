@@ -1,0 +1,1 @@
+"""Worker processes, one per rank, that live as long as the pytest session."""
