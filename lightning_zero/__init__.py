@@ -51,11 +51,12 @@ def unshard(module: nn.Module) -> None:
 
 def _engine(module: nn.Module) -> Engine:
     for child in module.modules():
-        found = engine_of(child) or getattr(type(child), "_zero_cache", None) and type(child)._zero_cache.engine()
-        if found:
+        found = engine_of(child)
+        if found is not None:
             return found
     raise UnsupportedError(
-        f"{type(module).__name__} is not sharded. Sharding happens when trainer.fit(), validate(), test() or predict() sets up the model."
+        f"{type(module).__name__} is not sharded. Sharding happens when trainer.fit(), validate(), test() or predict() "
+        "sets up the model."
     )
 
 

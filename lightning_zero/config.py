@@ -16,10 +16,11 @@ class ReduceConfig:
     """How gradients travel.
 
     Args:
-        bucket_mb: capacity of one reduce bucket in MiB, over all ranks' parts. A larger gradient gets a bucket of its own.
+        bucket_mb: capacity of one reduce bucket in MiB, over all ranks' parts. A larger gradient gets a bucket of its
+            own.
         double_buffer: two buckets per dtype, so that one fills while the other is reduced; otherwise one.
-        average: ``"predivide"`` scales gradients by 1 / world size while they are copied in and sums them (as DDP does);
-            ``"average"`` lets the process group average.
+        average: ``"predivide"`` scales gradients by 1 / world size while they are copied in and sums them (as DDP
+            does); ``"average"`` lets the process group average.
         dtype: dtype on the wire and in the bucket; ``None`` keeps each parameter's own.
         free_buckets: give the buckets' memory back after each backward.
     """
@@ -36,7 +37,9 @@ class ReduceConfig:
         if self.average not in ("predivide", "average"):
             raise ValueError(f"average={self.average!r} must be 'predivide' or 'average'.")
         if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"reduce_dtype={self.dtype} is no floating point type. Try torch.bfloat16 or torch.float32.")
+            raise ValueError(
+                f"reduce_dtype={self.dtype} is no floating point type. Try torch.bfloat16 or torch.float32."
+            )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""The engine composes the floors below: it shards a module, compiles its calls, clips, and saves. It does not know Lightning.
+"""The engine composes the floors below: it shards a module, compiles its calls, clips, and saves. It does not know
+Lightning.
 
-Protocol: ``Engine(device)`` makes process groups and the executor; a model may be built inside ``engine.construction()``; ``engine.shard(module)``
-makes its parameters shards; ``engine.train_step()`` surrounds forward and backward, ``engine.before_step()`` comes before an optimizer steps.
-Without these two everything still computes the same, only eagerly and with more memory.
+Protocol: ``Engine(device)`` makes process groups and the executor; a model may be built inside
+``engine.construction()``; ``engine.shard(module)`` makes its parameters shards; ``engine.train_step()`` surrounds
+forward and backward, ``engine.before_step()`` comes before an optimizer steps. Without these two everything still
+computes the same, only eagerly and with more memory.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
-from lightning_zero.sharding.surgery import ClassCache, is_sharded
+from lightning_zero.sharding.surgery import ClassCache, engine_of_class, is_sharded
 
 __all__ = ["Engine", "engine_of"]
 
@@ -41,8 +43,8 @@ _ATTRIBUTE = "_zero_engine"
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """The engine that sharded ``module``, or None."""
-    return module.__dict__.get(_ATTRIBUTE)
+    """The engine that sharded ``module``; None for a module that neither was sharded as a whole nor owns shards."""
+    return module.__dict__.get(_ATTRIBUTE) or (engine_of_class(module) if is_sharded(module) else None)
 
 
 class Engine:
@@ -67,13 +69,15 @@ class Engine:
         observe: GraphObserver | None = None,
     ) -> None:
         if not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not initialised. Call torch.distributed.init_process_group() first.")
+            raise RuntimeError(
+                "torch.distributed is not initialised. Call torch.distributed.init_process_group() first."
+            )
         self.device = device
         self.config = config or EngineConfig()
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         backend = dist.get_backend(group)
-        # Two groups, so that all-gathers and reduce-scatters do not queue behind each other; and one on the CPU, on which ranks
-        # agree without touching the device.
+        # Two groups, so that all-gathers and reduce-scatters do not queue behind each other; and one on the CPU, on
+        # which ranks agree without touching the device.
         self.gather_group = dist.new_group(ranks, backend=backend, timeout=timeout)
         self.reduce_group = dist.new_group(ranks, backend=backend, timeout=timeout)
         self.control_group = dist.new_group(ranks, backend="gloo", timeout=timeout)
@@ -119,7 +123,8 @@ class Engine:
         return sharded_construction(self.sharder)
 
     def shard(self, module: nn.Module) -> None:
-        """Makes the module's parameters shards, in place; the module, its parameters and their ties keep their identity. Collective.
+        """Makes the module's parameters shards, in place; the module, its parameters and their ties keep their
+        identity. Collective.
 
         Raises:
             UnsupportedError: a parameter or module that cannot be sharded.
@@ -134,9 +139,11 @@ class Engine:
         self.calls = self._make_calls(module)
 
     def unshard(self) -> None:
-        """Gives the module whole parameters and its own classes back, on this engine's device, and closes the engine. Collective."""
+        """Gives the module whole parameters and its own classes back, on this engine's device, and closes the engine.
+        Collective."""
         module = self._sharded_module()
-        assert self.calls is not None and self._hooks is not None
+        assert self.calls is not None
+        assert self._hooks is not None
         self.calls.restore()
         self._hooks.remove()
         records = self.sharder.live
@@ -177,8 +184,8 @@ class Engine:
         with ExitStack() as stack:
             if first:
                 stack.enter_context(self.calls.discover())
-            # Saved-tensor hooks cost a call for each tensor that autograd saves; where all weights are read by compiled code
-            # there is nothing for them to do.
+            # Saved-tensor hooks cost a call for each tensor that autograd saves; where all weights are read by compiled
+            # code there is nothing for them to do.
             if first or self._eager_reads != 0:
                 stack.enter_context(regather_saved_weights(self.sharder))
             yield
@@ -208,7 +215,9 @@ class Engine:
                 record.param._backward_hooks = None
 
     def _run_gradient_hooks(self) -> None:
-        if not self._adopted_hooks and all(r.param._post_accumulate_grad_hooks is None for r in self.sharder.parameters):
+        if not self._adopted_hooks and all(
+            r.param._post_accumulate_grad_hooks is None for r in self.sharder.parameters
+        ):
             return
         for index in self.executor.attached():
             param = self.sharder.at(index).param
@@ -222,14 +231,17 @@ class Engine:
                 hook(param)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no shards."""
+        """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no
+        shards."""
         check_optimizer(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if self.sharder.find(param) is None:
                     raise UnsupportedError(
-                        f"Parameter {position} of group {number} in {type(optimizer).__name__} (shape {tuple(param.shape)}) does not belong "
-                        "to the model, so its gradients would not be reduced over ranks. Register it as a parameter of the "
+                        f"Parameter {position} of group {number} in {type(optimizer).__name__} (shape "
+                        f"{tuple(param.shape)}) does not belong "
+                        "to the model, so its gradients would not be reduced over ranks. Register it as a parameter of "
+                        "the "
                         "LightningModule, and create optimizers from self.parameters() inside configure_optimizers()."
                     )
 
@@ -265,6 +277,7 @@ class Engine:
         total = sum(record.layout.numel for record in live)
         compiled = sorted(self.calls.modules) if self.calls else []
         return (
-            f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} elements; "
+            f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} "
+            "elements; "
             f"{self.sharder.arena}; compiled: {compiled or 'nothing'})"
         )

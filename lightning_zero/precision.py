@@ -1,14 +1,15 @@
 """Lightning's precision plugins, for sharded parameters.
 
-Lightning picks a plugin by the strategy's type and gives ours the ones for whole parameters. :func:`for_shards` puts in the place of each the
-same kind of plugin, so that everything that asks for its type still finds it, with three differences: norms are taken over all ranks, a
-fused optimizer may be clipped where no scaler is in play, and the executor hears of each optimizer step.
+Lightning picks a plugin by the strategy's type and gives ours the ones for whole parameters. :func:`for_shards` puts in
+the place of each the same kind of plugin, so that everything that asks for its type still finds it, with three
+differences: norms are taken over all ranks, a fused optimizer may be clipped where no scaler is in play, and the
+    executor hears of each optimizer step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
@@ -27,7 +28,8 @@ __all__ = ["ZeroHalfPrecision", "ZeroMixedPrecision", "ZeroPrecision", "for_shar
 
 
 class _ForShards(Precision):
-    """What the three plugins share. ``engine`` finds the strategy's engine when it is needed; it does not exist before setup."""
+    """What the three plugins share. ``engine`` finds the strategy's engine when it is needed; it does not exist before
+    setup."""
 
     engine: Callable[[], Engine]
 
@@ -36,7 +38,7 @@ class _ForShards(Precision):
         self.engine().clip_grad_norm(self.main_params(optimizer), clip_val)
 
     @override
-    def optimizer_step(
+    def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         def announced() -> Any:
@@ -57,8 +59,8 @@ class ZeroHalfPrecision(_ForShards, HalfPrecision):
 
 
 class ZeroMixedPrecision(_ForShards, MixedPrecision):
-    """``bf16-mixed`` and ``16-mixed``: parameters in float32, autocast in forward. ``16-mixed`` scales the loss; an overflow on any rank
-    skips the step on all."""
+    """``bf16-mixed`` and ``16-mixed``: parameters in float32, autocast in forward. ``16-mixed`` scales the loss; an
+    overflow on any rank skips the step on all."""
 
     @override
     def clip_gradients(
@@ -92,7 +94,8 @@ def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
         if scaler is not None and not isinstance(scaler, ShardedGradScaler):
             if type(scaler) is not torch.amp.GradScaler:
                 raise MisconfigurationException(
-                    f"The loss scaler {type(scaler).__name__} decides on each rank for itself whether gradients overflowed; with sharded "
+                    f"The loss scaler {type(scaler).__name__} decides on each rank for itself whether gradients "
+                    "overflowed; with sharded "
                     "gradients ranks would disagree. Use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
                 )
             scaler = ShardedGradScaler(
@@ -103,10 +106,11 @@ def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
                 growth_interval=scaler.get_growth_interval(),
                 enabled=scaler.is_enabled(),
             )
-        ours = ZeroMixedPrecision(plugin.precision, plugin.device, scaler)
+        ours = ZeroMixedPrecision(cast(Any, plugin.precision), plugin.device, scaler)
     else:
         raise MisconfigurationException(
-            f"Trainer(precision={plugin.precision!r}) with the plugin {type(plugin).__name__} is not supported by the ZeRO-3 strategies. "
+            f"Trainer(precision={plugin.precision!r}) with the plugin {type(plugin).__name__} is not supported by the "
+            "ZeRO-3 strategies. "
             "Choose '32-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."
         )
     ours.engine = engine

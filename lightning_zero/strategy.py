@@ -19,10 +19,10 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.distributed import group as _group
-from lightning.fabric.utilities.optimizer import _optimizers_to_device, _optimizer_to_device
+from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH, ReduceOp
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -33,13 +33,13 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_zero.checks import check_adopted, refuse_callbacks, take_apart_compiled
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
@@ -53,10 +53,11 @@ _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 
 class ZeroStrategy(ParallelStrategy):
-    """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step calls are compiled.
+    """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step
+    calls are compiled.
 
-    Use it by name after ``import lightning_zero``: ``Trainer(strategy="zero3_compile")``, or ``"zero3"`` without compilation.
-    Precision, clipping, accumulation and the rest are Trainer arguments.
+    Use it by name after ``import lightning_zero``: ``Trainer(strategy="zero3_compile")``, or ``"zero3"`` without
+    compilation. Precision, clipping, accumulation and the rest are Trainer arguments.
 
     Args:
         compile: compile the outermost modules that the training step calls.
@@ -96,7 +97,9 @@ class ZeroStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         if reduce_dtype is not None and reduce_dtype not in _DTYPES:
-            raise ValueError(f"reduce_dtype={reduce_dtype!r} is unknown. Choose one of {', '.join(map(repr, _DTYPES))}.")
+            raise ValueError(
+                f"reduce_dtype={reduce_dtype!r} is unknown. Choose one of {', '.join(map(repr, _DTYPES))}."
+            )
         self._compile = CompileConfig(compile, compile_backend, compile_dynamic)
         self._reduce_dtype = reduce_dtype
         self._reduce = ReduceConfig(
@@ -161,8 +164,8 @@ class ZeroStrategy(ParallelStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else for_shards(plugin, self._require_engine)
 
-    # Lightning assigns this before it checks whether the strategy accepts a compiled LightningModule. Ours compiles by itself, so
-    # what the user compiled is taken apart here.
+    # Lightning assigns this before it checks whether the strategy accepts a compiled LightningModule. Ours compiles by
+    # itself, so what the user compiled is taken apart here.
     @property
     def _lightning_module(self) -> pl.LightningModule | None:
         return self._lightning_module_ref
@@ -196,7 +199,8 @@ class ZeroStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for decorator in (rank_zero_only, fabric_rank_zero_only):
+            decorator.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -249,7 +253,8 @@ class ZeroStrategy(ParallelStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Around ``configure_model``: every layer is sharded as soon as it is built, so no rank ever holds the whole model."""
+        """Around ``configure_model``: every layer is sharded as soon as it is built, so no rank ever holds the whole
+        model."""
         module = self.lightning_module
         if not _distributed_is_initialized() or (module is not None and engine_of(module) is not None):
             yield
@@ -259,9 +264,10 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        _refuse_callbacks(trainer)
+        refuse_callbacks(trainer)
         module = self.lightning_module
         adopted = engine_of(module)
         if adopted is None:
@@ -281,7 +287,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def _shard(self, module: pl.LightningModule, fitting: bool) -> None:
         engine = self._require_engine()
-        _take_apart_compiled(module)
+        take_apart_compiled(module)
         if fitting and self._layer_sync is not None:
             with engine.construction():
                 self._layer_sync.apply(module)
@@ -293,22 +299,13 @@ class ZeroStrategy(ParallelStrategy):
             raise MisconfigurationException(str(error)) from error
         if not engine.sharder.live:
             raise MisconfigurationException(
-                f"{type(module).__name__} has no parameters, so there is nothing to shard. Use another strategy, or create the "
+                f"{type(module).__name__} has no parameters, so there is nothing to shard. Use another strategy, or "
+                "create the "
                 "network in __init__() or configure_model()."
             )
 
     def _adopt(self, engine: Engine, module: pl.LightningModule) -> None:
-        if engine.world_size != torch.distributed.get_world_size() or engine.device != self.root_device:
-            raise MisconfigurationException(
-                f"The model is sharded over {engine.world_size} ranks on {engine.device}, by an earlier Trainer, and cannot be used on "
-                f"{torch.distributed.get_world_size()} ranks on {self.root_device}. Call lightning_zero.unshard(model) in between."
-            )
-        added = [name for name, param in module.named_parameters() if engine.sharder.find(param) is None]
-        if added:
-            raise MisconfigurationException(
-                f"{len(added)} parameters were added after the model was sharded, the first is {added[0]!r}. If configure_model() built the "
-                "network again, make it return early: `if self.model is not None: return`. Otherwise add parameters before fit()."
-            )
+        check_adopted(engine, module, self.root_device)
         self._engine = engine
         engine.configure(self._config())
 
@@ -371,7 +368,8 @@ class ZeroStrategy(ParallelStrategy):
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise MisconfigurationException(
-                f"The checkpoint holds the state of {len(states)} optimizers, but configure_optimizers() returned {len(self.optimizers)}. "
+                f"The checkpoint holds the state of {len(states)} optimizers, but configure_optimizers() returned "
+                f"{len(self.optimizers)}. "
                 "Return the same optimizers in the same order, or load only the weights with load_from_checkpoint()."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -380,7 +378,8 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # Every rank needs only its part: mapping the file instead of reading it keeps one copy per node, in the page cache.
+        # Every rank needs only its part: mapping the file instead of reading it keeps one copy per node, in the page
+        # cache.
         local = Path(checkpoint_path)
         if type(self.checkpoint_io) is TorchCheckpointIO and local.is_file():
             return torch.load(local, map_location="cpu", mmap=True, weights_only=weights_only)
@@ -388,11 +387,13 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        # The module stays sharded and on its device, so that another stage, save_checkpoint() or state_dict() can follow.
+        # The module stays sharded and on its device, so that another stage, save_checkpoint() or state_dict() can
+        # follow.
         if self._engine is not None:
             self._engine.reset()
             self._engine.executor.release_buffers()
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -404,22 +405,3 @@ class ZeroStrategy(ParallelStrategy):
 
 def _plain(optimizer: Optimizer) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def _refuse_callbacks(trainer: pl.Trainer) -> None:
-    for callback in trainer.callbacks:
-        if isinstance(callback, StochasticWeightAveraging):
-            raise MisconfigurationException(
-                "StochasticWeightAveraging copies the module and averages what it finds, which would be shards. Remove the callback, or use "
-                "another strategy."
-            )
-
-
-def _take_apart_compiled(module: nn.Module) -> None:
-    # A child that the user compiled would gather its weights outside of our passes.
-    for child in module.modules():
-        if child._compiled_call_impl is not None:
-            child._compiled_call_impl = None
-        for name, grandchild in list(child._modules.items()):
-            if isinstance(grandchild, torch._dynamo.OptimizedModule):
-                child._modules[name] = grandchild._orig_mod

@@ -1,7 +1,7 @@
 """Full checkpoints: plain state dicts, as a single process would write them, gathered on rank 0 one tensor at a time.
 
-Optimizer state of a parameter is recognised as sharded by having the shard's shape. Everything else (step counters, scalars) is the same on
-every rank and passes through.
+Optimizer state of a parameter is recognised as sharded by having the shard's shape. Everything else (step counters,
+scalars) is the same on every rank and passes through.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ def _cut(key: str, value: Any, record: ShardedParameter, sharder: Sharder) -> An
         if value.dim() == 0:
             return value
         raise ValueError(
-            f"The checkpoint's optimizer state {key!r} for parameter {record.name!r} has shape {tuple(value.shape)}, but the parameter has "
-            f"shape {tuple(record.layout.shape)}. The optimizer's parameters must come in the order in which they were saved."
+            f"The checkpoint's optimizer state {key!r} for parameter {record.name!r} has shape {tuple(value.shape)}, "
+            "but the parameter has "
+            f"shape {tuple(record.layout.shape)}. The optimizer's parameters must come in the order in which they were "
+            "saved."
         )
     shard = torch.zeros(record.layout.shard_numel, dtype=value.dtype)
     record.layout.write(shard, value, sharder.executor.rank)

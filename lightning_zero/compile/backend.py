@@ -1,7 +1,8 @@
 """All touch points with torch.compile: its public hooks, and nothing else.
 
 Inductor: two custom passes given as options, one on the joint graph and one on each graph after partitioning.
-aot_eager: the same functions through ``aot_autograd(partition_fn=...)``; no code is generated, so it is fast to compile and exact.
+aot_eager: the same functions through ``aot_autograd(partition_fn=...)``; no code is generated, so it is fast to compile
+    and exact.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
+from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.passes import DEFAULT_PASSES, PassSpec, run_passes
 from lightning_zero.compile.tagging import tag_gathers
 from lightning_zero.config import CompileConfig
@@ -29,7 +31,8 @@ GraphObserver = Callable[[str, Graph], None]  # (what: "joint", "before" or "aft
 def compile_arguments(
     config: CompileConfig, passes: Sequence[PassSpec] = DEFAULT_PASSES, observe: GraphObserver | None = None
 ) -> dict[str, Any]:
-    """Keyword arguments for ``torch.compile``. ``observe`` sees every graph; a test or a report may keep what it sees."""
+    """Keyword arguments for ``torch.compile``. ``observe`` sees every graph; a test or a report may keep what it
+    sees."""
     arguments: dict[str, Any] = {"fullgraph": False, "dynamic": config.dynamic}
     rewrite = _observed(lambda graph: run_passes(graph, passes), observe)
     tag = _observed(tag_gathers, observe, joint=True)
@@ -72,6 +75,11 @@ class _Pass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         self._function(graph)
+        # Inductor noted before our passes which outputs users see; torch 2.11 stumbles over one that has become None.
+        output = output_node(graph)
+        seen = output.meta.get("user_visible_output_idxs")
+        if seen is not None and isinstance(output.args[0], tuple | list):
+            output.meta["user_visible_output_idxs"] = [i for i in seen if output.args[0][i] is not None]
 
     def uuid(self) -> str | None:
         return self._uuid
@@ -94,8 +102,4 @@ def _aot_eager(tag: Callable[[Graph], Graph], rewrite: Callable[[Graph], Graph])
         module.recompile()
         return make_boxed_func(module.forward)
 
-    return aot_autograd(
-        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition
-    )
-
-
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition)

@@ -1,8 +1,9 @@
 """Finds the modules a training step calls, and compiles those calls in place.
 
-The unit is the outermost module call: ``self(x)`` compiles the LightningModule's forward; ``self.encoder(x)`` and ``self.decoder(y)`` in one
-step compile both. Everything between the calls stays plain Python: logging, metrics, manual backward, optimizer toggling. Metrics are
-modules too, but bookkeeping: they are left alone, and so are modules without parameters.
+The unit is the outermost module call: ``self(x)`` compiles the LightningModule's forward; ``self.encoder(x)`` and
+``self.decoder(y)`` in one step compile both. Everything between the calls stays plain Python: logging, metrics, manual
+backward, optimizer toggling. Metrics are modules too, but bookkeeping: they are left alone, and so are modules without
+parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class CompiledCalls:
 
     @contextmanager
     def discover(self) -> Iterator[None]:
-        """Watches a step that runs eagerly; on leaving, compiles what it called. Nothing is compiled when the step fails."""
+        """Watches a step that runs eagerly; on leaving, compiles what it called. Nothing is compiled when the step
+        fails."""
         depth = 0
         found: dict[str, nn.Module] = {}
 
@@ -68,7 +70,8 @@ class CompiledCalls:
             self.compile(name, module)
 
     def compile(self, name: str, module: nn.Module) -> None:
-        """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they are."""
+        """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
+        are."""
         module._compiled_call_impl = torch.compile(_plain_call(module), **self._arguments)
         self.modules[name] = module
         log.debug("compiling calls of %s (%s)", name or "the root module", type(module).__name__)

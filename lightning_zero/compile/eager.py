@@ -1,7 +1,7 @@
 """Keeps whole weights from living until backward in code that is not compiled.
 
-An eager linear layer saves its weight. These hooks put in its place a note of which weight and which view, and gather again when the backward
-pass asks for it.
+An eager linear layer saves its weight. These hooks put in its place a note of which weight and which view, and gather
+again when the backward pass asks for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
-from lightning_zero.sharding.shard import Sharder, ShardedParameter
+from lightning_zero.sharding.shard import ShardedParameter, Sharder
 
 __all__ = ["regather_saved_weights"]
 
@@ -38,14 +38,15 @@ def regather_saved_weights(sharder: Sharder) -> AbstractContextManager[Any]:
         record = sharder.at(index)
         if tensor.dtype != record.param.dtype:
             return tensor
-        return _Note(record, record.param._version, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Note(record, record.param._version, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(saved: Tensor | _Note) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if saved.record.param._version != saved.version:
             raise UnsupportedError(
-                f"The weight {saved.record.name!r} was changed between forward and backward (by an optimizer step or an in-place edit), and "
+                f"The weight {saved.record.name!r} was changed between forward and backward (by an optimizer step or "
+                "an in-place edit), and "
                 "the backward pass needs the old values. Run backward before changing weights."
             )
         return gather_full(saved.record).as_strided(saved.size, saved.stride, saved.offset)

@@ -48,5 +48,3 @@ def is_view_or_cast(node: Node) -> bool:
         return True
     arguments = target._schema.arguments
     return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write
-
-

@@ -1,7 +1,8 @@
 """Keeps whole weights from crossing from forward to backward.
 
-The partitioner decides what a forward graph saves for its backward. Left alone it saves gathered weights, and the memory of ZeRO-3 is
-that of ZeRO-2. Tagging each gather, and every view and cast of one, as to be recomputed makes the backward gather again.
+The partitioner decides what a forward graph saves for its backward. Left alone it saves gathered weights, and the
+memory of ZeRO-3 is that of ZeRO-2. Tagging each gather, and every view and cast of one, as to be recomputed makes the
+backward gather again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def tag_gathers(graph: Graph) -> Graph:
     if not tagged:
         return graph
     for node in graph.nodes:
-        # The partitioner honours tags only among nodes that carry a region number; activation checkpointing uses others.
+        # The partitioner honours tags only among nodes that carry a region number; activation checkpointing uses
+        # others.
         if node.op == "call_function":
             node.meta.setdefault("ac_graph_id", 1)
         if is_view_or_cast(node) and node.args and node.args[0] in tagged:

@@ -1,7 +1,7 @@
 """Builds the C++ executor with g++ into a cache, once per torch version, source and compiler.
 
-Protocol: take the lock of the cache entry (an OS lock, so a killed builder releases it); if the library is there, done; otherwise
-compile into a temporary directory and rename the result into place, so that nobody ever loads half a file.
+Protocol: take the lock of the cache entry (an OS lock, so a killed builder releases it); if the library is there, done;
+otherwise compile into a temporary directory and rename the result into place, so that nobody ever loads half a file.
 Neither nvcc nor CUDA headers are needed: the sources use c10's device-independent interfaces.
 """
 
@@ -90,7 +90,8 @@ def _version(compiler: str) -> str:
         return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise NativeBuildError(
-            f"lightning_zero builds its C++ executor at first use, and the compiler {compiler!r} does not run ({error}). "
+            f"lightning_zero builds its C++ executor at first use, and the compiler {compiler!r} does not run "
+            f"({error}). "
             "Install g++ 10 or newer (Debian, Ubuntu: apt-get install g++; conda: conda install gxx), or set CXX to a "
             "C++20 compiler. nvcc and CUDA headers are not needed."
         ) from error

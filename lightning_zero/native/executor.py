@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,6 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.native.load import load
 
 __all__ = ["Executor"]
-
-
 
 
 class Executor:
@@ -63,11 +60,11 @@ class Executor:
         )
 
     def _define_callback(self, callback: Callable[[], None]) -> None:
-        # C++ finds Python through an op of this executor's own, so no table of engines is needed. The op must not keep the engine
-        # alive, hence the weak reference.
+        # C++ finds Python through an op of this executor's own, so no table of engines is needed. The op must not keep
+        # the engine alive, hence the weak reference.
         method = weakref.WeakMethod(callback) if hasattr(callback, "__self__") else (lambda: callback)
         name = f"on_backward_end_{id(self)}"
-        self._library = torch.library.Library("lightning_zero", "FRAGMENT")
+        self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
         self._library.define(f"{name}() -> ()")
 
         def run() -> None:
@@ -79,7 +76,8 @@ class Executor:
         self._native.on_backward_end(f"lightning_zero::{name}")
 
     def add_parameter(self, name: str, param: Tensor, shard: Tensor, shape: torch.Size) -> int:
-        """Registers a parameter: ``shard`` is its 1-D part in an arena, ``shape`` the whole parameter's. Returns its index."""
+        """Registers a parameter: ``shard`` is its 1-D part in an arena, ``shape`` the whole parameter's. Returns its
+        index."""
         return self._native.add_parameter(name, param, shard, shape.numel(), list(shape))
 
     def move_parameter(self, index: int, shard: Tensor) -> None:
@@ -118,9 +116,10 @@ class Executor:
         self._native.release_buffers()
 
     def counters(self) -> dict[str, int]:
-        """Counts since the last reset: ``gathers``, ``gather_bytes``, ``eager_gathers``, ``reduces``, ``flushes``, ``reduce_bytes``,
-        ``late_flushes``, ``grown_buckets``, ``allocated_buckets``, ``agreements``, ``plans``; and, as they are now, ``buckets``,
-        ``bucket_bytes``, ``watched_weights``. Bytes are those of the whole gathered weight, or of the whole bucket."""
+        """Counts since the last reset: ``gathers``, ``gather_bytes``, ``eager_gathers``, ``reduces``, ``flushes``,
+        ``reduce_bytes``, ``late_flushes``, ``grown_buckets``, ``allocated_buckets``, ``agreements``, ``plans``; and, as
+        they are now, ``buckets``, ``bucket_bytes``, ``watched_weights``. Bytes are those of the whole gathered weight,
+        or of the whole bucket."""
         return dict(self._native.counters())
 
     def reset_counters(self) -> None:

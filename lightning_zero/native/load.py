@@ -1,8 +1,9 @@
 """Loads the library and tells torch what it cannot see from C++: shapes and derivatives of the ops.
 
-``gather(shard, shape, dtype)`` is the whole parameter; its derivative is ``reduce(grad, shard)``, which hands the gradient to the
-executor. Autograd itself receives no gradient: the executor attaches ``param.grad`` when the backward pass ends. While a graph is
-being traced, ``reduce`` must look like a gradient of the shard's shape, or it would be cut out as unused.
+``gather(shard, shape, dtype)`` is the whole parameter; its derivative is ``reduce(grad, shard)``, which hands the
+gradient to the executor. Autograd itself receives no gradient: the executor attaches ``param.grad`` when the backward
+pass ends. While a graph is being traced, ``reduce`` must look like a gradient of the shard's shape, or it would be cut
+out as unused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def load() -> None:
         torch.ops.load_library(str(library))
     except OSError as error:
         raise NativeBuildError(
-            f"The C++ executor {library} does not load with torch {torch.__version__}: {error}. Delete that file to build it again."
+            f"The C++ executor {library} does not load with torch {torch.__version__}: {error}. Delete that file to "
+            "build it again."
         ) from error
     for name in ("gather", "gather_eager", "gather_start"):
         torch.library.register_fake(f"lightning_zero::{name}", _gather_shape)
@@ -51,8 +53,8 @@ def _gather_shape(shard: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor
 
 
 def _keep_shard(ctx: Any, inputs: tuple[Tensor, list[int], torch.dtype], output: Tensor) -> None:
-    # Not save_for_backward: it would refuse a bias that an optimizer stepped between two backward passes, which a plain module
-    # allows. Where the weight's values matter, the saved weight itself is checked.
+    # Not save_for_backward: it would refuse a bias that an optimizer stepped between two backward passes, which a plain
+    # module allows. Where the weight's values matter, the saved weight itself is checked.
     ctx.shard = inputs[0]
 
 

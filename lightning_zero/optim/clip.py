@@ -12,7 +12,8 @@ __all__ = ["clip_by_norm", "global_norm"]
 
 
 def global_norm(params: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """The 2-norm of all ranks' gradient shards together: a float32 scalar on ``device``, the same on every rank. Collective.
+    """The 2-norm of all ranks' gradient shards together: a float32 scalar on ``device``, the same on every rank.
+    Collective.
 
     Padding is zero and adds nothing. Parameters without a gradient add nothing.
     """

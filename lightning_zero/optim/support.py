@@ -1,7 +1,8 @@
 """Which optimizers can be trusted with shards.
 
-An optimizer sees a flat piece of each parameter. That is enough for any rule that treats elements one by one. A rule that needs a parameter's
-shape, or a norm over it, would compute something else from a piece, without an error; such optimizers are refused by name.
+An optimizer sees a flat piece of each parameter. That is enough for any rule that treats elements one by one. A rule
+that needs a parameter's shape, or a norm over it, would compute something else from a piece, without an error; such
+optimizers are refused by name.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             reason = _WHOLE.get(next(p for p in _PREFIXES if name.startswith(p)), "needs whole matrices")
         if reason is not None:
             raise UnsupportedError(
-                f"{type(optimizer).__name__} {reason}, but each rank holds only a flat piece of every parameter, so it would train wrongly. "
-                "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another strategy."
+                f"{type(optimizer).__name__} {reason}, but each rank holds only a flat piece of every parameter, so it "
+                "would train wrongly. "
+                "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another "
+                "strategy."
             )

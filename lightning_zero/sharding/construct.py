@@ -1,15 +1,15 @@
 """Sharding a model while it is being built, so that no rank ever holds it whole.
 
-Inside :func:`sharded_construction` every submodule is sharded at the moment its parent receives it. Code that goes on initialising it
-(``self.apply(init)``, ``module.weight.data.normal_()``) gets the gathered weight; what it writes there reaches the shard. Assigning one module's
-weight to another ties them, as usual.
+Inside :func:`sharded_construction` every submodule is sharded at the moment its parent receives it. Code that goes on
+initialising it (``self.apply(init)``, ``module.weight.data.normal_()``) gets the gathered weight; what it writes there
+reaches the shard. Assigning one module's weight to another ties them, as usual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ __all__ = ["sharded_construction"]
 
 @contextmanager
 def sharded_construction(sharder: Sharder) -> Iterator[None]:
-    """Collective: every rank must build the same model. Random numbers inside come from rank 0's generator on every rank."""
+    """Collective: every rank must build the same model. Random numbers inside come from rank 0's generator on every
+    rank."""
     hooks = torch.nn.modules.module
 
     def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
@@ -38,7 +39,7 @@ def sharded_construction(sharder: Sharder) -> Iterator[None]:
             if not any(param is not None and param.is_meta for param in module._parameters.values()):
                 sharder.shard_module(module, f"{name}.{path}" if path else name)
 
-    handles = [hooks.register_module_parameter_registration_hook(on_parameter)]
+    handles = [hooks.register_module_parameter_registration_hook(cast(Any, on_parameter))]
     handles.append(hooks.register_module_module_registration_hook(on_module))
     sharder.classes.as_parameters = True
     try:
@@ -53,7 +54,8 @@ def sharded_construction(sharder: Sharder) -> Iterator[None]:
 
 @contextmanager
 def _random_numbers_of_rank_0(group: dist.ProcessGroup) -> Iterator[None]:
-    # Ranks keep slices of what they initialise: slices of different random matrices would not be a draw of the intended matrix.
+    # Ranks keep slices of what they initialise: slices of different random matrices would not be a draw of the intended
+    # matrix.
     own = torch.get_rng_state()
     states: list[Any] = [own]
     dist.broadcast_object_list(states, group=group, group_src=0)

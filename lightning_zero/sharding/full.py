@@ -24,8 +24,8 @@ def gather_full(record: ShardedParameter) -> torch.Tensor:
 def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True) -> Iterator[None]:
     """Puts whole parameters in place of the shards of ``module`` and its children.
 
-    Collective on entry. Takes the memory of the whole parameters on every rank. With ``writeback``, what they hold on exit reaches
-    the shards: each rank keeps its own part, so every rank must make the same edits.
+    Collective on entry. Takes the memory of the whole parameters on every rank. With ``writeback``, what they hold on
+    exit reaches the shards: each rank keeps its own part, so every rank must make the same edits.
     """
     inside = {id(child) for child in module.modules()}
     records = [r for r in sharder.live if any(id(owner) in inside for owner, _ in r.owners)]

@@ -1,7 +1,7 @@
 """How one parameter is cut into equal pieces. Pure arithmetic.
 
-A parameter is flattened and cut into ``world_size`` pieces of one size, a multiple of 128 bytes, so that all-gathering the pieces gives the
-parameter itself, with no copy, followed by padding. The padding is zero, always.
+A parameter is flattened and cut into ``world_size`` pieces of one size, a multiple of 128 bytes, so that all-gathering
+the pieces gives the parameter itself, with no copy, followed by padding. The padding is zero, always.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ShardLayout:
 
     Attributes:
         shape: the whole parameter's.
-        shard_numel: elements in each rank's piece, padding included; at least one alignment unit, so that even an empty parameter has
-            a shard with an address of its own.
+        shard_numel: elements in each rank's piece, padding included; at least one alignment unit, so that even an empty
+            parameter has a shard with an address of its own.
         world_size: number of pieces.
     """
 
@@ -56,7 +56,8 @@ class ShardLayout:
         return begin, min(begin + self.shard_numel, self.numel)
 
     def write(self, shard: Tensor, full: Tensor, rank: int) -> None:
-        """Copies ``rank``'s part of ``full`` (the parameter's shape, any device and dtype) into the 1-D ``shard``; pads with zeros."""
+        """Copies ``rank``'s part of ``full`` (the parameter's shape, any device and dtype) into the 1-D ``shard``; pads
+        with zeros."""
         begin, end = self.range_of(rank)
         shard[: end - begin].copy_(full.detach().reshape(-1)[begin:end])
         shard[end - begin :].zero_()

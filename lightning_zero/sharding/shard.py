@@ -1,8 +1,8 @@
 """Turns a module's parameters into shards, in place, one parameter at a time.
 
-Protocol: ``shard_module(m)`` cuts the parameters that ``m`` itself owns (used while a model is being built, so that no rank ever holds
-it whole); ``finish(root)`` cuts what is left, materialises what is on the meta device module by module, and moves all shards into arenas.
-Every rank must do the same in the same order: values come from rank 0.
+Protocol: ``shard_module(m)`` cuts the parameters that ``m`` itself owns (used while a model is being built, so that no
+rank ever holds it whole); ``finish(root)`` cuts what is left, materialises what is on the meta device module by module,
+and moves all shards into arenas. Every rank must do the same in the same order: values come from rank 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["Sharder", "ShardedParameter"]
 
 @dataclass
 class ShardedParameter:
-    """One parameter, whole on no rank. ``owners`` are the (module, name) pairs that read it: several when it is tied."""
+    """One parameter, whole on no rank. ``owners`` are the (module, name) pairs that read it: several when it is
+    tied."""
 
     index: int
     name: str
@@ -113,8 +114,10 @@ class Sharder:
         reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if not callable(reset):
             raise UnsupportedError(
-                f"Module {name or 'root'!r} ({type(module).__name__}) has parameters on the meta device but no reset_parameters() to "
-                "give them values. Add that method, or build the module inside configure_model() without the meta device: "
+                f"Module {name or 'root'!r} ({type(module).__name__}) has parameters on the meta device but no "
+                "reset_parameters() to "
+                "give them values. Add that method, or build the module inside configure_model() without the meta "
+                "device: "
                 "lightning_zero shards each layer as soon as it is built."
             )
         # Ties are kept by the identity of the parameter object: remember which new object replaces which.
@@ -175,8 +178,10 @@ class Sharder:
         pairs = list(zip(models[0] + ["(nothing)"], models[other] + ["(nothing)"], strict=False))
         first = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
         raise RankMismatchError(
-            f"Ranks hold different models. The first difference between rank 0 and rank {other}: {first[0]!r} against {first[1]!r} "
-            "(name, shape, dtype, requires_grad). Build the same model on every rank; data may differ, parameters may not."
+            f"Ranks hold different models. The first difference between rank 0 and rank {other}: {first[0]!r} against "
+            f"{first[1]!r} "
+            "(name, shape, dtype, requires_grad). Build the same model on every rank; data may differ, parameters may "
+            "not."
         )
 
     def _move_buffers(self, module: nn.Module) -> None:
@@ -204,7 +209,8 @@ class Sharder:
         self.arena = arena
 
     def allocate_gradients(self) -> None:
-        """Lays out the gradient arena, in the shards' order, for the parameters that are trainable now. Harmless when repeated."""
+        """Lays out the gradient arena, in the shards' order, for the parameters that are trainable now. Harmless when
+        repeated."""
         if self.grad_arena is not None:
             return
         live = [record for record in reversed(self.parameters) if record.owners and record.param.requires_grad]
@@ -219,17 +225,20 @@ class Sharder:
 
 
 def _check(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(param):
         raise UnsupportedError(
-            f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the model, or give it its sizes, before training."
+            f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the model, or give it its "
+            "sizes, before training."
         )
     if param.is_complex() or param.is_quantized or param.is_sparse:
         raise UnsupportedError(
-            f"Parameter {name!r} has dtype {param.dtype} and layout {param.layout}; only dense real parameters can be sharded. "
+            f"Parameter {name!r} has dtype {param.dtype} and layout {param.layout}; only dense real parameters can be "
+            "sharded. "
             "Store a complex parameter as real and imaginary parts (torch.view_as_real)."
         )
     if hasattr(param, "device_mesh"):
         raise UnsupportedError(
-            f"Parameter {name!r} is a DTensor: the module was sharded by something else (fully_shard, parallelize_module). "
+            f"Parameter {name!r} is a DTensor: the module was sharded by something else (fully_shard, "
+            "parallelize_module). "
             "Remove that call from configure_model()."
         )

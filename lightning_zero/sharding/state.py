@@ -1,7 +1,8 @@
 """``state_dict()`` and ``load_state_dict()`` of a sharded module speak of whole parameters.
 
-``state_dict()`` gathers, so it is collective: call it on every rank. ``load_state_dict()`` is not: each rank takes its part from the whole
-values it is given. In a :func:`state_dict_mode` only rank 0 keeps the gathered values, or shards are left as they are.
+``state_dict()`` gathers, so it is collective: call it on every rank. ``load_state_dict()`` is not: each rank takes its
+part from the whole values it is given. In a :func:`state_dict_mode` only rank 0 keeps the gathered values, or shards
+are left as they are.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class StateDictHooks:
 
     @contextmanager
     def mode(self, mode: str) -> Iterator[None]:
-        """``"full"``: whole values on every rank; ``"rank0"``: on rank 0 only, nothing elsewhere; ``"shard"``: this rank's shards."""
+        """``"full"``: whole values on every rank; ``"rank0"``: on rank 0 only, nothing elsewhere; ``"shard"``: this
+        rank's shards."""
         assert mode in MODES
         before, self._mode = self._mode, mode
         try:

@@ -1,24 +1,27 @@
 """How a module reads its weights once they are shards.
 
-The module's class is replaced by a subclass with one property per parameter. Reading the property gathers; compiled code and eager code
-go through the same door. There is one subclass per (class, parameter names), shared by all such modules, and nothing about a particular
-module is baked into it: otherwise every layer would compile anew wherever a graph breaks inside a block.
+The module's class is replaced by a subclass with one property per parameter. Reading the property gathers; compiled
+code and eager code go through the same door. There is one subclass per (class, parameter names), shared by all such
+modules, and nothing about a particular module is baked into it: otherwise every layer would compile anew wherever a
+graph breaks inside a block.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["ClassCache", "SHAPES", "is_sharded"]
+__all__ = ["SHAPES", "ClassCache", "engine_of_class", "is_sharded"]
 
-SHAPES = "_zero_shapes"  # module attribute: parameter name -> whole shape, or None while the whole parameter is in place
+SHAPES = (
+    "_zero_shapes"  # module attribute: parameter name -> whole shape, or None while the whole parameter is in place
+)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -26,19 +29,26 @@ def is_sharded(module: nn.Module) -> bool:
     return SHAPES in module.__dict__
 
 
+def engine_of_class(module: nn.Module) -> Any:
+    """The engine that a sharded module's class belongs to, or None when it is gone."""
+    return cast(Any, type(module))._zero_cache.engine()
+
+
 def _weight_property(name: str) -> property:
     def read(self: nn.Module) -> Tensor | None:
         param = self._parameters[name]
         if param is None:
             return None
-        shape = self._zero_shapes[name]
+        shape = cast("dict[str, tuple[int, ...] | None]", self._zero_shapes)[name]
         if shape is None:
             return param
         if torch.compiler.is_compiling():
             return torch.ops.lightning_zero.gather(param, shape, param.dtype)
         weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
         # While a model is being built, `head.weight = embedding.weight` must see a Parameter.
-        return nn.Parameter(weight.detach(), param.requires_grad) if self._zero_cache.as_parameters else weight
+        return (
+            nn.Parameter(weight.detach(), param.requires_grad) if cast(Any, self)._zero_cache.as_parameters else weight
+        )
 
     return property(read, doc=f"The whole parameter {name!r}, gathered from its shards.")
 
@@ -67,7 +77,8 @@ class ClassCache:
         """
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"{type(module).__name__} is a torch.jit.ScriptModule; its parameters cannot be sharded. Pass the Python module."
+                f"{type(module).__name__} is a torch.jit.ScriptModule; its parameters cannot be sharded. Pass the "
+                "Python module."
             )
         original = getattr(type(module), "_zero_original_class", type(module))
         key = (original, names)
@@ -102,5 +113,6 @@ def _subclass(original: type, names: tuple[str, ...], cache: ClassCache) -> type
 def _reduce_as_original(self: nn.Module, protocol: Any) -> Any:
     raise UnsupportedError(
         f"A sharded {type(self).__name__} cannot be copied or pickled: the copy's shards would belong to no engine. "
-        "Copy it inside `with lightning_zero.full_parameters(module):`, or save a checkpoint with trainer.save_checkpoint()."
+        "Copy it inside `with lightning_zero.full_parameters(module):`, or save a checkpoint with "
+        "trainer.save_checkpoint()."
     )

@@ -21,7 +21,7 @@ from tests.ranks.pool import REPO, RankDeadline, RankFailure, RankPool
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     # its own, as it gets killed; without Lightning it starts in less than half the time
-    with RankPool(2, preload=("torch",), grace=1.0, settle_deadline=3.0) as pool:
+    with RankPool(2, preload=("torch",), grace=3.0, settle_deadline=5.0) as pool:
         yield pool
 
 
@@ -216,7 +216,7 @@ def test_dead_rank_is_reported_and_replaced(pool: RankPool) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
-def test_ranks_die_with_their_parent() -> None:
+def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     script = (
         "import os, signal\n"
         "from tests.ranks.pool import RankPool\n"
@@ -226,7 +226,7 @@ def test_ranks_die_with_their_parent() -> None:
         "pool._ask(('call', ('time', 'sleep'), pool_args, '/'), 0.2)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     ).replace("pool_args", "__import__('tests.ranks.wire').ranks.wire.dumps(((600,), {}))")
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    env = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}  # nobody is left to clean up
     done = subprocess.run([sys.executable, "-c", script], env=env, cwd="/", capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert wait_until_gone([int(pid) for pid in done.stdout.split()])

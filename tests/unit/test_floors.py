@@ -20,6 +20,7 @@ FLOORS = {
     "engine": 5,
     "precision": 6,
     "strategy": 6,
+    "checks": 6,
     "callbacks": 6,
     "cli": 6,
     "__init__": 6,

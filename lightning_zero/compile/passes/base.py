@@ -1,7 +1,8 @@
 """What a pass is, and the loop that runs passes.
 
-A pass takes a forward, backward or inference graph, after partitioning, and returns a graph. It calls no collective, touches no device and
-keeps no state, so that every rank gets the same result from the same graph and a test needs no process group.
+A pass takes a forward, backward or inference graph, after partitioning, and returns a graph. It calls no collective,
+touches no device and keeps no state, so that every rank gets the same result from the same graph and a test needs no
+process group.
 """
 
 from __future__ import annotations
@@ -42,9 +43,14 @@ def check_contracts(passes: Sequence[PassSpec]) -> None:
     for spec in passes:
         missing, clashing = spec.requires - held, spec.conflicts & held
         if missing:
-            raise ValueError(f"Pass {spec.name!r} requires {sorted(missing)}, which no earlier pass provides. Put one before it.")
+            raise ValueError(
+                f"Pass {spec.name!r} requires {sorted(missing)}, which no earlier pass provides. Put one before it."
+            )
         if clashing:
-            raise ValueError(f"Pass {spec.name!r} conflicts with {sorted(clashing)}, provided by an earlier pass. Remove one of them.")
+            raise ValueError(
+                f"Pass {spec.name!r} conflicts with {sorted(clashing)}, provided by an earlier pass. Remove one of "
+                "them."
+            )
         held |= spec.provides
 
 

@@ -12,8 +12,8 @@ __all__ = ["hand_over_gradients"]
 def hand_over_gradients(graph: Graph) -> Graph:
     """``g = reduce(grad, s); return (..., g)`` becomes ``reduce_add(grad, s); return (..., None)``, in place.
 
-    A tied weight's gradients may be added up before they are returned: ``g = a + b`` of two reduces. Both are handed over; the sum of
-    the placeholders they return is dropped.
+    A tied weight's gradients may be added up before they are returned: ``g = a + b`` of two reduces. Both are handed
+    over; the sum of the placeholders they return is dropped.
     """
     handed = reduces(graph)
     if not handed:
@@ -30,7 +30,9 @@ def hand_over_gradients(graph: Graph) -> Graph:
         if node in ours and node not in handed and not node.users:
             graph.erase_node(node)
     for node in handed:
-        assert not node.users, f"the gradient {node} is used by {list(node.users)}; a pass must see every use of a reduce"
+        assert not node.users, (
+            f"the gradient {node} is used by {list(node.users)}; a pass must see every use of a reduce"
+        )
         with graph.inserting_before(node):
             void = graph.call_function(ops("reduce_add"), node.args, node.kwargs)
         void.meta.update({key: value for key, value in node.meta.items() if key != "val"})

@@ -1,6 +1,7 @@
 """Splits each gather into a start and a wait.
 
-The start launches the all-gather and returns the weight's memory; the wait makes the compute stream wait for it. Nothing is moved
+The start launches the all-gather and returns the weight's memory; the wait makes the compute stream wait for it.
+Nothing is moved
 here: passes that start gathers earlier move the starts.
 """
 

@@ -1,0 +1,54 @@
+"""What the strategy looks at before it shards a LightningModule, or uses one that is sharded already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_zero.engine import Engine
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["check_adopted", "refuse_callbacks", "take_apart_compiled"]
+
+
+def refuse_callbacks(trainer: pl.Trainer) -> None:
+    """Raises ``MisconfigurationException`` for callbacks that would silently work on shards."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            raise MisconfigurationException(
+                "StochasticWeightAveraging copies the module and averages what it finds, which would be shards. "
+                "Remove the callback, or use another strategy."
+            )
+
+
+def check_adopted(engine: Engine, module: nn.Module, device: torch.device) -> None:
+    """Raises ``MisconfigurationException`` when a module sharded earlier does not fit now, or has grown since."""
+    world_size = dist.get_world_size()
+    if engine.world_size != world_size or engine.device != device:
+        raise MisconfigurationException(
+            f"The model was sharded by an earlier Trainer over {engine.world_size} ranks on {engine.device}, and "
+            f"cannot be used on {world_size} ranks on {device}. Call lightning_zero.unshard(model) in between."
+        )
+    added = [name for name, param in module.named_parameters() if engine.sharder.find(param) is None]
+    if added:
+        raise MisconfigurationException(
+            f"{len(added)} parameters were added after the model was sharded, the first is {added[0]!r}. If "
+            "configure_model() built the network again, make it return early: `if self.model is not None: return`. "
+            "Otherwise add parameters before fit()."
+        )
+
+
+def take_apart_compiled(module: nn.Module) -> None:
+    """Undoes what the user compiled by hand: it would gather its weights outside of our passes, and keep them."""
+    for child in module.modules():
+        child._compiled_call_impl = None
+        for name, grandchild in list(child._modules.items()):
+            if isinstance(grandchild, torch._dynamo.OptimizedModule):
+                child._modules[name] = grandchild._orig_mod
