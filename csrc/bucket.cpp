@@ -83,15 +83,15 @@ void ReduceBucket::append(ParamRecord* record, int expected) {
   chunk_ += record->shard_numel();
 }
 
-void ReduceBucket::open(BucketBuffer* buffer) {
+void ReduceBucket::open(BucketBuffer* buffer, bool adding) {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "cannot open a bucket that is ", name(state_));
   state_ = State::FILLING;
   buffer_ = buffer;
   for (auto& slot : slots_) {
     auto& record = *slot.record;
     const auto& held = record.param.grad();
-    slot.add = held.defined();
-    if (held.defined() && held.const_data_ptr() != record.grad.const_data_ptr()) {
+    slot.add = adding || held.defined();
+    if (!adding && held.defined() && held.const_data_ptr() != record.grad.const_data_ptr()) {
       // Somebody put a tensor of their own there; it counts as what has been accumulated so far.
       record.grad.copy_(held.reshape({-1}));
     }
@@ -102,30 +102,28 @@ void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
   auto& slot = slots_[index];
   const auto& record = *slot.record;
-  const auto width = record.shard_numel();
-  const auto rows = record.numel / width, rest = record.numel % width;
-  auto target = send().view({ranks_, chunk_}).narrow(1, slot.offset, width);
-  auto flat = grad.reshape({-1});
-  const bool first = slot.arrivals++ == 0;
-  auto move = [&](at::Tensor to, const at::Tensor& from) {
-    if (!first) {
-      to.add_(from, scale);
-    } else if (scale == 1.0) {
-      to.copy_(from);
-    } else if (to.element_size() > from.element_size()) {
-      to.copy_(from).mul_(scale);  // scaling in the narrow type would round twice
-    } else {
-      at::mul_out(to, from, at::scalar_tensor(scale, at::TensorOptions().dtype(from.scalar_type())));
-    }
-  };
-  if (rows > 0) move(target.narrow(0, 0, rows), flat.narrow(0, 0, rows * width).view({rows, width}));
-  if (rest > 0) move(target.select(0, rows).narrow(0, 0, rest), flat.narrow(0, rows * width, rest));
-  if (!first || rows == ranks_) return;
-  // What is left of the slot is padding. Stale values there would reach the last ranks' padding and from
-  // there the gradient norm.
-  if (rest > 0) target.select(0, rows).narrow(0, rest, width - rest).zero_();
-  const auto used = rows + (rest > 0 ? 1 : 0);
-  if (used < ranks_) target.narrow(0, used, ranks_ - used).zero_();
+  auto target = run(slot);
+  // In the gradient's own shape: one that is a transposed view is copied once, not flattened first.
+  auto filled = target.narrow(0, 0, record.numel).view(grad.sizes());
+  if (slot.arrivals++ > 0) {
+    filled.add_(grad, scale);
+    return;
+  }
+  if (scale == 1.0) {
+    filled.copy_(grad);
+  } else if (filled.element_size() > grad.element_size()) {
+    filled.copy_(grad).mul_(scale);  // scaling in the narrow type would round twice
+  } else {
+    // 1/3 in bfloat16 would be off by 0.2%, always to the same side; a 0-dim double does not change the dtype.
+    at::mul_out(filled, grad, at::scalar_tensor(scale, at::kDouble));
+  }
+  // Stale values in the padding would reach the last ranks' shards, and from there the gradient norm.
+  const auto padding = target.numel() - record.numel;
+  if (padding > 0) target.narrow(0, record.numel, padding).zero_();
+}
+
+at::Tensor ReduceBucket::run(const Slot& slot) const {
+  return buffer_->send.narrow(0, ranks_ * slot.offset, ranks_ * slot.record->shard_numel());
 }
 
 bool ReduceBucket::complete() const {
@@ -140,9 +138,8 @@ bool ReduceBucket::complete() const {
 
 void ReduceBucket::seal() {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot launch a bucket that is ", name(state_));
-  auto rows = send().view({ranks_, chunk_});
   for (const auto& slot : slots_) {
-    if (slot.arrivals == 0) rows.narrow(1, slot.offset, slot.record->shard_numel()).zero_();
+    if (slot.arrivals == 0) run(slot).zero_();
   }
   state_ = State::LAUNCHED;
   buffer_->filling = false;

@@ -6,8 +6,8 @@
 // same collectives whatever gradients arrived on it; a gradient that is missing travels as zeros.
 // The memory is borrowed from a BufferPool while FILLING and LAUNCHED. Nothing here launches work.
 //
-// Memory of a bucket: `ranks` rows of `chunk` elements. Row r holds rank r's shards, one behind the other,
-// so what the reduce-scatter hands to a rank is the concatenation of that rank's shards.
+// Memory of a bucket: one run of `ranks` shards for each parameter, so that a gradient is copied in by one contiguous copy and its
+// padding is the end of its run. The reduce-scatters of all parameters in a bucket are one launch.
 #pragma once
 
 #include <deque>
@@ -67,7 +67,7 @@ class ReduceBucket {
 
   struct Slot {
     ParamRecord* record;
-    int64_t offset;    // of the shard within a row
+    int64_t offset;    // of the shard within recv(); its run in send() begins at ranks * offset
     int arrivals = 0;  // this backward
     int expected = 1;  // arrivals after which it need not be waited for
     bool add = false;  // the gradient shard already holds a value that counts
@@ -78,8 +78,9 @@ class ReduceBucket {
   void append(ParamRecord* record, int expected);
 
   // FILLING from EMPTY. Decides, per parameter, whether to overwrite or to add to its gradient shard:
-  // must come before autograd can touch param.grad in this backward.
-  void open(BucketBuffer* buffer);
+  // must come before autograd can touch param.grad in this backward. `adding`: to all of them, since they hold what the
+  // same gradients' first bucket brought.
+  void open(BucketBuffer* buffer, bool adding);
 
   // Copies `grad` (any layout and dtype, the whole parameter's elements) times `scale` into its slot, cast in
   // the same kernel; adds when the slot was filled before. Legal only while FILLING.
@@ -102,6 +103,9 @@ class ReduceBucket {
   BucketBuffer* buffer() { return buffer_; }
   at::Tensor send() const { return buffer_->send.narrow(0, 0, ranks_ * chunk_); }
   at::Tensor recv() const { return buffer_->recv.narrow(0, 0, chunk_); }
+  // The parts of send() and recv() that belong to one parameter.
+  at::Tensor run(const Slot& slot) const;
+  at::Tensor part(const Slot& slot) const { return buffer_->recv.narrow(0, slot.offset, slot.record->shard_numel()); }
 
  private:
   at::ScalarType dtype_;

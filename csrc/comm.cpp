@@ -3,6 +3,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <algorithm>
 #include <thread>
 
 #include "compat.h"
@@ -10,15 +11,14 @@
 namespace lightning_zero {
 
 void Pending::wait(const c10::Device& device) {
-  if (work_) {
-    work_->wait();
-    work_.reset();
-  }
+  for (auto& work : std::exchange(works_, {})) work->wait();
   fence_.block(current_stream(device));
   if (auto then = std::exchange(continuation_, {})) then();
 }
 
-bool Pending::ready() const { return !work_ || work_->isCompleted(); }
+bool Pending::ready() const {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+}
 
 bool Pending::ready_within(std::chrono::milliseconds limit) const {
   const auto deadline = std::chrono::steady_clock::now() + limit;
@@ -36,7 +36,7 @@ template <class Launch>
 Pending Communicator::launch(Launch&& launch, std::function<void()> then) {
   Pending pending;
   if (!has_streams(device_)) {
-    pending.work_ = launch(/*async=*/true);
+    pending.works_ = launch(/*async=*/true);
     pending.continuation_ = std::move(then);
     if (synchronize_each) pending.wait(device_);
     return pending;
@@ -49,12 +49,25 @@ Pending Communicator::launch(Launch&& launch, std::function<void()> then) {
     c10::StreamGuard on_our_stream(stream_);
     inputs_ready.block(stream_);
     // Not async: c10d then queues the collective on the current stream, ours. It may return no Work.
-    if (auto work = launch(/*async=*/false)) work->wait();
+    for (auto& work : launch(/*async=*/false)) {
+      if (work) work->wait();
+    }
     if (then) then();
     pending.fence_.record(stream_);
   }
   if (synchronize_each) synchronize(stream_);
   return pending;
+}
+
+template <class Collective>
+Works Communicator::together(size_t count, Collective&& collective) {
+  // One kernel for all of them where the backend can; gloo runs them one after the other.
+  const bool coalesce = has_streams(device_) && count > 1;
+  if (coalesce) group_->startCoalescing(device_.type());
+  Works works;
+  for (size_t i = 0; i < count; ++i) works.push_back(collective(i));
+  if (coalesce) works = {group_->endCoalescing(device_.type())};
+  return works;
 }
 
 Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optional<at::ScalarType> cast_to) {
@@ -64,19 +77,54 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
         options.asyncOp = async;
         // On an accelerator the cast copy comes from our stream's pool, so freeing it at once is in order.
         auto source = cast_to ? input.to(*cast_to) : input;
-        return compat::all_gather(*group_, output, source, options, 0);
+        return Works{compat::all_gather(*group_, output, source, options, 0)};
       },
       {});
 }
 
-Pending Communicator::reduce_scatter(
-    at::Tensor output, at::Tensor input, c10d::ReduceOp::RedOpType op, std::function<void()> then) {
+Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
+  return launch(
+      [&](bool async) {
+        c10d::AllgatherOptions options;
+        options.asyncOp = async;
+        return together(outputs.size(), [&](size_t i) {
+          return compat::all_gather(*group_, outputs[i], inputs[i], options, 0);
+        });
+      },
+      {});
+}
+
+Pending Communicator::reduce_scatter_group(
+    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, at::Tensor all_inputs,
+    c10d::ReduceOp::RedOpType op, std::function<void()> then) {
+  if (!has_streams(device_)) {
+    // gloo's reduce-scatter is an all-reduce of a copy, in a Work that never says it is completed, so a pool of
+    // buffers that asks would wait in vain. All-reducing the inputs themselves, which nobody reads again, gives the
+    // same sums and an honest Work.
+    auto take_own_part = [outputs, inputs, own = rank(), then = std::move(then)]() mutable {
+      for (size_t i = 0; i < outputs.size(); ++i) {
+        const auto width = outputs[i].numel();
+        outputs[i].copy_(inputs[i].narrow(0, own * width, width));
+      }
+      if (then) then();
+    };
+    return launch(
+        [&](bool) {
+          c10d::AllreduceOptions options;
+          options.reduceOp = op;
+          std::vector<at::Tensor> tensors{all_inputs};
+          return Works{group_->allreduce(tensors, options)};
+        },
+        std::move(take_own_part));
+  }
   return launch(
       [&](bool async) {
         c10d::ReduceScatterOptions options;
         options.asyncOp = async;
         options.reduceOp = op;
-        return compat::reduce_scatter(*group_, output, input, options, 0);
+        return together(outputs.size(), [&](size_t i) {
+          return compat::reduce_scatter(*group_, outputs[i], inputs[i], options, 0);
+        });
       },
       std::move(then));
 }

@@ -16,6 +16,8 @@
 
 namespace lightning_zero {
 
+using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
 // A collective that has been launched, and what is to be done with its result.
 // Must be waited for exactly where the result is first needed; waiting twice is harmless.
 class Pending {
@@ -36,7 +38,7 @@ class Pending {
 
  private:
   friend class Communicator;
-  c10::intrusive_ptr<c10d::Work> work_;
+  Works works_;
   Fence fence_;
   std::function<void()> continuation_;
 };
@@ -53,9 +55,14 @@ class Communicator {
   // caller's stream: freeing it after the wait is then safe in stream order, with no record_stream.
   Pending all_gather(at::Tensor output, at::Tensor input, std::optional<at::ScalarType> cast_to = std::nullopt);
 
-  // input: size() * output.numel() elements. `then` runs on our stream once the output is there.
-  Pending reduce_scatter(
-      at::Tensor output, at::Tensor input, c10d::ReduceOp::RedOpType op, std::function<void()> then = {});
+  // Several all-gathers in one launch, each straight into its output; dtypes may differ from pair to pair.
+  Pending all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
+
+  // Several reduce-scatters in one launch. inputs[i]: size() * outputs[i].numel() elements; `all_inputs` is the memory they
+  // lie in, whose contents are lost. `then` runs on our stream once the outputs are there.
+  Pending reduce_scatter_group(
+      std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, at::Tensor all_inputs,
+      c10d::ReduceOp::RedOpType op, std::function<void()> then);
 
   // Elementwise maximum over ranks of a host tensor; blocks the host. The group must be a CPU one.
   void all_reduce_max(at::Tensor& values);
@@ -64,6 +71,8 @@ class Communicator {
   bool synchronize_each = false;
 
  private:
+  template <class Collective>
+  Works together(size_t count, Collective&& collective);
   template <class Launch>
   Pending launch(Launch&& launch, std::function<void()> then);
 

@@ -14,8 +14,8 @@ namespace {
 // A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
 class PendingWork : public c10d::Work {
  public:
-  PendingWork(Pending pending, at::Tensor source, c10::Device device)
-      : pending_(std::move(pending)), source_(std::move(source)), device_(device) {}
+  PendingWork(Pending pending, std::vector<at::Tensor> sources, c10::Device device)
+      : pending_(std::move(pending)), sources_(std::move(sources)), device_(device) {}
   bool wait(std::chrono::milliseconds) override {
     pending_.wait(device_);
     return true;
@@ -24,7 +24,7 @@ class PendingWork : public c10d::Work {
 
  private:
   Pending pending_;
-  at::Tensor source_;
+  std::vector<at::Tensor> sources_;  // a cast copy lives until the collective has read it
   c10::Device device_;
 };
 
@@ -122,27 +122,64 @@ void Executor::close() {
 
 // ---- weights
 
-at::Tensor Executor::gather_into(const ParamRecord& record, at::ScalarType dtype, Pending& pending) {
-  const auto own = record.shard.scalar_type();
-  auto output = at::empty({size() * record.shard_numel()}, record.shard.options().dtype(dtype));
+at::Tensor Executor::allocate(const ParamRecord& record, at::ScalarType dtype, at::Tensor output) {
+  if (!output.defined()) output = at::empty({size() * record.shard_numel()}, record.shard.options().dtype(dtype));
   count("gathers");
   count("gather_bytes", static_cast<int64_t>(output.nbytes()));
-  pending = gather_comm_.all_gather(output, record.shard, own == dtype ? std::nullopt : std::make_optional(dtype));
+  return output;
+}
+
+at::Tensor Executor::source_in(ParamRecord& record, at::ScalarType dtype) {
+  if (record.shard.scalar_type() == dtype) return record.shard;
+  if (!record.shadow.defined() || record.shadow.scalar_type() != dtype) return {};
+  const auto version = static_cast<int64_t>(record.param._version());
+  if (record.shadow_epoch != epoch_ || record.shadow_version != version) {
+    at::NoGradGuard no_grad;
+    record.shadow.copy_(record.shard);
+    record.shadow_epoch = epoch_;
+    record.shadow_version = version;
+    count("shadow_writes");
+  }
+  return record.shadow;
+}
+
+void Executor::shadows_written() {
+  std::lock_guard lock(mutex_);
+  for (auto& record : records_) {
+    record->shadow_epoch = epoch_;
+    record->shadow_version = static_cast<int64_t>(record->param._version());
+  }
+}
+
+at::Tensor Executor::gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending, at::Tensor output) {
+  output = allocate(record, dtype, std::move(output));
+  const auto source = source_in(record, dtype);
+  pending = source.defined() ? gather_comm_.all_gather(output, source)
+                             : gather_comm_.all_gather(output, record.shard, dtype);
   return output;
 }
 
 at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked) {
   std::lock_guard lock(mutex_);
-  const auto& record = at(index);
+  auto& record = at(index);
   sync_edits(/*forget=*/false);
+  // A weight that is read while it is still held is the same memory, as in a plain module: of two copies, the one that nobody
+  // edited would undo the edits of the other. It is gathered all the same, since ranks may hold weights for different times.
+  const auto held = std::find_if(tracked_.begin(), tracked_.end(), [&](const Tracked& other) {
+    return tracked && other.index == index && other.full.scalar_type() == dtype &&
+        other.full.is_inference() == c10::InferenceMode::is_enabled();
+  });
+  const bool again = held != tracked_.end();
   Pending pending;
-  auto flat = gather_into(record, dtype, pending);
+  auto flat = gather_into(record, dtype, pending, again ? held->full : at::Tensor());
   pending.wait(device_);
   auto full = as_parameter(flat, record.numel, shape);
   if (tracked) {
     count("eager_gathers");
     gathered_.add(full, index);
-    if (dtype == record.shard.scalar_type()) tracked_.push_back({flat, index, static_cast<uint32_t>(record.param._version())});
+    if (!again && dtype == record.shard.scalar_type()) {
+      tracked_.push_back({flat, index, static_cast<uint32_t>(record.param._version())});
+    }
   }
   return full;
 }
@@ -150,25 +187,50 @@ at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType
 at::Tensor Executor::gather_start(int64_t index, at::IntArrayRef shape, at::ScalarType dtype) {
   std::lock_guard lock(mutex_);
   if (!tracked_.empty()) sync_edits(/*forget=*/false);
-  const auto& record = at(index);
+  auto& record = at(index);
   Pending pending;
   auto flat = gather_into(record, dtype, pending);
   auto full = as_parameter(flat, record.numel, shape);
-  c10d::register_work(full, c10::make_intrusive<PendingWork>(std::move(pending), record.shard, device_));
+  c10d::register_work(full, c10::make_intrusive<PendingWork>(std::move(pending), std::vector<at::Tensor>{record.shard}, device_));
   return full;
+}
+
+at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
+  std::lock_guard lock(mutex_);
+  if (!tracked_.empty()) sync_edits(/*forget=*/false);
+  auto buffer = at::empty({numel}, shards[0].options().dtype(dtype));
+  std::vector<at::Tensor> outputs, sources;
+  int64_t offset = 0;
+  for (const auto& shard : shards) {
+    auto& record = at(ShardTable::instance().find(shard, "gather_group").index);
+    auto source = source_in(record, dtype);
+    if (!source.defined()) source = record.shard.to(dtype);
+    const auto length = size() * record.shard_numel();
+    outputs.push_back(buffer.narrow(0, offset, length));
+    sources.push_back(std::move(source));
+    offset += length;
+  }
+  TORCH_INTERNAL_ASSERT(offset == numel, "a group of ", offset, " elements was planned as ", numel);
+  count("gathers", static_cast<int64_t>(shards.size()));
+  count("gather_bytes", static_cast<int64_t>(buffer.nbytes()));
+  count("gather_groups");
+  auto pending = gather_comm_.all_gather_group(std::move(outputs), sources);
+  c10d::register_work(buffer, c10::make_intrusive<PendingWork>(std::move(pending), std::move(sources), device_));
+  return buffer;
 }
 
 void Executor::sync_edits(bool forget) {
   std::lock_guard lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (auto it = tracked_.begin(); it != tracked_.end();) {
-    const auto& record = at(it->index);
+    auto& record = at(it->index);
     // A newer parameter (an optimizer step, a loaded state) wins over a copy taken before it.
     const bool current = record.param._version() == it->version;
     if (current) {
       const auto width = record.shard_numel(), begin = rank() * width;
       const auto valid = std::clamp<int64_t>(record.numel - begin, 0, width);
       if (valid > 0) record.shard.narrow(0, 0, valid).copy_(it->full.narrow(0, begin, valid));
+      record.shadow_epoch = -1;
     }
     const bool held = it->full.storage().use_count() > 1;
     it = (forget || !current || !held) ? tracked_.erase(it) : it + 1;
@@ -263,10 +325,7 @@ void Executor::join_round() {
 void Executor::open(ReduceBucket& bucket, bool adding) {
   if (bucket.state() != ReduceBucket::State::EMPTY) return;
   for (auto& slot : bucket.slots()) ensure_grad(*slot.record);
-  bucket.open(pool(bucket.dtype()).acquire(bucket.chunk(), pool_stats_));
-  if (adding) {
-    for (auto& slot : bucket.slots()) slot.add = true;
-  }
+  bucket.open(pool(bucket.dtype()).acquire(bucket.chunk(), pool_stats_), adding);
 }
 
 void Executor::reduce(int64_t index, const at::Tensor& grad) {
@@ -291,6 +350,8 @@ void Executor::reduce(int64_t index, const at::Tensor& grad) {
 }
 
 void Executor::launch_complete() {
+  // When the host waits for each collective, it must not wait for peers that have no such gradient: launch after the agreement.
+  if (options_.sync_collectives) return;
   while (next_launch_ < buckets_.size() && buckets_[next_launch_].complete()) launch(buckets_[next_launch_++]);
 }
 
@@ -300,7 +361,12 @@ void Executor::launch(ReduceBucket& bucket) {
   auto send = bucket.send();
   count("flushes");
   count("reduce_bytes", static_cast<int64_t>(send.nbytes()));
-  bucket.buffer()->pending = reduce_comm_.reduce_scatter(bucket.recv(), send, op, [&bucket] {
+  std::vector<at::Tensor> parts, runs;
+  for (const auto& slot : bucket.slots()) {
+    parts.push_back(bucket.part(slot));
+    runs.push_back(bucket.run(slot));
+  }
+  bucket.buffer()->pending = reduce_comm_.reduce_scatter_group(parts, runs, send, op, [&bucket] {
     at::NoGradGuard no_grad;
     bucket.accumulate();
   });

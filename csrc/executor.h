@@ -59,10 +59,17 @@ class Executor : public torch::CustomClassHolder {
   // Nobody reads it any more: it was tied to another while the model was built.
   void drop_parameter(int64_t index);
   void set_grad(int64_t index, at::Tensor grad) { at(index).grad = std::move(grad); }
+  void set_shadow(int64_t index, at::Tensor shadow) { at(index).shadow = std::move(shadow); }
+  // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again before use.
+  void expire_shadows() { ++epoch_; }
+  // The caller has just written all shadows, in one kernel.
+  void shadows_written();
   void close();
 
   at::Tensor gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked);
   at::Tensor gather_start(int64_t index, at::IntArrayRef shape, at::ScalarType dtype);
+  // Several weights in one launch into one tensor of `numel` elements: weight i, padded, behind weight i - 1.
+  at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel);
   void reduce(int64_t index, const at::Tensor& grad);
 
   // Copies edits made to weights that eager code still holds, or held last, into their shards. `forget`: and stop
@@ -93,7 +100,11 @@ class Executor : public torch::CustomClassHolder {
   class Round;
 
   ParamRecord& at(int64_t index) { return *records_.at(static_cast<size_t>(index)); }
-  at::Tensor gather_into(const ParamRecord& record, at::ScalarType dtype, Pending& pending);
+  // Memory for the whole weight, unless the caller has some.
+  at::Tensor allocate(const ParamRecord& record, at::ScalarType dtype, at::Tensor output = {});
+  at::Tensor gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending, at::Tensor output = {});
+  // The shard in `dtype`, from the shadow where there is one; undefined when a cast is needed.
+  at::Tensor source_in(ParamRecord& record, at::ScalarType dtype);
   at::ScalarType wire_dtype(const ParamRecord& record) const;
   void count(const char* what, int64_t by = 1) { counters_[what] += by; }
 
@@ -133,6 +144,7 @@ class Executor : public torch::CustomClassHolder {
   std::vector<int> tasks_;  // autograd graph tasks that will call end_backward()
   std::vector<int64_t> attached_;
 
+  int64_t epoch_ = 0;
   std::map<std::string, int64_t> counters_;
   PoolStats pool_stats_;
   mutable std::recursive_mutex mutex_;

@@ -25,6 +25,12 @@ at::Tensor gather_start(const at::Tensor& shard, at::IntArrayRef shape, at::Scal
   return executor->gather_start(index, shape, dtype);
 }
 
+// Several weights in one launch and one tensor, each padded to ranks times its shard.
+at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
+  auto [executor, index] = ShardTable::instance().find(shards[0], "gather_group");
+  return executor->gather_group(shards, dtype, numel);
+}
+
 void reduce_add(const at::Tensor& grad, const at::Tensor& shard) {
   auto [executor, index] = ShardTable::instance().find(shard, "reduce");
   executor->reduce(index, grad);
@@ -53,6 +59,9 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("move_parameter", &Executor::move_parameter)
       .def("drop_parameter", &Executor::drop_parameter)
       .def("set_grad", &Executor::set_grad)
+      .def("set_shadow", &Executor::set_shadow)
+      .def("expire_shadows", &Executor::expire_shadows)
+      .def("shadows_written", &Executor::shadows_written)
       .def("close", &Executor::close)
       .def("sync_edits", &Executor::sync_edits)
       .def("find_gathered", &Executor::find_gathered)
@@ -73,6 +82,7 @@ TORCH_LIBRARY(lightning_zero, m) {
   m.def("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
   m.def("gather_eager(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
   m.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  m.def("gather_group(Tensor[] shards, ScalarType dtype, int numel) -> Tensor");
   m.def("reduce(Tensor grad, Tensor shard) -> Tensor");
   m.def("reduce_add(Tensor grad, Tensor shard) -> ()");
 }
@@ -81,6 +91,7 @@ TORCH_LIBRARY_IMPL(lightning_zero, CompositeExplicitAutograd, m) {
   m.impl("gather", gather);
   m.impl("gather_eager", gather_eager);
   m.impl("gather_start", gather_start);
+  m.impl("gather_group", gather_group);
   m.impl("reduce", reduce);
   m.impl("reduce_add", reduce_add);
 }

@@ -25,6 +25,10 @@ struct ParamRecord {
   at::Tensor param;        // the nn.Parameter that users hold; its data is `shard` in another shape
   at::Tensor shard;        // 1-D view of an arena: shard_numel elements, the tail of the last ranks zero
   at::Tensor grad;         // 1-D view of the gradient arena, same layout; undefined until training needs it
+  // The same values in the dtype that is computed in; undefined when nothing is computed in another.
+  at::Tensor shadow;
+  int64_t shadow_epoch = -1;      // as Executor::epoch_ and param._version() were when it was written
+  int64_t shadow_version = -1;
   std::vector<int64_t> shape;  // the whole parameter's
   int64_t numel = 0;           // the whole parameter's, without padding
   bool live = true;            // false once no module reads it

@@ -50,13 +50,20 @@ class CompileConfig:
         enabled: compile the outermost modules that the training step calls; otherwise everything runs eagerly.
         backend: ``"inductor"`` or ``"aot_eager"`` (same graphs and passes, no code generation; for debugging).
         dynamic: passed to ``torch.compile``: ``None`` lets sizes become dynamic when they change.
+        prefetch: gather weights in groups, in the dtype they are used in, one group ahead of their use; otherwise one
+            by one.
+        gather_group_mb: at most so many MiB of whole weights in a group.
     """
 
     enabled: bool = True
     backend: str = "inductor"
     dynamic: bool | None = None
+    prefetch: bool = True
+    gather_group_mb: float = 128.0
 
     def __post_init__(self) -> None:
+        if not self.gather_group_mb > 0:
+            raise ValueError(f"gather_group_mb={self.gather_group_mb!r} must be a positive number of MiB. Try 128.")
         if self.backend not in BACKENDS:
             raise ValueError(f"compile_backend={self.backend!r} is unknown. Choose one of {', '.join(BACKENDS)}.")
 
@@ -66,9 +73,12 @@ class EngineConfig:
     """Everything an :class:`~lightning_zero.engine.Engine` is built from.
 
     Args:
+        compute_dtype: what autocast computes in; shards are kept in this dtype too (a shadow), written once per step,
+            and weights that are used in it are gathered in it. ``None`` without autocast.
         sync_collectives: debugging: wait on the host before and after every collective.
     """
 
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    compute_dtype: torch.dtype | None = None
     sync_collectives: bool = False

@@ -114,7 +114,9 @@ class Engine:
             self.calls = self._make_calls(self._sharded_module())
 
     def _make_calls(self, module: nn.Module) -> CompiledCalls:
-        return CompiledCalls(module, compile_arguments(self.config.compile, observe=self._observe), self._skip)
+        return CompiledCalls(
+            module, compile_arguments(self.config.compile, self.world_size, observe=self._observe), self._skip
+        )
 
     # -- sharding
 
@@ -178,6 +180,9 @@ class Engine:
         """
         assert self.calls is not None
         self.sharder.allocate_gradients()
+        if self.config.compute_dtype is not None and self.config.compile.enabled:
+            self.sharder.allocate_shadows(self.config.compute_dtype)
+            self.sharder.write_shadows()
         self._adopt_gradient_hooks()
         first = self.config.compile.enabled and not self.calls.modules
         reads = self._count_eager_reads()
@@ -194,6 +199,12 @@ class Engine:
     def before_step(self) -> None:
         """Must come before shards are changed by an optimizer: edits of gathered weights reach them first."""
         self.executor.sync_edits(forget=True)
+        self.executor.expire_shadows()
+
+    def eval_step(self) -> None:
+        """Must come before a forward outside of training: weights may have been exchanged since the last one."""
+        self.executor.sync_edits()
+        self.executor.expire_shadows()
 
     def reset(self) -> None:
         """After an exception: drops half-done work and gathered weights. Not collective."""
@@ -229,6 +240,15 @@ class Engine:
                         param.grad.copy_(changed)
             for hook in list((param._post_accumulate_grad_hooks or {}).values()):
                 hook(param)
+
+    @contextmanager
+    def shards_in_sight(self) -> Iterator[None]:
+        """Inside, ``module.weight`` is the registered parameter: optimizers are made of these."""
+        self.sharder.classes.as_shards = True
+        try:
+            yield
+        finally:
+            self.sharder.classes.as_shards = False
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no

@@ -12,14 +12,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine
+from lightning_zero.sharding.surgery import is_sharded
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -57,6 +60,25 @@ class ZeroPrecision(_ForShards):
 class ZeroHalfPrecision(_ForShards, HalfPrecision):
     """``bf16-true`` and ``16-true``: parameters, gradients and everything on the wire in that dtype."""
 
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        children = list(module.modules())
+        if not any(map(is_sharded, children)):
+            return super().convert_module(module)
+        # What configure_model() built has this dtype already, and shards must not be replaced.
+        dtype = self._desired_input_dtype
+        for child in children:
+            if not is_sharded(child):
+                for param in child._parameters.values():
+                    if param is not None and param.is_floating_point():
+                        param.data = param.data.to(dtype)
+                for key, buffer in child._buffers.items():
+                    if buffer is not None and buffer.is_floating_point():
+                        child._buffers[key] = buffer.to(dtype)
+        if isinstance(module, _DeviceDtypeModuleMixin):
+            module._dtype = dtype
+        return module
+
 
 class ZeroMixedPrecision(_ForShards, MixedPrecision):
     """``bf16-mixed`` and ``16-mixed``: parameters in float32, autocast in forward. ``16-mixed`` scales the loss; an
@@ -74,6 +96,18 @@ class ZeroMixedPrecision(_ForShards, MixedPrecision):
             Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
         else:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    # Checkpoints hold the scaler's state under the plugin's name; other strategies look for that of Lightning's own.
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.pop(type(self).__qualname__, None)
+        if state is not None:
+            checkpoint[MixedPrecision.__qualname__] = state
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if MixedPrecision.__qualname__ in checkpoint:
+            self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
 
 
 def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
@@ -98,14 +132,15 @@ def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
                     "overflowed; with sharded "
                     "gradients ranks would disagree. Use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
                 )
-            scaler = ShardedGradScaler(
-                plugin.device,
-                init_scale=scaler.get_scale(),
-                growth_factor=scaler.get_growth_factor(),
-                backoff_factor=scaler.get_backoff_factor(),
-                growth_interval=scaler.get_growth_interval(),
-                enabled=scaler.is_enabled(),
-            )
+            settings: dict[str, Any] = {"enabled": False}
+            if scaler.is_enabled():
+                settings = {
+                    "init_scale": scaler.get_scale(),
+                    "growth_factor": scaler.get_growth_factor(),
+                    "backoff_factor": scaler.get_backoff_factor(),
+                    "growth_interval": scaler.get_growth_interval(),
+                }
+            scaler = ShardedGradScaler(plugin.device, **settings)
         ours = ZeroMixedPrecision(cast(Any, plugin.precision), plugin.device, scaler)
     else:
         raise MisconfigurationException(

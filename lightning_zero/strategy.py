@@ -63,6 +63,8 @@ class ZeroStrategy(ParallelStrategy):
         compile: compile the outermost modules that the training step calls.
         compile_backend: ``"inductor"``, or ``"aot_eager"`` to debug.
         compile_dynamic: as in ``torch.compile(dynamic=...)``.
+        prefetch: gather weights in groups, one group ahead of their use; otherwise one by one, where they are used.
+        gather_group_mb: at most so many MiB of whole weights in a group.
         reduce_dtype: dtype of gradients on the wire: ``"bf16"``, ``"16"``, ``"32"``; by default ``"bf16"`` for
             ``precision="bf16-mixed"`` and otherwise each parameter's own.
         reduce_bucket_mb: capacity of a reduce bucket in MiB.
@@ -83,6 +85,8 @@ class ZeroStrategy(ParallelStrategy):
         compile: bool = True,
         compile_backend: str = "inductor",
         compile_dynamic: bool | None = None,
+        prefetch: bool = True,
+        gather_group_mb: float = 128.0,
         reduce_dtype: str | None = None,
         reduce_bucket_mb: float = 64.0,
         reduce_double_buffer: bool = True,
@@ -100,7 +104,7 @@ class ZeroStrategy(ParallelStrategy):
             raise ValueError(
                 f"reduce_dtype={reduce_dtype!r} is unknown. Choose one of {', '.join(map(repr, _DTYPES))}."
             )
-        self._compile = CompileConfig(compile, compile_backend, compile_dynamic)
+        self._compile = CompileConfig(compile, compile_backend, compile_dynamic, prefetch, gather_group_mb)
         self._reduce_dtype = reduce_dtype
         self._reduce = ReduceConfig(
             bucket_mb=reduce_bucket_mb, double_buffer=reduce_double_buffer, free_buckets=reduce_free_buckets
@@ -240,15 +244,18 @@ class ZeroStrategy(ParallelStrategy):
     def _config(self) -> EngineConfig:
         dtype = self._reduce_dtype
         plugin = self._precision_plugin
-        if dtype is None and isinstance(plugin, ZeroMixedPrecision) and plugin.precision == "bf16-mixed":
-            dtype = "bf16"
+        compute = None
+        if isinstance(plugin, ZeroMixedPrecision):
+            compute = torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
+            if dtype is None and plugin.precision == "bf16-mixed":
+                dtype = "bf16"
         reduce = ReduceConfig(
             bucket_mb=self._reduce.bucket_mb,
             double_buffer=self._reduce.double_buffer,
             free_buckets=self._reduce.free_buckets,
             dtype=None if dtype is None else _DTYPES[dtype],
         )
-        return EngineConfig(reduce=reduce, compile=self._compile, sync_collectives=self._sync_collectives)
+        return EngineConfig(reduce, self._compile, compute, self._sync_collectives)
 
     @contextmanager
     @override
@@ -271,7 +278,7 @@ class ZeroStrategy(ParallelStrategy):
         module = self.lightning_module
         adopted = engine_of(module)
         if adopted is None:
-            self._shard(module, fitting=trainer.state.fn == TrainerFn.FITTING)
+            self._shard(module)
         else:
             self._adopt(adopted, module)
         self.model_to_device()
@@ -285,14 +292,14 @@ class ZeroStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _shard(self, module: pl.LightningModule, fitting: bool) -> None:
+    def _shard(self, module: pl.LightningModule) -> None:
         engine = self._require_engine()
         take_apart_compiled(module)
-        if fitting and self._layer_sync is not None:
+        self.precision_plugin.convert_module(module)
+        # Before evaluation, too: a fit may follow, and synchronised layers evaluate like any others.
+        if self._layer_sync is not None:
             with engine.construction():
                 self._layer_sync.apply(module)
-        if not engine.sharder.parameters:
-            self.precision_plugin.convert_module(module)
         try:
             engine.shard(module)
         except UnsupportedError as error:
@@ -320,10 +327,12 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        engine = self._require_engine()
+        with engine.shards_in_sight():
+            super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             try:
-                self._require_engine().check_optimizer(optimizer)
+                engine.check_optimizer(optimizer)
             except UnsupportedError as error:
                 raise MisconfigurationException(str(error)) from error
 
@@ -334,6 +343,21 @@ class ZeroStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context(), self._require_engine().train_step():
             return self.lightning_module.training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._require_engine().eval_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._require_engine().eval_step()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_engine().eval_step()
+        return super().predict_step(*args, **kwargs)
 
     @override
     def optimizer_step(

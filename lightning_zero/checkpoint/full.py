@@ -37,7 +37,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, sharder: Sharder) -> dict[
         entries = packed["state"][number]
         whole = {key: _gather(value, record, sharder) for key, value in entries.items()}
         if rank == 0:
-            state[number] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in whole.items()}
+            # Copies: a file would hold the padding, too, and training may go on before it is written.
+            state[number] = {k: v.to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in whole.items()}
     return {"state": state, "param_groups": packed["param_groups"]} if rank == 0 else {}
 
 
@@ -48,9 +49,18 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
         ValueError: the state was saved for parameters of other shapes.
     """
     sharded: dict[Any, Any] = dict(state["state"])
-    for number, record in _numbered(optimizer, sharder):
-        if number in sharded and record is not None:
-            sharded[number] = {key: _cut(key, value, record, sharder) for key, value in sharded[number].items()}
+    known = [(n, record) for n, record in _numbered(optimizer, sharder) if n in sharded and record is not None]
+    # A scalar parameter's moments and its step counter have the same shape; what is a scalar for other parameters, too,
+    # is no moment.
+    scalars = {"step"}
+    for number, record in known:
+        if record.layout.shape:
+            scalars |= {k for k, v in sharded[number].items() if isinstance(v, Tensor) and v.dim() == 0}
+    for number, record in known:
+        sharded[number] = {
+            key: value if key in scalars else _cut(key, value, record, sharder)
+            for key, value in sharded[number].items()
+        }
     return {"state": sharded, "param_groups": state["param_groups"]}
 
 
@@ -69,12 +79,9 @@ def _gather(value: Any, record: ShardedParameter | None, sharder: Sharder) -> An
 
 
 def _cut(key: str, value: Any, record: ShardedParameter, sharder: Sharder) -> Any:
-    # A scalar parameter's state and its step counter have the same shape; only the name tells them apart.
-    if not isinstance(value, Tensor) or value.numel() == 1 and key == "step":
+    if not isinstance(value, Tensor):
         return value
     if value.shape != record.layout.shape:
-        if value.dim() == 0:
-            return value
         raise ValueError(
             f"The checkpoint's optimizer state {key!r} for parameter {record.name!r} has shape {tuple(value.shape)}, "
             "but the parameter has "

@@ -19,7 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.passes import DEFAULT_PASSES, PassSpec, run_passes
+from lightning_zero.compile.passes import PassSpec, default_passes, run_passes
 from lightning_zero.compile.tagging import tag_gathers
 from lightning_zero.config import CompileConfig
 
@@ -29,16 +29,20 @@ GraphObserver = Callable[[str, Graph], None]  # (what: "joint", "before" or "aft
 
 
 def compile_arguments(
-    config: CompileConfig, passes: Sequence[PassSpec] = DEFAULT_PASSES, observe: GraphObserver | None = None
+    config: CompileConfig,
+    world_size: int,
+    passes: Sequence[PassSpec] | None = None,
+    observe: GraphObserver | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for ``torch.compile``. ``observe`` sees every graph; a test or a report may keep what it
     sees."""
     arguments: dict[str, Any] = {"fullgraph": False, "dynamic": config.dynamic}
-    rewrite = _observed(lambda graph: run_passes(graph, passes), observe)
+    chosen = default_passes(config, world_size) if passes is None else passes
+    rewrite = _observed(lambda graph: run_passes(graph, chosen), observe)
     tag = _observed(tag_gathers, observe, joint=True)
     if config.backend == "aot_eager":
         return arguments | {"backend": _aot_eager(tag, rewrite)}
-    key = _source_digest([spec.name for spec in passes])
+    key = _source_digest([spec.name for spec in chosen], config, world_size)
     # Observers must see every graph, so they keep graphs out of the cache.
     uuid = None if observe is not None else key
     return arguments | {
@@ -85,8 +89,8 @@ class _Pass(CustomGraphPass):
         return self._uuid
 
 
-def _source_digest(names: Sequence[str]) -> str:
-    digest = hashlib.sha256(repr(list(names)).encode())
+def _source_digest(names: Sequence[str], config: CompileConfig, world_size: int) -> str:
+    digest = hashlib.sha256(repr((list(names), config, world_size)).encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-__all__ = ["GATHER", "REDUCE", "gathers", "is_view_or_cast", "output_node", "ops", "reduces"]
+__all__ = ["GATHER", "REDUCE", "cast_dtype", "gathers", "is_view_or_cast", "output_node", "ops", "reduces"]
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -37,6 +37,20 @@ def reduces(graph: Graph) -> list[Node]:
 
 def output_node(graph: Graph) -> Node:
     return next(iter(reversed(graph.nodes)))
+
+
+def cast_dtype(node: Node) -> torch.dtype | None:
+    """The dtype this node casts its input to, when that is all it does."""
+    if node.op != "call_function":
+        return None
+    if node.target is torch.ops.prims.convert_element_type.default:
+        return node.args[1] if isinstance(node.args[1], torch.dtype) else None
+    if node.target is _aten._to_copy.default and set(node.kwargs) <= {"dtype", "layout", "device"}:
+        dtype, source = node.kwargs.get("dtype"), node.args[0]
+        assert isinstance(source, Node)
+        moved = node.kwargs.get("device", source.meta["val"].device) != source.meta["val"].device
+        return dtype if isinstance(dtype, torch.dtype) and not moved else None
+    return None
 
 
 def is_view_or_cast(node: Node) -> bool:

@@ -92,6 +92,18 @@ class Executor:
         """Gives a parameter its 1-D part of the gradient arena, of the shard's size and dtype."""
         self._native.set_grad(index, grad)
 
+    def set_shadow(self, index: int, shadow: Tensor) -> None:
+        """Memory for the shard's values in another dtype, 1-D, of the shard's size; what gathers in that dtype read."""
+        self._native.set_shadow(index, shadow)
+
+    def expire_shadows(self) -> None:
+        """Shards may have changed without a trace: each shadow is written again before it is next read."""
+        self._native.expire_shadows()
+
+    def shadows_written(self) -> None:
+        """The caller has written all shadows itself."""
+        self._native.shadows_written()
+
     def sync_edits(self, forget: bool = False) -> None:
         """Copies in-place edits of weights read outside compiled code into their shards.
 

@@ -41,6 +41,7 @@ def load() -> None:
         torch.library.register_fake(f"lightning_zero::{name}", _gather_shape)
     for name in ("gather", "gather_eager"):
         torch.library.register_autograd(f"lightning_zero::{name}", _gather_backward, setup_context=_keep_shard)
+    torch.library.register_fake("lightning_zero::gather_group", _group_shape)
     torch.library.register_fake("lightning_zero::reduce", lambda grad, shard: shard.new_empty(shard.shape))
     torch.library.register_fake("lightning_zero::reduce_add", lambda grad, shard: None)
     # Without these a graph would lose the ops whose results nobody reads.
@@ -50,6 +51,10 @@ def load() -> None:
 
 def _gather_shape(shard: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
+
+
+def _group_shape(shards: list[Tensor], dtype: torch.dtype, numel: int) -> Tensor:
+    return shards[0].new_empty(numel, dtype=dtype)
 
 
 def _keep_shard(ctx: Any, inputs: tuple[Tensor, list[int], torch.dtype], output: Tensor) -> None:

@@ -58,6 +58,7 @@ class Sharder:
         self.parameters: list[ShardedParameter] = []
         self.arena: Arena | None = None
         self.grad_arena: Arena | None = None
+        self._shadows: list[tuple[Tensor, Tensor]] = []  # (low-precision copy, masters), one pair for each master dtype
         self._by_param: dict[int, ShardedParameter] = {}
 
     def find(self, param: Tensor) -> ShardedParameter | None:
@@ -122,13 +123,26 @@ class Sharder:
             )
         # Ties are kept by the identity of the parameter object: remember which new object replaces which.
         before = dict(module._parameters)
+        device, shapes = self.executor.device, module.__dict__.get(SHAPES, {})
         already = {key: self.find(param) for key, param in before.items() if param is not None}
-        module.to_empty(device=self.executor.device, recurse=False)
+        for key, param in before.items():
+            record = already.get(key)
+            if record is not None:
+                # Tied to a module that came before: whole for a while, since reset_parameters() looks at its shape.
+                whole = torch.ops.lightning_zero.gather(record.param, list(record.layout.shape), record.param.dtype)
+                module._parameters[key] = nn.Parameter(whole.detach(), record.param.requires_grad)
+                shapes[key] = None
+            elif param is not None and param.is_meta:
+                module._parameters[key] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
         with torch.no_grad():
             reset()
         for key, record in already.items():
             if record is not None:
                 module._parameters[key] = record.param
+                shapes[key] = tuple(record.layout.shape)
         for key, old in before.items():
             new = module._parameters[key]
             if old is not None and new is not None and new is not old:
@@ -217,6 +231,27 @@ class Sharder:
         self.grad_arena = Arena([(record.layout, record.param.dtype) for record in live], self.executor.device)
         for record, view in zip(live, self.grad_arena.views, strict=True):
             self.executor.set_grad(record.index, view)
+
+    def allocate_shadows(self, dtype: torch.dtype) -> None:
+        """Memory for all wider floating point shards in ``dtype``, laid out like the shards. Harmless when repeated."""
+        if self._shadows or self.arena is None:
+            return
+        wide = [t for t in self.arena.flat.values() if t.is_floating_point() and t.dtype.itemsize > dtype.itemsize]
+        copies = {masters.dtype: torch.empty_like(masters, dtype=dtype) for masters in wide}
+        self._shadows = [(copies[masters.dtype], masters) for masters in wide]
+        for record in self.live:
+            copy = copies.get(record.param.dtype)
+            if copy is not None:
+                begin = record.shard.storage_offset()
+                self.executor.set_shadow(record.index, copy[begin : begin + record.layout.shard_numel])
+
+    @torch.no_grad()
+    def write_shadows(self) -> None:
+        """Writes all shadows, one kernel for each master dtype."""
+        if self._shadows:
+            for copy, masters in self._shadows:
+                copy.copy_(masters)
+            self.executor.shadows_written()
 
     @property
     def live(self) -> list[ShardedParameter]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.shard import ShardedParameter, Sharder
 from lightning_zero.sharding.surgery import SHAPES
 
 __all__ = ["StateDictHooks"]
@@ -31,6 +31,7 @@ class StateDictHooks:
     def __init__(self, sharder: Sharder, root: nn.Module) -> None:
         self.sharder = sharder
         self._mode = "full"
+        self._tied: dict[int, torch.Tensor | None] = {}  # gathered so far, in mode "rank0"
         self._handles = []
         for module in root.modules():
             if SHAPES in module.__dict__:
@@ -51,6 +52,7 @@ class StateDictHooks:
             yield
         finally:
             self._mode = before
+            self._tied.clear()
 
     def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         if self._mode == "shard":
@@ -61,15 +63,20 @@ class StateDictHooks:
             record = None if param is None else self.sharder.find(param)
             if record is None or shape is None or prefix + key not in state:
                 continue
-            full = gather_full(record)  # one at a time: the peak is one whole parameter
-            if self._mode == "rank0" and self.sharder.executor.rank != 0:
+            # Tied parameters stay one tensor, as in a plain module's state dict.
+            full = self._tied[record.index] if record.index in self._tied else self._whole(record)
+            if self._mode == "rank0" and len(record.owners) > 1:
+                self._tied[record.index] = full
+            if full is None:
                 del state[prefix + key]
             else:
-                # Tied parameters stay one tensor, as in a plain module's state dict.
-                state[prefix + key] = self._shared(record.index, full)
+                state[prefix + key] = full
 
-    def _shared(self, index: int, full: torch.Tensor) -> torch.Tensor:
-        return full.cpu() if full.device.type != "cpu" else full
+    def _whole(self, record: ShardedParameter) -> torch.Tensor | None:
+        full = gather_full(record)  # one at a time: the peak is one whole parameter
+        if self._mode == "rank0" and self.sharder.executor.rank != 0:
+            return None
+        return full.to("cpu", copy=True)  # a file would hold the padding, too
 
     def _scatter(
         self,
@@ -97,7 +104,8 @@ class StateDictHooks:
                     f"size mismatch for {prefix + key}: the checkpoint has shape {tuple(full.shape)}, the model "
                     f"{tuple(record.layout.shape)}."
                 )
-                del state[prefix + key]
+                assert param is not None
+                state[prefix + key] = param.detach()  # unchanged, and not reported as missing besides
                 continue
             shard = torch.zeros(record.layout.shard_numel, dtype=full.dtype, device=full.device)
             record.layout.write(shard, full, self.sharder.executor.rank)

@@ -34,6 +34,17 @@ def engine_of_class(module: nn.Module) -> Any:
     return cast(Any, type(module))._zero_cache.engine()
 
 
+class _Whole(nn.Parameter):
+    """A gathered parameter while a model is being built. Its memory is what is watched for edits, so assigning ``data``
+    writes there."""
+
+    def _write(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    data = property(lambda self: self.detach(), _write)
+
+
 def _weight_property(name: str) -> property:
     def read(self: nn.Module) -> Tensor | None:
         param = self._parameters[name]
@@ -44,11 +55,12 @@ def _weight_property(name: str) -> property:
             return param
         if torch.compiler.is_compiling():
             return torch.ops.lightning_zero.gather(param, shape, param.dtype)
+        cache = cast(Any, self)._zero_cache
+        if cache.as_shards:
+            return param
         weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
         # While a model is being built, `head.weight = embedding.weight` must see a Parameter.
-        return (
-            nn.Parameter(weight.detach(), param.requires_grad) if cast(Any, self)._zero_cache.as_parameters else weight
-        )
+        return _Whole(weight.detach(), param.requires_grad) if cache.as_parameters else weight
 
     return property(read, doc=f"The whole parameter {name!r}, gathered from its shards.")
 
@@ -68,6 +80,7 @@ class ClassCache:
         self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
         self.engine: Callable[[], Any] = lambda: None  # how a sharded module finds its engine
         self.as_parameters = False  # what eager code reads is an nn.Parameter
+        self.as_shards = False  # what eager code reads is the registered nn.Parameter, a shard
 
     def swap(self, module: nn.Module, names: tuple[str, ...]) -> None:
         """Gives ``module`` the subclass whose properties read ``names``.

@@ -1,12 +1,54 @@
 """Graph passes: pure functions from a graph to a graph, run in the order given."""
 
+from __future__ import annotations
+
+from functools import partial
+
 from lightning_zero.compile.passes.base import PassSpec, run_passes
+from lightning_zero.compile.passes.cast import fuse_casts
+from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.reduce import hand_over_gradients
+from lightning_zero.compile.passes.sink import sink_gathers
 from lightning_zero.compile.passes.split import split_gathers
+from lightning_zero.config import CompileConfig
 
-__all__ = ["DEFAULT_PASSES", "PassSpec", "run_passes"]
+__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "run_passes"]
 
-DEFAULT_PASSES = (
-    PassSpec("split_gathers", split_gathers, provides=frozenset({"started"})),
-    PassSpec("hand_over_gradients", hand_over_gradients, provides=frozenset({"handed_over"})),
+HAND_OVER = PassSpec("hand_over_gradients", hand_over_gradients, provides=frozenset({"handed over"}))
+
+MINIMAL_PASSES = (
+    PassSpec("split_gathers", split_gathers, provides=frozenset({"started"}), conflicts=frozenset({"started"})),
+    HAND_OVER,
 )
+
+
+def default_passes(config: CompileConfig, world_size: int) -> tuple[PassSpec, ...]:
+    """The passes for these options: without ``prefetch`` each weight is gathered by itself, where it is used."""
+    if not config.prefetch:
+        return MINIMAL_PASSES
+    group = partial(
+        group_gathers,
+        world_size=world_size,
+        group_bytes=int(config.gather_group_mb * 2**20),
+        small_bytes=SMALL_BYTES,
+        parts=GROUPS_PER_GRAPH,
+        ahead=1,
+    )
+    return (
+        PassSpec("fuse_casts", fuse_casts, provides=frozenset({"cast"}), conflicts=frozenset({"started"})),
+        PassSpec("sink_gathers", sink_gathers, provides=frozenset({"ordered"}), conflicts=frozenset({"started"})),
+        PassSpec(
+            "group_gathers",
+            group,
+            requires=frozenset({"ordered"}),
+            provides=frozenset({"started"}),
+            conflicts=frozenset({"started"}),
+        ),
+        HAND_OVER,
+    )
+
+
+# Enough groups that a graph of little weight still overlaps transfers with compute.
+GROUPS_PER_GRAPH = 12
+# Biases and norms: a transfer of their own is not worth its launch, and keeping them costs next to nothing.
+SMALL_BYTES = 64 * 1024

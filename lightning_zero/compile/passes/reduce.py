@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import ops, output_node, reduces
+from lightning_zero.compile.graph import cast_dtype, ops, output_node, reduces
 
 __all__ = ["hand_over_gradients"]
 
 
 def hand_over_gradients(graph: Graph) -> Graph:
     """``g = reduce(grad, s); return (..., g)`` becomes ``reduce_add(grad, s); return (..., None)``, in place.
+
+    A cast of the gradient to a wider dtype is left out: the executor casts while it copies.
 
     A tied weight's gradients may be added up before they are returned: ``g = a + b`` of two reduces. Both are handed
     over; the sum of the placeholders they return is dropped.
@@ -30,6 +32,7 @@ def hand_over_gradients(graph: Graph) -> Graph:
         if node in ours and node not in handed and not node.users:
             graph.erase_node(node)
     for node in handed:
+        _skip_widening(node)
         assert not node.users, (
             f"the gradient {node} is used by {list(node.users)}; a pass must see every use of a reduce"
         )
@@ -39,3 +42,14 @@ def hand_over_gradients(graph: Graph) -> Graph:
         void.meta["val"] = None
         graph.erase_node(node)
     return graph
+
+
+def _skip_widening(node: Node) -> None:
+    grad = node.args[0]
+    assert isinstance(grad, Node)
+    dtype = cast_dtype(grad)
+    source = grad.args[0] if dtype is not None else None
+    if isinstance(source, Node) and source.meta["val"].dtype.itemsize < dtype.itemsize:  # type: ignore[union-attr]
+        node.args = (source, *node.args[1:])
+        if not grad.users:
+            grad.graph.erase_node(grad)

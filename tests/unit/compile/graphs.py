@@ -1,0 +1,69 @@
+"""Small graphs for tests of passes, with values for shapes only, and their order of ops in short."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_zero.native import load
+
+NAMES = {
+    "aten.slice.Tensor": "slice",
+    "aten.view.default": "view",
+    "_c10d_functional.wait_tensor.default": "wait",
+}
+
+
+class Builder:
+    """Builds a graph node by node; every node gets a meta tensor as its value."""
+
+    def __init__(self) -> None:
+        load()
+        self.graph = Graph()
+
+    def shard(self, name: str, numel: int = 32, dtype: torch.dtype = torch.float32) -> Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(1, numel, dtype=dtype, device="meta")
+        return node
+
+    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(*shape, dtype=dtype, device="meta")
+        return node
+
+    def call(self, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> Node:
+        node = self.graph.call_function(op, args, kwargs)
+        values = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        node.meta["val"] = op(*values[0], **values[1])
+        return node
+
+    def gather(self, shard: Node, *shape: int, dtype: torch.dtype | None = None) -> Node:
+        dtype = dtype or shard.meta["val"].dtype
+        node = self.graph.call_function(torch.ops.lightning_zero.gather.default, (shard, list(shape), dtype))
+        node.meta["val"] = torch.empty(*shape, dtype=dtype, device="meta")
+        return node
+
+    def reduce(self, grad: Node, shard: Node) -> Node:
+        node = self.graph.call_function(torch.ops.lightning_zero.reduce.default, (grad, shard))
+        node.meta["val"] = torch.empty_like(shard.meta["val"])
+        return node
+
+    def done(self, *outputs: Node | None) -> Graph:
+        self.graph.output(tuple(outputs))
+        self.graph.lint()
+        return self.graph
+
+
+def order(graph: Graph) -> str:
+    """The graph's calls, in order: ``gather_group(a, b) wait slice view mm ...``; shards are named where an op takes
+    some."""
+    words = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        short = NAMES.get(str(node.target)) or str(node.target).split(".")[1]
+        if str(node.target).startswith("lightning_zero"):
+            shards = [n.name for n in node.all_input_nodes if n.op == "placeholder"]
+            short += f"({', '.join(shards)})"
+        words.append(short)
+    return " ".join(words)

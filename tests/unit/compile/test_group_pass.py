@@ -1,0 +1,84 @@
+import torch
+from torch.fx import Graph
+
+from lightning_zero.compile.passes.group import group_gathers
+from tests.unit.compile.graphs import Builder, order
+
+aten = torch.ops.aten
+WEIGHT = 64 * 64 * 4  # bytes of each weight below
+
+
+def chain(shards: str, dtypes: dict[str, torch.dtype] | None = None, **sizes: int) -> Graph:
+    """x @ a @ b @ ..., each weight gathered right before its product."""
+    b = Builder()
+    nodes = {name: b.shard(name, sizes.get(name, 2048)) for name in shards}
+    x = b.input("x", 64, 64)
+    for name in shards:
+        whole = b.gather(nodes[name], 64, 64, dtype=(dtypes or {}).get(name))
+        x = b.call(aten.mm.default, x, whole)
+    return b.done(x)
+
+
+def grouped(graph: Graph, **options: int) -> str:
+    options = {"world_size": 2, "group_bytes": 2 * WEIGHT, "small_bytes": 0, "parts": 1, "ahead": 1} | options
+    graph = group_gathers(graph, **options)
+    graph.lint()
+    return order(graph)
+
+
+def test_consecutive_weights_share_a_launch_and_each_group_starts_while_the_one_before_is_in_use() -> None:
+    assert grouped(chain("abcdef")) == (
+        "gather_group(a, b) gather_group(c, d) wait slice view mm slice view mm "
+        "gather_group(e, f) wait slice view mm slice view mm "
+        "wait slice view mm slice view mm"
+    )
+
+
+def test_without_looking_ahead_each_group_starts_where_it_is_used() -> None:
+    assert grouped(chain("abcd"), ahead=0) == (
+        "gather_group(a, b) wait slice view mm slice view mm gather_group(c, d) wait slice view mm slice view mm"
+    )
+
+
+def test_a_weight_larger_than_a_group_is_a_group_of_its_own() -> None:
+    assert grouped(chain("ab"), group_bytes=WEIGHT // 2, ahead=0) == (
+        "gather_group(a) wait slice view mm gather_group(b) wait slice view mm"
+    )
+
+
+def test_a_graph_of_little_weight_still_has_several_groups() -> None:
+    assert grouped(chain("abcd"), group_bytes=100 * WEIGHT, parts=4).count("gather_group") == 4
+
+
+def test_small_weights_are_gathered_together_at_the_beginning() -> None:
+    b = Builder()
+    norm1, norm2, w, x = b.shard("n1", 32), b.shard("n2", 32), b.shard("w", 2048), b.input("x", 64, 64)
+    y = b.call(aten.mul.Tensor, x, b.gather(norm1, 64))
+    y = b.call(aten.mm.default, y, b.gather(w, 64, 64))
+    y = b.call(aten.mul.Tensor, y, b.gather(norm2, 64))
+    assert grouped(b.done(y), small_bytes=1024).startswith("gather_group(n1, n2) gather_group(w) wait slice view mul")
+
+
+def test_a_group_has_one_dtype() -> None:
+    result = grouped(chain("abc", {"b": torch.bfloat16}), group_bytes=100 * WEIGHT, ahead=0)
+    assert "gather_group(a) wait" in result
+    assert "gather_group(b) wait" in result
+
+
+def test_padding_lies_between_the_weights_of_a_group() -> None:
+    # shards of 2080 elements: 4160 for a weight of 4096
+    graph = group_gathers(chain("ab", a=2080), 2, 100 * WEIGHT, 0, 1, 1)
+    slices = [node.args[1:] for node in graph.nodes if node.target is aten.slice.Tensor]
+    assert slices == [(0, 0, 4096), (0, 4160, 8256)]
+    (group,) = (n for n in graph.nodes if str(n.target).startswith("lightning_zero.gather_group"))
+    assert group.args[2] == 4160 + 4096
+    assert group.meta["val"].numel() == 8256
+
+
+def test_shapes_are_known_after_the_pass() -> None:
+    graph = group_gathers(chain("abc"), 2, 2 * WEIGHT, 0, 1, 1)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            assert isinstance(node.meta["val"], torch.Tensor), node
+        if node.target is aten.mm.default:
+            assert node.args[1].meta["val"].shape == (64, 64)
