@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 
-import lightning_zero  # noqa: F401  (registers the strategies' names)
+import lightning_zero  # registers the strategies' names
 from gpt.data import StdlibBytes
 from gpt.model import SHAPES, Block, LitGPT
 
@@ -84,8 +84,12 @@ class ClipSharded(Callback):
         trainer.strategy.model.clip_grad_norm_(1.0)
 
 
-def build_strategy(name: str) -> str | Strategy:
-    return FSDPStrategy(auto_wrap_policy={Block}) if name == "fsdp" else name
+def build_strategy(name: str, reduce_dtype: str | None) -> str | Strategy:
+    if name == "fsdp":
+        return FSDPStrategy(auto_wrap_policy={Block})
+    if name.startswith("zero3") and reduce_dtype is not None:
+        return lightning_zero.ZeroStrategy(compile=name == "zero3_compile", reduce_dtype=reduce_dtype)
+    return name
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -98,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--nodes", default=1, type=int)
     add("--accelerator", default="auto")
     add("--precision", default="32-true")
+    add("--reduce-dtype", choices=["bf16", "16", "32"], help="of gradients on the wire (zero3 strategies only)")
     add("--steps", default=200, type=int, help="optimizer steps")
     add("--batch-size", default=8, type=int, help="windows per process and micro-batch")
     add("--block-size", default=256, type=int, help="bytes per window")
@@ -147,7 +152,7 @@ def main() -> None:
         every = args.val_every or args.steps
         callbacks.append(ModelCheckpoint(args.out / "checkpoints", every_n_train_steps=every, save_top_k=-1))
     trainer = L.Trainer(
-        strategy=build_strategy(args.strategy),
+        strategy=build_strategy(args.strategy, args.reduce_dtype),
         accelerator=args.accelerator,
         devices=args.devices,
         num_nodes=args.nodes,

@@ -1,0 +1,92 @@
+"""What the passes do to a graph changes when and in which dtype weights travel, never a bit of what is computed."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.models import TinyTransformer
+from tests.helpers.oracle import Reference
+from tests.helpers.sharded import train_case
+from tests.ranks.pool import Ranks
+
+BF16 = torch.bfloat16
+STEPS = 4
+CASES = ("TinyTransformer", "TiedTransformer", "LoRA", "OddMLP")
+
+
+def both_ways(case: str, mixed: bool) -> list[tuple[Reference, dict[str, int]]]:
+    options: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16} if mixed else {}
+    context = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
+    results = []
+    for prefetch in (False, True):
+        torch._dynamo.reset()
+        more = {"context": context} if mixed else {}
+        engine_options = options | {"prefetch": prefetch, "gather_group_mb": 0.02}
+        results.append(train_case(case, "aot_eager", STEPS, engine_options=engine_options, **more))
+    return results
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("case", CASES)
+def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: str, mixed: bool) -> None:
+    for (off, _), (on, counters) in ranks.run(2, both_ways, case, mixed, deadline=240):
+        assert on.losses == off.losses
+        for mine, theirs in zip(on.grads + on.params, off.grads + off.params, strict=True):
+            assert mine.keys() == theirs.keys()
+            for name, value in theirs.items():
+                assert value is None or torch.equal(mine[name], value), name
+        assert counters["gather_groups"] > 0
+
+
+def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
+    """Bytes on the wire, counted: half of what float32 takes, for every weight of a linear layer."""
+    (_, off), (_, on) = ranks.run(2, both_ways, "TinyTransformer", True, deadline=240)[0]
+    # Both runs gather in float32 in their first, eager step.
+    assert off["gathers"] == on["gathers"]
+    linears = [module for module in TinyTransformer().modules() if isinstance(module, torch.nn.Linear)]
+    weights = sum(linear.weight.numel() for linear in linears)
+    # Two bytes an element, in forward and in backward of each compiled step.
+    assert off["gather_bytes"] - on["gather_bytes"] >= (STEPS - 1) * 2 * 2 * weights
+    assert on.get("shadow_writes", 0) == 0, "all shadows are written at once, not one by one"
+
+
+def test_a_shadow_follows_its_master(ranks: Ranks) -> None:
+    """In-place changes that leave no trace in version counters, between steps, are seen by the next step."""
+    for before, after, expected in ranks.run(2, change_masters_behind_the_back, deadline=120):
+        assert before != after
+        assert after == expected
+
+
+def change_masters_behind_the_back() -> tuple[float, float, float]:
+    from tests.helpers.models import build, make_batches
+    from tests.helpers.sharded import engine_for
+
+    torch.manual_seed(0)
+    model = build("TinyTransformer")
+    (batch,) = make_batches("TinyTransformer", 1, 4)
+    context = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
+    losses = []
+    with engine_for(model, "aot_eager", compute_dtype=BF16, reduce_dtype=BF16) as engine:
+        for step in range(3):
+            if step == 2:
+                for param in model.parameters():
+                    param.data.mul_(0.5)
+            with engine.train_step(), context():
+                loss = model.loss(batch)
+            loss.backward()
+            losses.append(loss.item())
+        engine.eval_step()
+        for param in model.parameters():
+            param.data.mul_(2.0)
+        engine.eval_step()
+        with torch.no_grad(), context():
+            back = model.loss(batch).item()
+        assert back == losses[1], "an exchanged weight must be seen in evaluation, too"
+    plain = build("TinyTransformer")
+    with torch.no_grad(), context():
+        for param in plain.parameters():
+            param.mul_(0.5)
+        expected = plain.loss(batch).item()
+    return losses[1], losses[2], expected

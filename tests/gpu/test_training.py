@@ -1,0 +1,95 @@
+"""What holds on gloo holds on NCCL: shards train like the plain model, compiled or not, and give their memory back."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
+from lightning_zero.engine import Engine
+from tests.helpers.models import build, make_batches
+from tests.helpers.oracle import assert_close_relative
+from tests.helpers.sharded import adamw, train_plain, train_sharded
+from tests.ranks.pool import Ranks
+
+pytestmark = pytest.mark.gpu(2)
+BF16 = torch.bfloat16
+STEPS, SAMPLES = 6, 8
+
+
+def move(batch, device):
+    return torch.utils._pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, batch)
+
+
+def train_both(case: str, backend: str, mixed: bool):
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.backends.cuda.matmul.allow_tf32 = False
+    config = EngineConfig(
+        ReduceConfig(bucket_mb=0.01, dtype=BF16 if mixed else None),
+        CompileConfig(
+            enabled=backend != "eager", backend=backend if backend != "eager" else "inductor", gather_group_mb=0.02
+        ),
+        BF16 if mixed else None,
+    )
+    context = partial(torch.autocast, "cuda", BF16, cache_enabled=False) if mixed else nullcontext
+    batches = [move(batch, device) for batch in make_batches(case, STEPS, SAMPLES)]
+    plain = build(case).to(device)
+    with context():
+        expected = train_plain(plain, batches, adamw(plain), world=2, clip_norm=0.25)
+    model = build(case)
+    engine = Engine(device, config)
+    try:
+        engine.shard(model)
+        got = train_sharded(engine, model, batches, adamw(model), clip_norm=0.25, context=context)
+        return got, expected, engine.executor.counters()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("case", ["OddMLP", "TiedTransformer", "TwelveBlocks", "LoRA"])
+def test_shards_train_like_the_plain_model(ranks: Ranks, case: str, backend: str) -> None:
+    for got, expected, counters in ranks.run(2, train_both, case, backend, False, backend="nccl", deadline=200):
+        assert_close_relative(got.losses, expected.losses, 1e-5, what="losses")
+        assert_close_relative(got.grads[0], expected.grads[0], 1e-5, atol=1e-6, what="gradients")
+        assert_close_relative(got.grad_norms, expected.grad_norms, 1e-4, what="norms")
+        assert_close_relative(got.params, expected.params, 1e-4, what="parameters")
+        assert counters["flushes"] >= STEPS
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_bf16_mixed_follows_the_plain_model(ranks: Ranks, backend: str) -> None:
+    for got, expected, _ in ranks.run(2, train_both, "TiedTransformer", backend, True, backend="nccl", deadline=200):
+        assert_close_relative(got.losses, expected.losses, 1e-2, what="losses")
+        assert_close_relative(got.grad_norms, expected.grad_norms, 2e-2, what="norms")
+
+
+def gathered_memory():
+    """Bytes allocated after training steps, with few and with many layers, beyond what shards and gradients need."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    left = []
+    for layers in (4, 12):
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers)))
+        engine = Engine(device, EngineConfig(compile=CompileConfig(backend="aot_eager", gather_group_mb=4)))
+        engine.shard(model)
+        x = torch.randn(8, 1024, device=device)
+        for step in range(3):
+            if step == 2:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            with engine.train_step():
+                loss = model(x).square().mean()
+            loss.backward()
+        torch.cuda.synchronize()
+        left.append(torch.cuda.max_memory_allocated() - before)
+        engine.close()
+        del engine, model, loss
+    return left
+
+
+def test_peak_memory_beyond_shards_does_not_grow_with_layers(ranks: Ranks) -> None:
+    for few, many in ranks.run(2, gathered_memory, backend="nccl", deadline=200):
+        weight = 4 * 1024 * 1024
+        assert many - few < 2 * weight, (few, many)
