@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ from lightning_zero.optim.clip import clip_by_norm, global_norm
 from lightning_zero.optim.support import check_optimizer
 from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.full import full_parameters
+from lightning_zero.sharding.hooks import GradientHooks
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
 from lightning_zero.sharding.surgery import ClassCache, engine_of_class, is_sharded
@@ -91,7 +92,7 @@ class Engine:
         self._skip = skip_modules
         self._observe = observe
         self._hooks: StateDictHooks | None = None
-        self._adopted_hooks: dict[int, list[dict[int, Callable[[Tensor], Tensor | None]]]] = {}
+        self._gradient_hooks = GradientHooks(self.sharder)
         self._eager_reads = -1
 
     @property
@@ -158,6 +159,7 @@ class Engine:
                 if is_sharded(owner):
                     del owner.__dict__["_zero_shapes"]
                     ClassCache.restore(owner)
+        self._gradient_hooks.give_back()
         del module.__dict__[_ATTRIBUTE]
         self.close()
 
@@ -183,7 +185,7 @@ class Engine:
         if self.config.compute_dtype is not None and self.config.compile.enabled:
             self.sharder.allocate_shadows(self.config.compute_dtype)
             self.sharder.write_shadows()
-        self._adopt_gradient_hooks()
+        self._gradient_hooks.adopt()
         first = self.config.compile.enabled and not self.calls.modules
         reads = self._count_eager_reads()
         with ExitStack() as stack:
@@ -195,6 +197,10 @@ class Engine:
                 stack.enter_context(regather_saved_weights(self.sharder))
             yield
         self._eager_reads = self._count_eager_reads() - reads
+
+    def before_backward(self) -> None:
+        """Should come before each backward where users have put hooks on gradients and accumulate them."""
+        self._gradient_hooks.before_backward()
 
     def before_step(self) -> None:
         """Must come before shards are changed by an optimizer: edits of gathered weights reach them first."""
@@ -217,29 +223,8 @@ class Engine:
 
     # -- gradients and optimizers
 
-    def _adopt_gradient_hooks(self) -> None:
-        # Autograd would call these with None, since gradients reach parameters through the executor.
-        for record in self.sharder.parameters:
-            hooks = record.param._backward_hooks
-            if hooks is not None:
-                self._adopted_hooks.setdefault(record.index, []).append(hooks)
-                record.param._backward_hooks = None
-
     def _run_gradient_hooks(self) -> None:
-        if not self._adopted_hooks and all(
-            r.param._post_accumulate_grad_hooks is None for r in self.sharder.parameters
-        ):
-            return
-        for index in self.executor.attached():
-            param = self.sharder.at(index).param
-            for hooks in self._adopted_hooks.get(index, ()):
-                for hook in list(hooks.values()):
-                    assert param.grad is not None
-                    changed = hook(param.grad)
-                    if changed is not None:
-                        param.grad.copy_(changed)
-            for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-                hook(param)
+        self._gradient_hooks.run(self.executor.attached())
 
     @contextmanager
     def shards_in_sight(self) -> Iterator[None]:

@@ -360,6 +360,10 @@ class ZeroStrategy(ParallelStrategy):
         return super().predict_step(*args, **kwargs)
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._require_engine().before_backward()
+
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,

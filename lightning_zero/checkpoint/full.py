@@ -50,12 +50,10 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
     """
     sharded: dict[Any, Any] = dict(state["state"])
     known = [(n, record) for n, record in _numbered(optimizer, sharder) if n in sharded and record is not None]
-    # A scalar parameter's moments and its step counter have the same shape; what is a scalar for other parameters, too,
-    # is no moment.
-    scalars = {"step"}
-    for number, record in known:
-        if record.layout.shape:
-            scalars |= {k for k, v in sharded[number].items() if isinstance(v, Tensor) and v.dim() == 0}
+    # A scalar parameter's moments and its step counter have the same shape; what is a scalar for all other parameters,
+    # too, is no moment.
+    others = [entry for n, r in known if r.layout.shape for entry in sharded[n].items() if isinstance(entry[1], Tensor)]
+    scalars = {"step", *(k for k, v in others if v.dim() == 0)} - {k for k, v in others if v.dim() > 0}
     for number, record in known:
         sharded[number] = {
             key: value if key in scalars else _cut(key, value, record, sharder)

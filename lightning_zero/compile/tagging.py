@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compile.graph import gathers, is_view_or_cast
+from lightning_zero.compile.graph import gathers, is_view_or_cast, reduces
 
 __all__ = ["tag_gathers"]
 
@@ -29,4 +29,8 @@ def tag_gathers(graph: Graph) -> Graph:
             tagged.add(node)
         if node in tagged:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    for node in reduces(graph):
+        # A gradient that does not depend on the loss (zeros, what a custom function makes up) could else be handed over in
+        # forward.
+        node.meta["partitioner_tag"] = "must_be_in_backward"
     return graph

@@ -61,9 +61,13 @@ def _keep_shard(ctx: Any, inputs: tuple[Tensor, list[int], torch.dtype], output:
     # Not save_for_backward: it would refuse a bias that an optimizer stepped between two backward passes, which a plain
     # module allows. Where the weight's values matter, the saved weight itself is checked.
     ctx.shard = inputs[0]
+    # No gradient must stay none: zeros would count as one, and weight decay would move a parameter that has none.
+    ctx.set_materialize_grads(False)
 
 
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+def _gather_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    if grad is None:
+        return None, None, None
     if isinstance(grad, FakeTensor | FunctionalTensor):
         return torch.ops.lightning_zero.reduce(grad, ctx.shard), None, None
     torch.ops.lightning_zero.reduce_add(grad, ctx.shard)
