@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,11 @@ import torch
 __all__ = ["CompileConfig", "EngineConfig", "ReduceConfig"]
 
 BACKENDS = ("inductor", "aot_eager")
+
+
+def _check_size(name: str, value: float, example: int) -> None:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} must be a positive number of MiB. Try {example}.")
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,7 @@ class ReduceConfig:
     free_buckets: bool = False
 
     def __post_init__(self) -> None:
-        if not self.bucket_mb > 0:
-            raise ValueError(f"bucket_mb={self.bucket_mb!r} must be a positive number of MiB. Try 64.")
+        _check_size("bucket_mb", self.bucket_mb, 64)
         if self.average not in ("predivide", "average"):
             raise ValueError(f"average={self.average!r} must be 'predivide' or 'average'.")
         if self.dtype is not None and not self.dtype.is_floating_point:
@@ -62,8 +67,7 @@ class CompileConfig:
     gather_group_mb: float = 128.0
 
     def __post_init__(self) -> None:
-        if not self.gather_group_mb > 0:
-            raise ValueError(f"gather_group_mb={self.gather_group_mb!r} must be a positive number of MiB. Try 128.")
+        _check_size("gather_group_mb", self.gather_group_mb, 128)
         if self.backend not in BACKENDS:
             raise ValueError(f"compile_backend={self.backend!r} is unknown. Choose one of {', '.join(BACKENDS)}.")
 

@@ -134,7 +134,9 @@ class Engine:
             RankMismatchError: ranks hold different models.
         """
         if engine_of(module) is not None and engine_of(module) is not self:
-            raise UnsupportedError("The module is already sharded by another engine. Call its unshard() first.")
+            raise UnsupportedError(
+                "The module is already sharded by another engine. Call lightning_zero.unshard(module) first."
+            )
         self.sharder.finish(module)
         self.module = module
         module.__dict__[_ATTRIBUTE] = self
@@ -180,6 +182,7 @@ class Engine:
 
         The first one runs eagerly and shows which module calls to compile.
         """
+        self._sharded_module()
         assert self.calls is not None
         self.sharder.allocate_gradients()
         if self.config.compute_dtype is not None and self.config.compile.enabled:
@@ -262,8 +265,9 @@ class Engine:
 
     def model_state(self) -> dict[str, Any]:
         """Whole values on rank 0's CPU, with the plain module's keys; empty elsewhere. Collective."""
+        module = self._sharded_module()
         assert self._hooks is not None
-        return model_state(self._sharded_module(), self._hooks)
+        return model_state(module, self._hooks)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Whole values on rank 0's CPU, in torch's own form; empty elsewhere. Collective."""

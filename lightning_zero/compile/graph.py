@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Graph, Node
 
@@ -56,6 +58,8 @@ def cast_dtype(node: Node) -> torch.dtype | None:
 def is_view_or_cast(node: Node) -> bool:
     """Whether the node's result is its first input's memory in another shape, or its values in another dtype."""
     target = node.target
+    if target is operator.getitem and isinstance(node.args[0], Node):
+        return is_view_or_cast(node.args[0])  # a part of a weight that was split or chunked
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
     if target in _CASTS:

@@ -15,10 +15,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -68,11 +67,13 @@ def build(cache: Path | None = None, compiler: str | None = None, deadline_s: fl
         return library
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / "lock", "w")  # noqa: SIM115 - closed below, which releases it
     except OSError as error:
         raise NativeBuildError(
             f"Cannot write the build cache {directory} ({error}). Set LIGHTNING_ZERO_CACHE to a writable directory."
         ) from error
-    with _locked(directory / "lock", deadline_s):
+    with lock:
+        _acquire(lock, deadline_s)
         if not library.is_file():
             _compile(compiler, sources, library)
     return library
@@ -104,27 +105,24 @@ def _digest(sources: Path, compiler_version: str) -> str:
     return digest.hexdigest()[:20]
 
 
-@contextmanager
-def _locked(path: Path, deadline_s: float) -> Iterator[None]:
-    with open(path, "w") as handle:
-        start = time.monotonic()
-        told = False
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                waited = time.monotonic() - start
-                if waited > deadline_s:
-                    raise NativeBuildError(
-                        f"Another process has been building lightning_zero's C++ executor for {waited:.0f} s (it holds "
-                        f"{path}). End that process, or set LIGHTNING_ZERO_CACHE to another directory."
-                    ) from None
-                if not told and waited > 2:
-                    log.warning("Waiting while another process builds the C++ executor (%s).", path)
-                    told = True
-                time.sleep(0.1)
-        yield
+def _acquire(lock: TextIO, deadline_s: float) -> None:
+    start = time.monotonic()
+    told = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            waited = time.monotonic() - start
+            if waited > deadline_s:
+                raise NativeBuildError(
+                    f"Another process has been building lightning_zero's C++ executor for {waited:.0f} s (it holds "
+                    f"{lock.name}). End that process, or set LIGHTNING_ZERO_CACHE to another directory."
+                ) from None
+            if not told and waited > 2:
+                log.warning("Waiting while another process builds the C++ executor (%s).", lock.name)
+                told = True
+            time.sleep(0.1)
 
 
 def _compile(compiler: str, sources: Path, library: Path) -> None:

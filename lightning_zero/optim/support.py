@@ -15,14 +15,11 @@ __all__ = ["check_optimizer"]
 
 _WHOLE = {
     "Muon": "orthogonalises whole matrices",
-    "MuonWithAuxAdam": "orthogonalises whole matrices",
-    "NorMuon": "orthogonalises whole matrices",
     "Dion": "orthogonalises whole matrices",
     "Adafactor": "keeps row and column statistics of whole matrices",
     "CAME": "keeps row and column statistics of whole matrices",
     "SM3": "keeps row and column statistics of whole matrices",
     "Shampoo": "preconditions with whole matrices",
-    "DistributedShampoo": "preconditions with whole matrices",
     "SOAP": "preconditions with whole matrices",
     "KFAC": "preconditions with whole matrices",
     "PSGD": "preconditions with whole matrices",
@@ -30,21 +27,24 @@ _WHOLE = {
     "LAMB": "scales by the norm of whole parameters",
     "Lamb": "scales by the norm of whole parameters",
     "LARS": "scales by the norm of whole parameters",
+    "AdamP": "projects on whole parameters",
+    "SGDP": "projects on whole parameters",
     "LBFGS": "takes inner products over all parameters",
+    "Prodigy": "takes inner products over all parameters",
+    "DAdapt": "takes inner products over all parameters",
     "NovoGrad": "normalises by the norm of whole gradients",
     "AdamMini": "shares statistics over blocks of whole parameters",
     "Adam_mini": "shares statistics over blocks of whole parameters",
 }
-_PREFIXES = ("GaLore", "Muon", "Shampoo", "Adafactor")
+# Families: anywhere in the name, as in SingleDeviceMuonWithAuxAdam.
+_FAMILIES = ("GaLore", "Muon", "Shampoo", "Adafactor", "DAdapt")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises :class:`UnsupportedError`, naming the optimizer and the reason, when it needs whole parameters."""
     for cls in type(optimizer).__mro__:
         name = cls.__name__
-        reason = _WHOLE.get(name)
-        if reason is None and name.startswith(_PREFIXES):
-            reason = _WHOLE.get(next(p for p in _PREFIXES if name.startswith(p)), "needs whole matrices")
+        reason = _WHOLE.get(next((family for family in _FAMILIES if family in name), name))
         if reason is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} {reason}, but each rank holds only a flat piece of every parameter, so it "

@@ -164,12 +164,18 @@ class Sharder:
             UnsupportedError: a parameter that cannot be sharded.
         """
         self._compare_ranks(root)
+        # All of it before anything is cut: a module that is refused stays as it was.
+        for name, module in root.named_modules():
+            for key, param in module._parameters.items():
+                if param is not None and self.find(param) is None:
+                    self.classes.check(module)
+                    _check(f"{name}.{key}" if name else key, param)
         for name, module in root.named_modules():
             for key, param in list(module._parameters.items()):
                 if param is not None and id(param) in self._replaced:
                     module._parameters[key] = self._replaced[id(param)][1]
             self.shard_module(module, name)
-            self._move_buffers(module)
+            self._move_buffers(module, name)
         self._replaced.clear()
         names = {id(param): name for name, param in root.named_parameters()}
         for record in self.parameters:
@@ -178,7 +184,7 @@ class Sharder:
 
     def _compare_ranks(self, root: nn.Module) -> None:
         mine = [
-            f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}"
+            f"{name} {_shape(param)} {param.dtype} {param.requires_grad}"
             for name, param in root.named_parameters(remove_duplicate=False)
         ]
         digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
@@ -198,13 +204,13 @@ class Sharder:
             "not."
         )
 
-    def _move_buffers(self, module: nn.Module) -> None:
+    def _move_buffers(self, module: nn.Module, name: str) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device != self.executor.device:
                 if buffer.is_meta:
                     raise UnsupportedError(
-                        f"Buffer {key!r} of {type(module).__name__} is on the meta device and has no value. Set it in "
-                        "reset_parameters(), or register it on a real device."
+                        f"Buffer {(f'{name}.{key}' if name else key)!r} ({type(module).__name__}) is on the meta device "
+                        "and has no value. Set it in reset_parameters(), or register it on a real device."
                     )
                 module._buffers[key] = buffer.to(self.executor.device)
 
@@ -257,6 +263,11 @@ class Sharder:
     def live(self) -> list[ShardedParameter]:
         """All parameters that some module reads, in the order of registration."""
         return [record for record in self.parameters if record.owners]
+
+
+def _shape(param: nn.Parameter) -> str:
+    lazy = torch.nn.parameter.is_lazy(param)
+    return "(not known yet)" if lazy else str(tuple(param.shape))
 
 
 def _check(name: str, param: nn.Parameter) -> None:

@@ -88,11 +88,7 @@ class ClassCache:
         Raises:
             UnsupportedError: the module's class cannot be subclassed, or is a scripted one.
         """
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedError(
-                f"{type(module).__name__} is a torch.jit.ScriptModule; its parameters cannot be sharded. Pass the "
-                "Python module."
-            )
+        self.check(module)
         original = getattr(type(module), "_zero_original_class", type(module))
         key = (original, names)
         if key not in self._classes:
@@ -101,6 +97,15 @@ class ClassCache:
             module.__class__ = self._classes[key]
         except TypeError as error:
             raise UnsupportedError(f"The parameters of {original.__name__} cannot be sharded: {error}.") from error
+
+    @staticmethod
+    def check(module: nn.Module) -> None:
+        """Raises :class:`UnsupportedError` for modules whose parameters cannot be read through a property."""
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{type(module).__name__} is a torch.jit.ScriptModule; its parameters cannot be sharded. Pass the "
+                "Python module."
+            )
 
     @staticmethod
     def restore(module: nn.Module) -> None:
@@ -118,14 +123,14 @@ def _subclass(original: type, names: tuple[str, ...], cache: ClassCache) -> type
         __module__=original.__module__,
         __qualname__=original.__qualname__,
         __doc__=original.__doc__,
-        __reduce_ex__=_reduce_as_original,
+        __reduce_ex__=_refuse_to_copy,
     )
     return types.new_class(original.__name__, (original,), exec_body=lambda body: body.update(members))
 
 
-def _reduce_as_original(self: nn.Module, protocol: Any) -> Any:
+def _refuse_to_copy(self: nn.Module, protocol: Any) -> Any:
     raise UnsupportedError(
         f"A sharded {type(self).__name__} cannot be copied or pickled: the copy's shards would belong to no engine. "
-        "Copy it inside `with lightning_zero.full_parameters(module):`, or save a checkpoint with "
-        "trainer.save_checkpoint()."
+        "Copy its values instead (`fresh.load_state_dict(module.state_dict())`, on every rank), make it a plain module "
+        "with lightning_zero.unshard(module), or save a checkpoint with trainer.save_checkpoint()."
     )

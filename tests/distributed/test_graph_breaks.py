@@ -1,0 +1,189 @@
+"""Models that a compiler takes apart: breaks in every block, code it must not touch, branches on data, exceptions."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.fx import Graph
+
+from tests.helpers.memory import gathered_weights
+from tests.helpers.models import Batch, Case, build, make_batches
+from tests.helpers.oracle import assert_close_relative, train_reference
+from tests.helpers.sharded import BACKENDS, EAGER, adamw, engine_for, sgd, train_case, train_plain, train_sharded
+from tests.ranks.pool import Ranks
+
+SAMPLES = 12
+
+
+def count_graphs(steps: int) -> dict[str, Any]:
+    seen: list[str] = []
+
+    def observe(what: str, graph: Graph) -> None:
+        seen.append(what)
+
+    model = build("TwelveBlocks")
+    counters.clear()
+    with engine_for(model, "aot_eager", observe) as engine:
+        batches = make_batches("TwelveBlocks", 1 + steps, SAMPLES)
+        out = train_sharded(engine, model, batches[:2], adamw(model), clip_norm=0.5)
+        first = seen.count("joint")
+        train_sharded(engine, model, batches[2:], adamw(model), clip_norm=0.5)
+        reads = engine.executor.counters()["eager_gathers"]
+        # One eager step reads everything once; what a graph cannot hold is read eagerly in each step that follows.
+        per_step = (reads - len(engine.sharder.live)) / steps
+    return {
+        "out": out,
+        "joint": first,
+        "later": seen.count("joint") - first,
+        "unique": counters["stats"]["unique_graphs"],
+        "limit": sum(counters["recompile_limit"].values()) + counters["frames"]["total"] - counters["frames"]["ok"],
+        "eager reads": per_step,
+    }
+
+
+@pytest.mark.parametrize("world_size", [2], ids="W={}".format)
+def test_twelve_blocks_with_a_break_in_each_share_their_graphs(ranks: Ranks, world_size: int) -> None:
+    out = ranks.run(world_size, count_graphs, 4)[0]
+    # Two halves of a block, each once for the first block, whose input needs no gradient, and once for the eleven
+    # others. Graphs that know their block would be 24, and Dynamo gives up at eight.
+    assert out["joint"] == 4
+    assert out["unique"] == 4
+    assert out["later"] == 0
+    assert out["limit"] == 0
+    assert out["eager reads"] == 0
+    expected = train_reference(
+        build("TwelveBlocks"), make_batches("TwelveBlocks", 2, SAMPLES), adamw, world=world_size, clip_norm=0.5
+    )
+    assert_close_relative(out["out"].losses, expected.losses, 1e-6, what="losses")
+    assert_close_relative(out["out"].params, expected.params, 1e-6, atol=2e-8, what="params")
+
+
+class DataDependent(Case):
+    """The branch hangs on a value, so the graph ends there; all ranks take the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.positive = nn.Linear(6, 6)
+        self.negative = nn.Linear(6, 6, bias=False)
+        self.last = nn.Linear(6, 3)
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        rng = torch.Generator().manual_seed(seed)
+        x = torch.randn(n, 4, generator=rng).abs() * (-1) ** (seed // 2)
+        return x, torch.randn(n, 3, generator=rng)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = bool(x.sum() > 0)
+        x = torch.tanh(self.first(x))
+        return self.last(self.positive(x) if positive else self.negative(x))
+
+
+class ItemInTheMiddle(DataDependent):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if x.sum().item() > 0:
+            hidden = self.positive(hidden)
+        return self.last(self.negative(hidden))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [DataDependent, ItemInTheMiddle, "CompilerDisabled"])
+@pytest.mark.parametrize("world_size", [3], ids="W={}".format)
+def test_broken_graphs_train_as_in_one_process(
+    ranks: Ranks, world_size: int, case: type[Case] | str, backend: str
+) -> None:
+    out, _ = ranks.run(world_size, train_case, case, backend, 6, SAMPLES, sgd, clip_norm=0.2)[0]
+    expected = train_reference(build(case), make_batches(case, 6, SAMPLES), sgd, world=world_size, clip_norm=0.2)
+    assert_close_relative(out.losses, expected.losses, 1e-6, what="losses")
+    assert_close_relative(out.grads, expected.grads, 3e-6, what="grads")
+    assert_close_relative(out.params, expected.params, 1e-6, what="params")
+
+
+class _Trip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("tripped in backward")
+
+
+class Fragile(Case):
+    """Raises half way, when told to."""
+
+    where = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 17)
+        self.second = nn.Linear(17, 17)
+        self.third = nn.Linear(17, 3)
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        rng = torch.Generator().manual_seed(seed)
+        return torch.randn(n, 5, generator=rng), torch.randn(n, 3, generator=rng)
+
+    @torch.compiler.disable
+    def maybe_trip(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            raise RuntimeError("tripped in forward")
+        return _Trip.apply(x) if self.where == "backward" else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return self.third(torch.tanh(self.maybe_trip(x)))
+
+
+def trip_and_go_on(backend: str, where: str, at: int) -> dict[str, Any]:
+    model = build(Fragile)
+    batches = make_batches(Fragile, 5, SAMPLES)
+    with engine_for(model, backend, bucket_mb=0.002) as engine:
+        optimizer = adamw(model)
+        out = train_sharded(engine, model, batches[:at], optimizer)
+        with gathered_weights() as gathered:
+            model.where = where
+            message = ""
+            try:
+                train_sharded(engine, model, [batches[at]], optimizer)
+            except RuntimeError as error:
+                message = str(error)
+            model.where = ""
+            engine.reset()
+            optimizer.zero_grad()
+            gc.collect()
+            left = gathered.left()
+        watched = engine.executor.counters()["watched_weights"]
+        rest = train_sharded(engine, model, batches[at:], optimizer)
+        return {
+            "message": message,
+            "gathered": gathered.count,
+            "left": left,
+            "watched": watched,
+            "losses": out.losses + rest.losses,
+            "grads": out.grads + rest.grads,
+            "params": out.params + rest.params,
+        }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("world_size", "at"), [(2, 0), (2, 2), (3, 2)])
+def test_training_goes_on_after_an_exception(ranks: Ranks, world_size: int, at: int, where: str, backend: str) -> None:
+    """`at`: the step in which it is raised. The first is the one that finds out what to compile."""
+    model = build(Fragile)
+    expected = train_plain(model, make_batches(Fragile, 5, SAMPLES), adamw(model), world=world_size)
+    for out in ranks.run(world_size, trip_and_go_on, backend, where, at):
+        assert out["message"] == f"tripped in {where}"
+        assert out["gathered"] > 0
+        assert out["left"] == 0
+        assert out["watched"] == 0
+        for what in ("losses", "grads", "params"):
+            assert_close_relative(out[what], getattr(expected, what), 3e-6, atol=2e-8, what=what)

@@ -1,0 +1,196 @@
+"""No whole weight lives from forward to backward, so memory grows with the shards of a model and not with its weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from tests.helpers.memory import Casts, gathered_weights
+from tests.helpers.models import Batch, Case, build
+from tests.helpers.sharded import BACKENDS, EAGER, engine_for, sgd, train_sharded
+from tests.ranks.pool import Ranks
+
+bf16_autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+class Views(Case):
+    """Weights that are viewed, cut and cast before they are used. No activation has the size of a weight or of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(23, 29)
+        self.packed = nn.Parameter(torch.randn(3 * 29, 29) * 0.1)
+        self.turned = nn.Parameter(torch.randn(29, 31) * 0.1)
+        self.copied = nn.Parameter(torch.randn(31, 31) * 0.1)
+        self.sliced = nn.Parameter(torch.randn(37, 62) * 0.1)
+        self.flat = nn.Parameter(torch.randn(41 * 37) * 0.1)
+        self.norm = nn.LayerNorm(41)
+        self.last = nn.Linear(41, 43)
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        rng = torch.Generator().manual_seed(seed)
+        return torch.randn(n, 23, generator=rng), torch.randn(n, 43, generator=rng)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        q, k, v = self.packed.chunk(3)
+        x = torch.tanh(F.linear(x, q) * F.linear(x, k) + F.linear(x, v))
+        x = torch.tanh(x @ self.turned)
+        x = torch.tanh(F.linear(x, self.copied.t().contiguous()))
+        x = torch.tanh(F.linear(x, self.sliced[:, ::2]))
+        x = torch.tanh(F.linear(x, self.flat.view(41, 37)))
+        return self.last(self.norm(x))
+
+
+PARTS = {29 * 29, 37 * 31}
+
+
+def gathered_from(node: Any) -> bool:
+    """Whether a node is a gathered weight, or some view, copy or part of one."""
+    while isinstance(node, Node) and node.op == "call_function":
+        if "lightning_zero.gather" in str(node.target):
+            return True
+        inputs = node.all_input_nodes
+        if len(inputs) != 1:
+            return False
+        node = inputs[0]
+    return False
+
+
+def crossings(backend: str, autocast: bool, tagged: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"forward": 0, "backward": 0, "saved": [], "received": [], "gathers in backward": 0}
+    model = build(Views)
+    sizes = {param.numel() for param in model.parameters() if param.numel() > 100} | PARTS
+
+    def observe(what: str, graph: Graph) -> None:
+        if what != "after":
+            return
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        outputs = next(node for node in graph.nodes if node.op == "output").args[0]
+        if any("tangents" in node.name for node in inputs):
+            found["backward"] += 1
+            found["gathers in backward"] += sum("lightning_zero.gather" in str(node.target) for node in graph.nodes)
+            for node in inputs:
+                if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].numel() in sizes:
+                    found["received"].append(f"{node.name} {tuple(node.meta['val'].shape)}")
+        else:
+            found["forward"] += 1
+            found["saved"] += [str(node) for node in outputs if gathered_from(node)]
+
+    untagged = patch("lightning_zero.compile.backend.tag_gathers", lambda graph: graph)
+    # Seven samples: no activation of theirs has a weight's size.
+    batches = [Views.make_batch(0, 7 * torch.distributed.get_world_size())] * 2
+    with nullcontext() if tagged else untagged, engine_for(model, backend, observe) as engine:
+        context = bf16_autocast if autocast else nullcontext
+        train_sharded(engine, model, batches, sgd(model), context=context)
+        shards = {record.layout.shard_numel for record in engine.sharder.live}
+        assert not shards & sizes
+    return found
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_no_gathered_weight_crosses_from_forward_to_backward(ranks: Ranks, backend: str, autocast: bool) -> None:
+    out = ranks.run(2, crossings, backend, autocast, True, deadline=240)[0]
+    assert (out["forward"], out["backward"]) == (1, 1)
+    assert out["saved"] == []
+    assert out["received"] == []
+    assert out["gathers in backward"] > 0
+
+
+def test_without_tags_gathered_weights_do_cross(ranks: Ranks) -> None:
+    """The test above can fail."""
+    out = ranks.run(2, crossings, "aot_eager", False, False)[0]
+    assert len(out["saved"]) >= 5
+    assert len(out["received"]) >= 5
+
+
+WIDTH = 36
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+WEIGHT_BYTES = 4 * WIDTH * WIDTH
+
+
+def most_weights_alive(backend: str, layers: int, autocast: bool, leaky: bool) -> tuple[int, float, float]:
+    """Gathers in a step, and how many whole float32 weights' worth was alive at once in its forward, and at any time."""
+    torch.manual_seed(0)
+    model = Deep(layers)
+    context = bf16_autocast if autocast else nullcontext
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16} if autocast else {}
+    # Groups of one weight, so that prefetching holds few.
+    with leaks() if leaky else nullcontext(), engine_for(model, backend, gather_group_mb=0.001, **options) as engine:
+        for step in range(3):
+            # Watched in a step that runs as all later ones will.
+            with gathered_weights() if step == 2 else nullcontext() as gathered:
+                with engine.train_step(), context():
+                    loss = model(torch.randn(2, WIDTH))
+                forward = gathered.most_bytes if gathered else 0
+                loss.backward()
+        return gathered.count, forward / WEIGHT_BYTES, gathered.most_bytes / WEIGHT_BYTES
+
+
+def most_casts_alive(layers: int) -> tuple[int, float]:
+    torch.manual_seed(0)
+    model = Deep(layers)
+    with engine_for(model, EAGER) as engine:
+        with Casts(WIDTH * WIDTH, torch.bfloat16) as casts:
+            with engine.train_step(), bf16_autocast():
+                loss = model(torch.randn(2, WIDTH))
+            loss.backward()
+        return casts.watched.count, casts.watched.most_bytes / (2 * WIDTH * WIDTH)
+
+
+@contextmanager
+def leaks() -> Iterator[None]:
+    """What must keep weights from living on, taken away."""
+    with (
+        patch("lightning_zero.compile.backend.tag_gathers", lambda graph: graph),
+        patch("lightning_zero.engine.regather_saved_weights", lambda sharder: nullcontext()),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(("backend", "autocast"), [("aot_eager", False), ("aot_eager", True), (EAGER, False)], ids=str)
+def test_gathered_weights_alive_at_once_do_not_grow_with_the_model(ranks: Ranks, backend: str, autocast: bool) -> None:
+    most = {}
+    for layers in (4, 8, 16):
+        count, forward, both = ranks.run(2, most_weights_alive, backend, layers, autocast, False)[0]
+        assert count == 2 * layers - 1  # the first layer's input needs no gradient
+        most[layers] = (forward, both)
+    assert most[4] == most[8] == most[16]
+    # One in use and one that was started ahead of its use.
+    assert max(most[16]) <= (1.1 if backend == EAGER else 2.2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_precautions_gathered_weights_do_pile_up(ranks: Ranks, backend: str) -> None:
+    """The test above can fail."""
+    assert ranks.run(2, most_weights_alive, backend, 8, False, True)[0][2] >= 8
+
+
+def test_cast_weights_do_not_live_until_backward_in_eager_code(ranks: Ranks) -> None:
+    """The first step of every run is eager, so what it holds must fit."""
+    most = {}
+    for layers in (4, 16):
+        count, most[layers] = ranks.run(2, most_casts_alive, layers)[0]
+        assert count >= layers
+    assert most[4] == most[16]

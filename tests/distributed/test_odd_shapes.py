@@ -1,0 +1,68 @@
+"""Parameters that do not divide by the number of ranks, or hardly exist, and what lies in their padding."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.models import CASES, build, make_batches
+from tests.helpers.oracle import assert_close_relative, train_reference
+from tests.helpers.sharded import BACKENDS, adamw, engine_for, train_case, train_sharded, whole_state
+from tests.ranks.pool import Ranks
+
+STEPS, SAMPLES, CLIP = 20, 12, 0.1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["OddMLP", "NonContiguous", "MixedDtypes"])
+def test_odd_parameters_train_as_in_one_process(ranks: Ranks, world_size: int, case: str, backend: str) -> None:
+    options = {"bucket_mb": 0.0003}  # several buckets, which take turns in the same memory
+    out, counters = ranks.run(
+        world_size, train_case, case, backend, STEPS, SAMPLES, engine_options=options, clip_norm=CLIP
+    )[0]
+    assert counters["buckets"] > 1
+    expected = train_reference(build(case), make_batches(case, STEPS, SAMPLES), adamw, world=world_size, clip_norm=CLIP)
+    assert min(expected.grad_norms) > CLIP
+    if case == "MixedDtypes" and world_size == 3:
+        # The ranks' thirds of a bfloat16 gradient are rounded before they are added, and a ReLU soon tells the runs apart.
+        assert_close_relative(out.grads[0], expected.grads[0], 1e-2, what="grads")
+        assert_close_relative(out.losses, expected.losses, 1e-2, what="losses")
+        return
+    assert_close_relative(out.losses, expected.losses, 1e-6, what="losses")
+    assert_close_relative(out.grads, expected.grads, 3e-6, what="grads")
+    # A bias of one element may pass through zero with the rounding of its former size.
+    assert_close_relative(out.params, expected.params, 1e-6, atol=2e-8, what="params")
+    # The oracle takes the norm in float32; a norm of bfloat16 gradients is rounded to bfloat16.
+    assert_close_relative(out.grad_norms, expected.grad_norms, 5e-3 if case == "MixedDtypes" else 1e-6, what="norms")
+
+
+def pad_everything(case: str, backend: str) -> dict[str, Any]:
+    model = build(case)
+    with engine_for(model, backend, bucket_mb=0.0003) as engine:
+        optimizer = adamw(model)
+        train_sharded(engine, model, make_batches(case, STEPS, SAMPLES), optimizer, clip_norm=CLIP)
+        state = whole_state(engine, optimizer)
+        # Beside each parameter's own: what lies between them in the arenas.
+        spare = {}
+        for name, arena in (("weights", engine.sharder.arena), ("gradients", engine.sharder.grad_arena)):
+            values = sum(int(torch.count_nonzero(flat)) for flat in arena.flat.values())
+            room = sum(len(range(*record.layout.range_of(engine.rank))) for record in engine.sharder.live)
+            spare[name] = values <= room
+        return {"state": sorted(state), "spare": spare}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_stays_zero(ranks: Ranks, world_size: int, backend: str) -> None:
+    # whole_all() looks at the padding of each weight and gradient in each step, and of the state at the end.
+    for out in ranks.run(world_size, pad_everything, "OddMLP", backend):
+        names = [name for name, _ in build("OddMLP").named_parameters()]
+        assert out["state"] == sorted(f"{name}.{key}" for name in names for key in ("exp_avg", "exp_avg_sq"))
+        assert out["spare"] == {"weights": True, "gradients": True}
+
+
+def test_the_cases_are_odd() -> None:
+    shapes = [param.shape for param in CASES["OddMLP"]().parameters()]
+    assert any(shape == () for shape in shapes)
+    assert any(shape.numel() == 0 for shape in shapes)
+    assert any(shape.numel() == 2 for shape in shapes)
+    assert any(shape.numel() % 2 and shape.numel() % 3 and shape.numel() > 3 for shape in shapes)

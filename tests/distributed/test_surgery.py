@@ -1,0 +1,283 @@
+"""A sharded module is still the user's module: its class, its names, its identity. And what cannot work says so."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_zero import UnsupportedError, unshard
+from lightning_zero.config import CompileConfig, EngineConfig
+from lightning_zero.engine import Engine, engine_of
+from tests.ranks.pool import Ranks
+
+
+class Block(nn.Module):
+    """One of ours, with what classes may have."""
+
+    slots = 3
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.register_parameter("nothing", None)
+        self.plain = "kept"
+
+    @property
+    def doubled(self) -> Tensor:
+        return 2 * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.doubled
+
+
+@contextmanager
+def sharded(*modules: nn.Module) -> Iterator[list[Engine]]:
+    engines = []
+    try:
+        for module in modules:
+            engine = Engine(torch.device("cpu"), EngineConfig(compile=CompileConfig(enabled=False)))
+            engine.shard(module)
+            engines.append(engine)
+        yield engines
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def raises_all(kind: type[Exception], words: str, *calls: Callable[[], Any]) -> None:
+    for number, call in enumerate(calls):
+        with pytest.raises(kind, match=words):
+            call()
+            raise AssertionError(f"call {number} did not raise")
+
+
+# -- what stays the same
+
+
+def looks_the_same() -> None:
+    model = nn.Sequential(Block(), nn.Linear(6, 3), nn.LayerNorm(3))
+    printed, names = repr(model), list(model.state_dict())
+    params = dict(model.named_parameters())
+    with sharded(model):
+        assert repr(model) == printed
+        assert list(model.state_dict()) == names
+        assert all(dict(model.named_parameters())[name] is param for name, param in params.items())
+        block, linear = model[0], model[1]
+        assert isinstance(block, Block)
+        assert isinstance(linear, nn.Linear)
+        assert not isinstance(linear, Block)
+        assert type(linear).__name__ == "Linear"
+        assert type(linear).__qualname__ == "Linear"
+        assert type(linear).__module__ == nn.Linear.__module__
+        assert type(linear).__doc__ == nn.Linear.__doc__
+        assert type(block).__mro__[1] is Block
+        assert (block.slots, block.plain, block.nothing) == (3, "kept", None)
+        assert block.doubled.shape == (6,)
+        assert hasattr(block, "scale")
+        assert not hasattr(block, "scales")
+        assert linear.weight.shape == (3, 6)  # reading gives the whole parameter
+        assert not isinstance(linear.weight, nn.Parameter)
+        assert "scale" in block._parameters
+
+
+def test_class_names_and_identity_of_a_sharded_module_stay(ranks: Ranks) -> None:
+    ranks.run(1, looks_the_same)
+
+
+def shares_classes() -> None:
+    class Other(nn.Linear):
+        pass
+
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(5, 2), nn.Linear(3, 3, bias=False), Other(3, 3), Block(), Block(4)])
+    with sharded(model):
+        kinds = [type(module) for module in model]
+        assert kinds[0] is kinds[1]  # other sizes, one class: else every layer would compile anew
+        assert kinds[4] is kinds[5]
+        assert kinds[4].__name__ == "Block"
+        assert type(model[4].inner) is kinds[0]
+        # `bias` is None, not a parameter: another set of names
+        assert kinds[2] is not kinds[0]
+        assert kinds[2].__mro__[1] is nn.Linear
+        assert kinds[3].__mro__[1] is Other
+        assert type(model) is nn.ModuleList, "a module without parameters of its own needs no properties"
+        second = nn.Linear(3, 3)
+        with sharded(second):
+            assert type(second) is not kinds[0], "another engine's modules must find their own engine"
+
+
+def test_modules_of_one_class_and_set_of_names_share_one_subclass(ranks: Ranks) -> None:
+    ranks.run(1, shares_classes)
+
+
+def gives_back() -> None:
+    model = nn.Sequential(Block(), nn.Linear(6, 3))
+    values = copy.deepcopy(model.state_dict())
+    params = list(model.parameters())
+    with sharded(model):
+        unshard(model)
+        assert type(model[0]) is Block
+        assert type(model[1]) is nn.Linear
+        assert all(mine is param for mine, param in zip(model.parameters(), params, strict=True))
+        assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+        assert engine_of(model) is None
+        assert torch.equal(copy.deepcopy(model)[1].weight, model[1].weight)
+        pickle.loads(pickle.dumps(model[1]))
+        model(torch.randn(2, 6)).sum().backward()
+        assert model[1].weight.grad is not None
+
+
+def test_unshard_gives_the_plain_module_back(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, gives_back)
+
+
+def reads_recurrent() -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True)
+    x = torch.randn(3, 7, 4)
+    plain = copy.deepcopy(model)
+    expected, _ = plain(x)
+    expected.sum().backward()
+    with sharded(model) as (engine,):
+        with engine.train_step():
+            result, _ = model(x)
+        result.sum().backward()
+        torch.testing.assert_close(result, expected)
+        for name, param in plain.named_parameters():
+            record = engine.sharder.find(dict(model.named_parameters())[name])
+            assert record is not None
+            begin, end = record.layout.range_of(engine.rank)
+            assert param.grad is not None
+            assert record.param.grad is not None, name
+            torch.testing.assert_close(record.param.grad.reshape(-1)[: end - begin], param.grad.reshape(-1)[begin:end])
+        model.flatten_parameters()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_recurrent_module_reads_its_weights_like_any_other(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, reads_recurrent)
+
+
+# -- edits
+
+
+def edits_arrive() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 33))
+    plain = copy.deepcopy(model)
+
+    def edit(first: nn.Linear, second: nn.Linear) -> None:
+        with torch.no_grad():
+            first.weight.mul_(2)
+            first.weight[1].fill_(3.0)
+            held, again = second.weight, second.weight  # reading twice must not undo what was written through one
+            held.clamp_(min=0)
+            again[0] += 1
+            del held, again
+            second.bias.copy_(torch.arange(33.0))
+        nn.init.constant_(first.bias, 0.5)
+        second.bias.data[3:5].zero_()
+
+    edit(*plain)
+    with sharded(model) as (engine,):
+        edit(*model)
+        engine.before_step()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+        for record in engine.sharder.live:
+            begin, end = record.layout.range_of(engine.rank)
+            assert not record.shard[end - begin :].any()
+
+
+def test_in_place_edits_of_weights_reach_the_shards(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, edits_arrive)
+
+
+# -- what cannot work
+
+
+def refuses_copies() -> None:
+    model = nn.Sequential(Block(), nn.Linear(6, 3))
+    with sharded(model):
+        words = r"A sharded Linear cannot be copied or pickled.*module\.state_dict\(\).*unshard.*trainer\.save_checkpoint"
+        linear = model[1]
+        raises_all(
+            UnsupportedError,
+            words,
+            lambda: copy.deepcopy(linear),
+            lambda: copy.copy(linear),
+            lambda: pickle.dumps(linear),
+            lambda: torch.save(linear, io.BytesIO()),
+        )
+        with pytest.raises(UnsupportedError, match="A sharded Block cannot be copied"):
+            copy.deepcopy(model)
+
+
+def test_copying_or_pickling_a_sharded_module_is_refused(ranks: Ranks) -> None:
+    ranks.run(1, refuses_copies)
+
+
+def copies_values() -> None:
+    # What the message says to do instead.
+    model = nn.Sequential(Block(), nn.Linear(6, 3))
+    with sharded(model):
+        twin = nn.Sequential(Block(), nn.Linear(6, 3))
+        twin.load_state_dict(model.state_dict())
+        x = torch.randn(2, 6)
+        assert torch.equal(twin(x), model(x))
+        with torch.no_grad():
+            twin[1].weight.zero_()
+        assert model[1].weight.any(), "the copy shares memory with the shards"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_of_a_sharded_module_can_be_copied(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, copies_values)
+
+
+def refuses_replaced() -> None:
+    words = r"no shard of a live engine.*assigning module\.weight.*full_parameters\(module\)"
+    x = torch.randn(2, 6)
+
+    def assign(model: nn.Sequential) -> None:
+        model[0].weight = nn.Parameter(torch.zeros(4, 6))
+
+    def halve(model: nn.Sequential) -> None:
+        model.half()
+
+    def move_data(model: nn.Sequential) -> None:
+        model[0].weight  # noqa: B018 - reading it before changes nothing
+        model._parameters.get("x")
+        param = dict(model.named_parameters())["0.weight"]
+        param.data = param.data.clone()
+
+    for change in (assign, halve, move_data):
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        with sharded(model) as (engine,):
+            change(model)
+            with pytest.raises(ValueError, match=words):
+                model(x)
+            with pytest.raises(ValueError, match=words), engine.train_step():
+                model(x)
+
+
+def test_a_parameter_that_was_replaced_is_an_error_when_it_is_read(ranks: Ranks) -> None:
+    ranks.run(1, refuses_replaced)
+
+
+def removes_bias() -> None:
+    model = nn.Linear(6, 4)
+    with sharded(model):
+        model.bias = None
+        x = torch.randn(2, 6)
+        torch.testing.assert_close(model(x), F.linear(x, model.weight))
+
+
+def test_a_parameter_can_be_taken_away(ranks: Ranks) -> None:
+    ranks.run(1, removes_bias)

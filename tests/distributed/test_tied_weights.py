@@ -1,0 +1,102 @@
+"""One parameter read more than once: in one graph, in several, by several calls, by several backward passes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.helpers.models import Batch, Case, build, make_batches
+from tests.helpers.oracle import assert_close_relative, train_reference
+from tests.helpers.sharded import BACKENDS, adamw, case_loss, sgd, train_case, train_plain
+from tests.ranks.pool import Ranks
+
+STEPS, SAMPLES = 6, 12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["TiedTransformer", "TiedAcrossBreak", "CalledTwice"])
+def test_tied_parameters_train_as_in_one_process(ranks: Ranks, world_size: int, case: str, backend: str) -> None:
+    out, _ = ranks.run(world_size, train_case, case, backend, STEPS, SAMPLES, sgd, clip_norm=0.5)[0]
+    expected = train_reference(build(case), make_batches(case, STEPS, SAMPLES), sgd, world=world_size, clip_norm=0.5)
+    assert_close_relative(out.losses, expected.losses, 1e-6, what="losses")
+    assert_close_relative(out.grads, expected.grads, 3e-6, what="grads")
+    assert_close_relative(out.grad_norms, expected.grad_norms, 1e-6, what="norms")
+    assert_close_relative(out.params, expected.params, 1e-6, what="params")
+
+
+class TwoHeads(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 9), nn.Tanh())
+        self.one = nn.Linear(9, 3)
+        self.two = nn.Linear(9, 3)
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        rng = torch.Generator().manual_seed(seed)
+        return torch.randn(n, 6, generator=rng), torch.randn(n, 3, generator=rng)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.trunk(x)
+        return self.one(hidden), self.two(hidden)
+
+
+def two_losses_of_one_forward(model: TwoHeads, batch: Batch) -> list[Tensor]:
+    one, two = model(batch[0])
+    return [F.mse_loss(one, batch[1]), F.l1_loss(two, batch[1])]
+
+
+def two_losses_of_two_forwards(model: TwoHeads, batch: Batch) -> list[Tensor]:
+    return [F.mse_loss(model(batch[0])[0], batch[1]), F.l1_loss(model(batch[0] + 1)[1], batch[1])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("losses", [two_losses_of_one_forward, two_losses_of_two_forwards])
+@pytest.mark.parametrize("world_size", [1, 3], ids="W={}".format)
+def test_two_backward_passes_in_one_step_add_up(ranks: Ranks, world_size: int, losses: object, backend: str) -> None:
+    retain = losses is two_losses_of_one_forward
+    out, _ = ranks.run(
+        world_size, train_case, TwoHeads, backend, STEPS, SAMPLES, sgd, loss_fn=losses, retain_graph=retain
+    )[0]
+    model = build(TwoHeads)
+    expected = train_plain(model, make_batches(TwoHeads, STEPS, SAMPLES), sgd(model), losses, world=world_size)
+    for what in ("losses", "grads", "grad_norms", "params"):
+        assert_close_relative(getattr(out, what), getattr(expected, what), 1e-6, what=what)
+
+
+class LateSurprise(Case):
+    """From the third step on, a weight is read by a second graph whose backward comes when all other gradients are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(7, 7)
+        self.others = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        rng = torch.Generator().manual_seed(seed)
+        return torch.randn(n, 7, generator=rng), seed, torch.randn(n, 7, generator=rng)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        if step >= 2:
+            x = torch.tanh(self.shared(x))
+        torch._dynamo.graph_break()
+        x = self.others(x)
+        torch._dynamo.graph_break()
+        return self.shared(x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [LateSurprise])
+def test_a_gradient_that_arrives_after_its_bucket_has_left_is_not_lost(
+    ranks: Ranks, world_size: int, case: type[Case], backend: str
+) -> None:
+    options = {"bucket_mb": 0.0003}  # a bucket for each parameter
+    out, counters = ranks.run(
+        world_size, train_case, case, backend, STEPS, SAMPLES, engine_options=options, loss_fn=case_loss
+    )[0]
+    assert counters["late_flushes"] > 0
+    expected = train_reference(build(case), make_batches(case, STEPS, SAMPLES), adamw, world=world_size)
+    assert_close_relative(out.losses, expected.losses, 1e-6, what="losses")
+    assert_close_relative(out.grads, expected.grads, 3e-6, what="grads")
+    assert_close_relative(out.params, expected.params, 1e-6, atol=2e-8, what="params")

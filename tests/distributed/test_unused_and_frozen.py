@@ -1,0 +1,228 @@
+"""Parameters that get no gradient: never, not now, not on this rank, not any more; and gradients of another kind than usual."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.helpers.models import Batch, Case, LoRA, build, make_batches
+from tests.helpers.oracle import Reference, assert_close_relative, train_reference
+from tests.helpers.sharded import (
+    BACKENDS,
+    adamw,
+    engine_for,
+    sgd,
+    train_case,
+    train_plain,
+    train_sharded,
+    whole_params,
+)
+from tests.ranks.pool import Ranks
+
+STEPS, SAMPLES = 6, 12
+
+
+def compare(out: Reference, expected: Reference) -> None:
+    __tracebackhide__ = True
+    assert_close_relative(out.losses, expected.losses, 1e-6, what="losses")
+    # None where the oracle has None: weight decay must leave alone what nobody used.
+    assert_close_relative(out.grads, expected.grads, 3e-6, what="grads")
+    assert_close_relative(out.grad_norms, expected.grad_norms, 1e-6, what="norms")
+    assert_close_relative(out.params, expected.params, 1e-6, atol=2e-8, what="params")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["LoRA", "NeverUsed", "BranchByStep", "ReturnsParameter"])
+@pytest.mark.parametrize("world_size", [2, 3], ids="W={}".format)
+def test_parameters_without_gradients_train_as_in_one_process(
+    ranks: Ranks, world_size: int, case: str, backend: str
+) -> None:
+    out, _ = ranks.run(world_size, train_case, case, backend, STEPS, SAMPLES, clip_norm=0.2)[0]
+    expected = train_reference(build(case), make_batches(case, STEPS, SAMPLES), adamw, world=world_size, clip_norm=0.2)
+    compare(out, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unused_parameters_keep_no_gradient_and_are_not_decayed(ranks: Ranks, backend: str) -> None:
+    out, _ = ranks.run(3, train_case, "NeverUsed", backend, STEPS, SAMPLES)[0]
+    start = dict(build("NeverUsed").named_parameters())
+    for name in ("idle.weight", "idle.bias"):
+        assert [grads[name] for grads in out.grads] == [None] * STEPS
+        assert_close_relative([params[name] for params in out.params], [start[name]] * STEPS, 0.0, what=name)
+    assert out.grads[0]["used.weight"] is not None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_branch_parameters_have_gradients_in_the_steps_that_take_the_branch(ranks: Ranks, backend: str) -> None:
+    out, _ = ranks.run(2, train_case, "BranchByStep", backend, STEPS, SAMPLES)[0]
+    assert [grads["a.weight"] is not None for grads in out.grads] == [step % 2 == 0 for step in range(STEPS)]
+    assert [grads["b.0.weight"] is not None for grads in out.grads] == [step % 2 == 1 for step in range(STEPS)]
+
+
+class UsedOnOneRank(Case):
+    """The bias counts only where the share's first sample says so. (A weight could not: its gathers need every rank.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.bias = nn.Parameter(torch.randn(6))
+        self.last = nn.Linear(6, 3)
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        rng = torch.Generator().manual_seed(seed)
+        # In the third step no rank uses it.
+        flags = (torch.arange(n) >= n // 2) & (seed != 2)
+        return torch.randn(n, 4, generator=rng), flags, torch.randn(n, 3, generator=rng)
+
+    def forward(self, x: Tensor, flags: Tensor) -> Tensor:
+        bias = self.bias if flags[0] else self.bias.detach()
+        return self.last(torch.tanh(self.first(x) + bias))
+
+
+def test_a_parameter_used_on_one_rank_only_gets_its_share_of_the_mean(ranks: Ranks, world_size: int) -> None:
+    # Not compiled: compiled, ranks would run different graphs.
+    out, _ = ranks.run(world_size, train_case, UsedOnOneRank, "eager", STEPS, SAMPLES, clip_norm=0.2)[0]
+    batches = make_batches(UsedOnOneRank, STEPS, SAMPLES)
+    expected = train_reference(build(UsedOnOneRank), batches, adamw, world=world_size, clip_norm=0.2)
+    compare(out, expected)
+    used = [grads["bias"] is not None for grads in out.grads]
+    assert used == [world_size > 1 and step != 2 for step in range(STEPS)]
+
+
+class _Aligned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, feedback: Tensor, learns: str) -> Tensor:
+        ctx.save_for_backward(x, feedback)
+        ctx.learns = learns
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, feedback = ctx.saved_tensors
+        own = grad.t() @ x
+        return grad @ feedback, own, {"": None, "also": own * 0.5, "alone": feedback * 0.1}[ctx.learns], None
+
+
+class FeedbackAlignment(Case):
+    """The weights that carry the error back are no part of the forward pass."""
+
+    learns = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.weight = nn.Parameter(torch.randn(6, 7) * 0.3)
+        self.feedback = nn.Parameter(torch.randn(6, 7) * 0.3)
+        self.last = nn.Linear(6, 2)
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        rng = torch.Generator().manual_seed(seed)
+        return torch.randn(n, 5, generator=rng), torch.randn(n, 2, generator=rng)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.last(_Aligned.apply(hidden, self.weight, self.feedback, self.learns))
+
+
+class LearnedFeedback(FeedbackAlignment):
+    learns = "also"
+
+
+class FeedbackOnItsOwn(FeedbackAlignment):
+    """Its gradient does not depend on the loss, so a compiler may compute it in the forward pass."""
+
+    learns = "alone"
+
+
+class _ReadsModule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.module.feedback[0].detach(), None
+
+
+class ReadsModuleInBackward(FeedbackAlignment):
+    """The weight is first asked for when the backward pass is under way."""
+
+    @torch.compiler.disable
+    def twice(self, x: Tensor) -> Tensor:
+        return _ReadsModule.apply(x, self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.linear(self.twice(torch.tanh(self.first(x))), self.weight))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        *((3, case) for case in (FeedbackAlignment, LearnedFeedback, ReadsModuleInBackward)),
+        (1, FeedbackOnItsOwn),  # the mean of what does not depend on the loss is not what one process adds up
+    ],
+)
+def test_parameters_used_only_in_backward_train_as_in_one_process(
+    ranks: Ranks, world_size: int, case: type[Case], backend: str
+) -> None:
+    out, _ = ranks.run(world_size, train_case, case, backend, STEPS, SAMPLES, clip_norm=0.2)[0]
+    expected = train_reference(build(case), make_batches(case, STEPS, SAMPLES), adamw, world=world_size, clip_norm=0.2)
+    compare(out, expected)
+    assert (out.grads[0]["feedback"] is not None) == bool(case.learns)
+
+
+def thaw_the_second_base(model: LoRA, index: int) -> None:
+    if index == 2:
+        model.second.base.requires_grad_(True)
+
+
+def freeze_and_thaw(model: LoRA, index: int) -> None:
+    if index == 2:
+        for name, param in model.named_parameters():
+            param.requires_grad = name not in ("first.down", "second.up") and param.requires_grad
+    if index == 4:
+        model.first.requires_grad_(True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("change", [thaw_the_second_base, freeze_and_thaw])
+@pytest.mark.parametrize("world_size", [1, 3], ids="W={}".format)
+def test_freezing_and_thawing_in_mid_training(
+    ranks: Ranks, world_size: int, change: Callable[[Any, int], None], backend: str
+) -> None:
+    out, _ = ranks.run(world_size, train_case, LoRA, backend, STEPS, SAMPLES, sgd, before_batch=change)[0]
+    model = build(LoRA)
+    optimizer = sgd(model)
+    batches = make_batches(LoRA, STEPS, SAMPLES)
+    expected = train_plain(model, batches, optimizer, world=world_size, before_batch=change)
+    compare(out, expected)
+    assert {len(grads) for grads in expected.grads} != {4}
+
+
+def frozen_costs(backend: str) -> dict[str, Any]:
+    model = build(LoRA)
+    with engine_for(model, backend) as engine:
+        before = whole_params(engine, model)
+        train_sharded(engine, model, make_batches(LoRA, 2, SAMPLES), adamw(model))
+        after = whole_params(engine, model)
+        frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+        room = sum(r.layout.shard_numel for r in engine.sharder.live if r.param.requires_grad)
+        return {
+            "frozen": {name: (before[name], after[name]) for name in frozen},
+            "gradients": (sum(flat.numel() for flat in engine.sharder.grad_arena.flat.values()), room),
+        }
+
+
+def test_frozen_parameters_stay_and_have_no_gradient_memory(ranks: Ranks) -> None:
+    out = ranks.run(2, frozen_costs, "aot_eager")[0]
+    assert sorted(out["frozen"]) == ["first.base.bias", "first.base.weight", "second.base.bias", "second.base.weight"]
+    for name, (before, after) in out["frozen"].items():
+        assert torch.equal(before, after), name
+    assert out["gradients"][0] == out["gradients"][1]

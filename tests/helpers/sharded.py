@@ -1,0 +1,232 @@
+"""Trains a model that an engine has sharded, and keeps the same record as the oracle. Runs on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.compile.backend import GraphObserver
+from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
+from lightning_zero.engine import Engine
+from tests.helpers.models import Case, build, make_batches
+from tests.helpers.oracle import Batch, Reference, shard_batch
+
+EAGER = "eager"
+BACKENDS = ("aot_eager", EAGER)
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    # The usual eps of 1e-8 makes a full step out of a gradient that is rounding noise; no oracle could be followed.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-4)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+@contextmanager
+def engine_for(
+    model: nn.Module | None = None,
+    backend: str = "aot_eager",
+    observe: GraphObserver | None = None,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    bucket_mb: float = 0.01,
+    **compile: Any,
+) -> Iterator[Engine]:
+    """An engine that is closed at the end, with buckets so small that there are several.
+
+    backend: EAGER, or one of the compiler's
+    compile: further arguments of CompileConfig
+    """
+    compiled = backend != EAGER
+    config = EngineConfig(
+        reduce=ReduceConfig(bucket_mb=bucket_mb, dtype=reduce_dtype),
+        compile=CompileConfig(enabled=compiled, backend=backend if compiled else "aot_eager", **compile),
+        compute_dtype=compute_dtype,
+    )
+    engine = Engine(torch.device("cpu"), config, observe=observe)
+    try:
+        if model is not None:
+            engine.shard(model)
+        yield engine
+    finally:
+        engine.close()
+
+
+def whole_all(engine: Engine, shards: Mapping[str, tuple[Tensor, Tensor | None]]) -> dict[str, Tensor | None]:
+    """The whole values of things cut like parameters: name -> (parameter, shard). Collective.
+
+    Fails unless all padding, of every rank, is exactly zero.
+    """
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    layouts = {}
+    for name, (param, shard) in shards.items():
+        record = engine.sharder.find(param)
+        assert record is not None, f"{name}: the parameter is not sharded"
+        layouts[name] = record.layout
+        if shard is not None:
+            assert shard.shape == record.layout.visible_shape, f"{name}: shape {tuple(shard.shape)} is no shard's"
+            by_dtype.setdefault(shard.dtype, []).append(name)
+    out: dict[str, Tensor | None] = dict.fromkeys(shards)
+    for names in by_dtype.values():
+        own = torch.cat([shards[name][1].detach().reshape(-1) for name in names])
+        ranks = [torch.empty_like(own) for _ in range(engine.world_size)]
+        dist.all_gather(ranks, own, group=engine.gather_group)
+        begin = 0
+        for name in names:
+            layout = layouts[name]
+            flat = torch.cat([rank[begin : begin + layout.shard_numel] for rank in ranks])
+            begin += layout.shard_numel
+            padding = flat[layout.numel :]
+            assert not padding.any(), f"{name}: padding holds {padding[padding != 0][:4].tolist()}"
+            out[name] = flat[: layout.numel].view(layout.shape)
+    return out
+
+
+def whole_params(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
+    return whole_all(engine, {name: (param, param) for name, param in model.named_parameters()})
+
+
+def whole_grads(engine: Engine, model: nn.Module) -> dict[str, Tensor | None]:
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return whole_all(engine, {name: (param, param.grad) for name, param in trained.items()})
+
+
+def whole_state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The sharded entries of an optimizer's state."""
+    shards = {}
+    for param, entries in optimizer.state.items():
+        record = engine.sharder.find(param)
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == record.layout.visible_shape:
+                shards[f"{record.name}.{key}"] = (param, value)
+    return whole_all(engine, shards)
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    total = value.detach().double()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def case_loss(model: Any, batch: Batch) -> Tensor:
+    return model.loss(batch)
+
+
+def _listed(losses: Any) -> list[Tensor]:
+    return list(losses) if isinstance(losses, (list, tuple)) else [losses]
+
+
+def train_sharded(
+    engine: Engine,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    optimizer: Any,
+    loss_fn: Callable[[Any, Batch], Any] = case_loss,
+    *,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    set_to_none: bool = True,
+    retain_graph: bool = False,
+    context: Context = nullcontext,
+    before_batch: Callable[[nn.Module, int], None] | None = None,
+) -> Reference:
+    """Takes global batches and trains on this rank's share. Steps after a last partial window, too.
+
+    loss_fn: may return several losses, each of which gets a backward pass of its own
+    """
+    out = Reference()
+    for index, batch in enumerate(batches):
+        if before_batch is not None:
+            before_batch(model, index)
+        with engine.train_step(), context():
+            losses = _listed(loss_fn(model, shard_batch(batch, engine.rank, engine.world_size)))
+        for number, loss in enumerate(losses, 1):
+            (loss / accumulate).backward(retain_graph=retain_graph and number < len(losses))
+        out.losses.append(mean_over_ranks(torch.stack([loss.detach() for loss in losses]).sum()))
+        if (index + 1) % accumulate and index + 1 < len(batches):
+            continue
+        out.grads.append(whole_grads(engine, model))
+        params = list(model.parameters())
+        norm = engine.grad_norm(params) if clip_norm is None else engine.clip_grad_norm(params, clip_norm)
+        out.grad_norms.append(norm.item())
+        engine.before_step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        out.params.append(whole_params(engine, model))
+    return out
+
+
+def train_plain(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[Any, Batch], Any] = case_loss,
+    *,
+    world: int = 1,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    set_to_none: bool = True,
+    before_batch: Callable[[nn.Module, int], None] | None = None,
+) -> Reference:
+    """The oracle for what ``train_reference`` has no words for; several losses are added up."""
+    out = Reference()
+    for index, batch in enumerate(batches):
+        if before_batch is not None:
+            before_batch(model, index)
+        total = 0.0
+        for rank in range(world):
+            loss = sum(_listed(loss_fn(model, shard_batch(batch, rank, world))))
+            (loss / (world * accumulate)).backward()
+            total += loss.item()
+        out.losses.append(total / world)
+        if (index + 1) % accumulate and index + 1 < len(batches):
+            continue
+        grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        out.grads.append({n: None if g is None else g.clone() for n, g in grads.items()})
+        present = [g.double() for g in grads.values() if g is not None]
+        out.grad_norms.append(nn.utils.get_total_norm(present).item())
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        out.params.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    return out
+
+
+def train_case(
+    case: str | type[Case],
+    backend: str,
+    steps: int = 6,
+    samples: int = 12,
+    make_optimizer: MakeOptimizer = adamw,
+    engine_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Reference, dict[str, int]]:
+    """What a case's training on shards recorded, and the executor's counters at its end."""
+    model = build(case)
+    with engine_for(model, backend, **(engine_options or {})) as engine:
+        optimizer = make_optimizer(model)
+        out = train_sharded(engine, model, make_batches(case, steps, samples), optimizer, **options)
+        whole_state(engine, optimizer)
+        return out, engine.executor.counters()
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Ranks have one thread, and sums split over threads round differently: bitwise comparison needs the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

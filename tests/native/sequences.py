@@ -1,0 +1,502 @@
+"""Random sequences of what an engine may ask of the C++ executor, next to plain tensors that go through the same.
+
+Every rank draws the same numbers, so each one knows what its peers do, and what the whole parameters and their averaged gradients must be.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.config import EngineConfig, ReduceConfig
+from lightning_zero.native import Executor
+from lightning_zero.sharding.arena import Arena
+from lightning_zero.sharding.layout import ShardLayout
+
+ops = torch.ops.lightning_zero
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+SHAPES = [(), (0,), (0, 3), (1,), (2,), (3, 1), (5,), (31,), (32,), (3, 11), (64, 1), (4, 25), (2, 2, 25), (127,), (193,)]
+SHAPES += [(16, 16), (257,), (3, 7, 13), (1000,)]
+BUCKETS = {"one each": 1e-6, "some": 0.002, "all": 64.0}
+# Whole numbers below 2**8 are exact in every dtype. Their multiples of 6 stay so when they are divided by 1, 2 or 3.
+STEP = 6
+
+
+def groups() -> list[dist.ProcessGroup]:
+    ranks = list(range(dist.get_world_size()))
+    return [dist.new_group(ranks, backend="gloo") for _ in range(3)]
+
+
+class Interruption(Exception):
+    pass
+
+
+class Deliver(torch.autograd.Function):
+    """Gradients reach the executor in the middle of a backward pass, as they do from a compiled graph."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, arrivals: list[tuple[Tensor, Tensor]], interrupted: bool) -> Tensor:
+        ctx.arrivals, ctx.interrupted = arrivals, interrupted
+        return root.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        for value, param in ctx.arrivals:
+            ops.reduce_add(value, param)
+        if ctx.interrupted:
+            raise Interruption
+        return grad, None, None
+
+
+def deliver(*steps: list[tuple[Tensor, Tensor]], interrupted: bool = False) -> None:
+    """One backward pass; each step is one node of it."""
+    root = torch.zeros((), requires_grad=True)
+    for number, arrivals in enumerate(reversed(steps)):  # what is built last comes first in backward
+        root = Deliver.apply(root, arrivals, interrupted and number == 0)
+    root.backward()
+
+
+@dataclass
+class Twin:
+    """A parameter as the executor holds it, and what it must be."""
+
+    index: int
+    param: nn.Parameter
+    layout: ShardLayout
+    shard: Tensor
+    full: Tensor
+    grad: Tensor | None = None  # the whole one, in float64
+    slack: float = 0.0  # how far the gradient may be off, in norm
+    shadow: torch.dtype | None = None
+    held: list[Tensor] = field(default_factory=list)
+
+    def part(self, full: Tensor, rank: int) -> Tensor:
+        part = torch.zeros(self.layout.shard_numel, dtype=full.dtype)
+        self.layout.write(part, full, rank)
+        return part.view(self.layout.visible_shape)
+
+
+def new_twin(executor: Executor, name: str, full: Tensor, trainable: bool = True) -> Twin:
+    layout = ShardLayout.of(full.shape, full.dtype, executor.world_size)
+    shard = torch.empty(layout.shard_numel, dtype=full.dtype)
+    layout.write(shard, full, executor.rank)
+    param = nn.Parameter(full.clone(), requires_grad=trainable)
+    index = executor.add_parameter(name, param, shard, layout.shape)
+    param.data = shard.view(layout.visible_shape)
+    return Twin(index, param, layout, shard, full.clone())
+
+
+class Sequence:
+    def __init__(self, process_groups: list[dist.ProcessGroup], seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.seed = seed
+        self.draws = 0
+        self.whole = self.rng.random() < 0.5  # whole numbers: bitwise
+        self.ragged = self.world > 1 and self.rng.random() < 0.3  # each rank has gradients of its own choice
+        self.reduce = self._options()
+        self.executor = Executor(*process_groups, torch.device("cpu"), self._config(), self._ended)
+        self.trace = [f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, {self.reduce}"]
+        self.complaints: list[str] = []
+        self.counts = {"gathers": 0, "gather_bytes": 0, "eager_gathers": 0, "reduces": 0, "agreements": 0}
+        self.must_grow = False
+        self.may_grow = False
+        self.edited = False
+        self.heard: list[list[int]] = []
+        self.twins = [self._twin(number) for number in range(self.rng.randint(1, 6))]
+        if not self.trainable:
+            self.twins.append(self._twin(len(self.twins), torch.float32))
+        if self.rng.random() < 0.7:
+            self._lay_out()
+        for twin in self.twins:
+            if twin.full.dtype in (torch.float32, torch.float64) and self.rng.random() < 0.5:
+                twin.shadow = self.rng.choice(FLOATS[1:3])
+                self.executor.set_shadow(twin.index, torch.full((twin.layout.shard_numel,), math.nan, dtype=twin.shadow))
+
+    # -- drawing
+
+    def _options(self) -> ReduceConfig:
+        rng = self.rng
+        # Where ranks differ, one may wait seconds for its peers before it takes one buffer more: not here, in hundreds of sequences.
+        size = "all" if self.ragged else rng.choice(list(BUCKETS))
+        return ReduceConfig(
+            bucket_mb=BUCKETS[size],
+            double_buffer=rng.random() < 0.6 or self.ragged,
+            average=rng.choice(("predivide", "average")),
+            dtype=rng.choice((None, None, torch.bfloat16, torch.float32)),
+            free_buckets=rng.random() < 0.3,
+        )
+
+    def _config(self) -> EngineConfig:
+        return EngineConfig(reduce=self.reduce, sync_collectives=self.rng.random() < 0.1)
+
+    def _values(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int = 0) -> Tensor:
+        self.draws += 1
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.draws * 17 + rank)
+        if self.whole or not dtype.is_floating_point:
+            return STEP * torch.randint(-3 if dtype.is_signed else 0, 4, shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def _twin(self, number: int, wanted: torch.dtype | None = None) -> Twin:
+        rng = self.rng
+        dtype = wanted or (rng.choice(INTEGERS) if rng.random() < 0.1 else rng.choice((torch.float32, *FLOATS)))
+        full = self._values(rng.choice(SHAPES), dtype)
+        trainable = dtype.is_floating_point and (wanted is not None or rng.random() < 0.9)
+        return new_twin(self.executor, f"p{number}", full, trainable)
+
+    def _lay_out(self) -> None:
+        """Neighbours in memory, as the engine has them; gradient memory holds NaN until something is written there."""
+        order = list(reversed(self.twins))
+        pieces = [(twin.layout, twin.full.dtype) for twin in order]
+        shards, grads = Arena(pieces, torch.device("cpu")), Arena(pieces, torch.device("cpu"))
+        for twin, view, grad in zip(order, shards.views, grads.views, strict=True):
+            view.copy_(twin.shard)
+            twin.shard = view
+            self.executor.move_parameter(twin.index, view)
+            twin.param.data = view.view(twin.layout.visible_shape)
+            if grad.is_floating_point():
+                self.executor.set_grad(twin.index, grad.fill_(math.nan))
+
+    @property
+    def trainable(self) -> list[Twin]:
+        return [twin for twin in self.twins if twin.param.requires_grad]
+
+    # -- running and judging
+
+    def run(self) -> None:
+        steps = {
+            self.gather: 3, self.gather_group: 2, self.backward: 9, self.gradients: 3, self.update: 3, self.edit: 2, self.toggle: 1, self.options: 1,
+            self.rewrite: 1, self.release: 1, self.interrupted: 0 if self.ragged else 1,
+        }  # fmt: skip
+        for step in self.rng.choices(list(steps), list(steps.values()), k=self.rng.randint(3, 7)):
+            self.trace.append(step.__name__)
+            step()
+            self.check()
+        self.executor.sync_edits(forget=True)
+        self.edited = False
+        self.check()
+
+    def expect(self, true: bool, words: str) -> None:
+        # Never raises: ranks that go on would wait for this one.
+        if not true:
+            self.complaints.append(f"seed {self.seed}, rank {self.rank}: {words}\n  after {'; '.join(self.trace)}")
+
+    def expect_equal(self, actual: Tensor, expected: Tensor, what: str) -> None:
+        if actual.dtype == expected.dtype and torch.equal(actual, expected):
+            return
+        first = "its dtype or shape"
+        if actual.shape == expected.shape:
+            wrong = (actual != expected).reshape(-1).nonzero().reshape(-1)
+            a, b = actual.reshape(-1)[wrong[:4]].tolist(), expected.reshape(-1)[wrong[:4]].tolist()
+            first = f"{wrong.numel()} of {actual.numel()} elements, at {wrong[:4].tolist()}: {a}, expected {b}"
+        self.expect(False, f"{what}: {first}")
+
+    def check(self) -> None:
+        for twin in self.twins:
+            name = f"p{twin.index} {twin.full.dtype} {tuple(twin.full.shape)}"
+            begin, end = twin.layout.range_of(self.rank)
+            if not self.edited:
+                expected = twin.part(twin.full, self.rank)
+                self.expect_equal(twin.param.detach(), expected, f"shard of {name}")
+            self.expect(not twin.shard[end - begin :].any(), f"padding of {name} is not zero")
+            self._check_grad(name, twin, end - begin)
+        mine = self.executor.counters()
+        for key, value in self.counts.items():
+            self.expect(mine.get(key, 0) == value, f"counter {key} is {mine.get(key, 0)}, expected {value}")
+        if self.must_grow:
+            self.expect(mine["grown_buckets"] > 0, "a gradient larger than the bucket did not grow it")
+        elif not self.may_grow:
+            self.expect(mine["grown_buckets"] == 0, f"{mine['grown_buckets']} buckets grew, but everything fits")
+
+    def _check_grad(self, name: str, twin: Twin, valid: int) -> None:
+        grad = twin.param.grad
+        if grad is None or twin.grad is None:
+            kind = "nothing" if grad is None else "something"
+            self.expect(grad is twin.grad, f"gradient of {name} is {kind}, expected the opposite")
+            return
+        self.expect(grad.shape == twin.param.shape and grad.dtype == twin.param.dtype, f"gradient of {name} has another form")
+        self.expect(not grad.reshape(-1)[valid:].any(), f"padding of the gradient of {name} is not zero")
+        expected = twin.part(twin.grad, self.rank)
+        error = (grad.double() - expected).norm().item()
+        if not error <= twin.slack:
+            self.expect_equal(grad.double(), expected, f"gradient of {name}, off by {error:.3g} > {twin.slack:.3g}")
+
+    def _ended(self) -> None:
+        self.heard.append(sorted(self.executor.attached()))
+
+    def _count_gather(self, twin: Twin, dtype: torch.dtype, eager: bool = False) -> None:
+        self.counts["gathers"] += 1
+        self.counts["eager_gathers"] += eager
+        self.counts["gather_bytes"] += self.world * twin.layout.shard_numel * dtype.itemsize
+
+    # -- steps
+
+    def gather(self) -> None:
+        twin, other = self.rng.choice(self.twins), self.rng.choice(self.twins)
+        dtype = twin.shadow or self.rng.choice(FLOATS) if self.rng.random() < 0.5 else twin.full.dtype
+        shape = list(twin.full.shape)
+        kind = self.rng.choice(("gather", "gather_eager", "gather_start"))
+        self.trace[-1] += f" {kind} p{twin.index} {dtype}"
+        with torch.set_grad_enabled(kind != "gather_start"):
+            result = getattr(ops, kind)(twin.param, shape, dtype)
+        self._count_gather(twin, dtype, kind == "gather_eager")
+        if kind == "gather_start":
+            # Two in flight, waited for in the other order.
+            with torch.no_grad():
+                second = ops.gather_start(other.param, list(other.full.shape), other.full.dtype)
+            self._count_gather(other, other.full.dtype)
+            second = torch.ops._c10d_functional.wait_tensor(second)
+            self.expect_equal(second, other.full, f"gathered p{other.index}")
+            result = torch.ops._c10d_functional.wait_tensor(result)
+        self.edited = False
+        expected = twin.full.to(dtype)
+        self.expect_equal(result.detach(), expected, f"gathered p{twin.index}")
+        if kind == "gather_eager":
+            view = result.detach().reshape(-1)[1:]
+            for tensor in (result, view) if view.numel() else ():
+                self.expect(self.executor.find_gathered(tensor) == twin.index, "a gathered weight is not known as one")
+            self.expect(self.executor.find_gathered(expected) == -1, "another tensor is taken for a gathered weight")
+            if self.rng.random() < 0.3:
+                twin.held.append(result)
+
+    @torch.no_grad()  # it stands in compiled graphs only, behind autograd
+    def gather_group(self) -> None:
+        group = self.rng.sample(self.twins, self.rng.randint(1, len(self.twins)))
+        dtypes = [dtype for twin in group for dtype in (twin.shadow, twin.full.dtype) if dtype and dtype.is_floating_point]
+        dtype = self.rng.choice(dtypes or FLOATS)
+        self.trace[-1] += f" {' '.join(f'p{twin.index}' for twin in group)} {dtype}"
+        widths = [self.world * twin.layout.shard_numel for twin in group]
+        flat = torch.ops._c10d_functional.wait_tensor(ops.gather_group([t.param for t in group], dtype, sum(widths)))
+        self.edited = False
+        for twin, whole in zip(group, flat.split(widths), strict=True):
+            self._count_gather(twin, dtype)
+            weight, padding = whole.split([twin.full.numel(), whole.numel() - twin.full.numel()])
+            self.expect_equal(weight, twin.full.reshape(-1).to(dtype), f"p{twin.index} gathered in a group")
+            self.expect(not padding.any(), f"padding of p{twin.index} gathered in a group is not zero")
+
+    def edit(self) -> None:
+        """What is written into gathered weights reaches the shards, whoever else holds a copy."""
+        twin = self.rng.choice([twin for twin in self.twins if twin.full.is_floating_point()])
+        with torch.no_grad():
+            weights = [ops.gather_eager(twin.param, list(twin.full.shape), twin.full.dtype) for _ in range(self.rng.randint(1, 2))]
+            for _ in weights:
+                self._count_gather(twin, twin.full.dtype, eager=True)
+            target = self.rng.choice(weights)
+            target = target.data if self.rng.random() < 0.5 else target
+            target.mul_(0.5)
+            twin.full.mul_(0.5)
+        self.edited = True
+        if self.rng.random() < 0.5:
+            twin.held += weights
+
+    def _read_shadows(self) -> None:
+        for twin in (twin for twin in self.twins if twin.shadow):
+            with torch.no_grad():
+                weight = ops.gather(twin.param, list(twin.full.shape), twin.shadow)
+            self._count_gather(twin, twin.shadow)
+            self.edited = False
+            self.expect_equal(weight, twin.full.to(twin.shadow), f"shadow of p{twin.index}")
+
+    def rewrite(self) -> None:
+        """A change that autograd does not see, as when two sets of weights are exchanged."""
+        self._read_shadows()
+        self.executor.sync_edits(forget=True)
+        self.edited = False
+        twin = self.rng.choice([twin for twin in self.twins if twin.full.is_floating_point()])
+        twin.param.data.mul_(0.5)
+        twin.full.mul_(0.5)
+        self.executor.expire_shadows()
+        self._read_shadows()
+
+    def update(self) -> None:
+        """An optimizer's step: it changes shards in place, element by element."""
+        self._read_shadows()
+        if self.edited or self.rng.random() < 0.5:
+            self.executor.sync_edits(forget=True)
+            self.edited = False
+        for twin in self.twins:
+            if not twin.full.is_floating_point():
+                continue
+            with torch.no_grad():
+                if twin.param.grad is not None and self.whole and twin.slack == 0.0:
+                    assert twin.grad is not None
+                    twin.param.sub_(twin.param.grad * 0.25)
+                    twin.full.sub_((twin.grad * 0.25).to(twin.full.dtype))
+                else:
+                    twin.param.mul_(0.5)
+                    twin.full.mul_(0.5)
+        self._read_shadows()
+
+    def gradients(self) -> None:
+        """What users and optimizers do to gradients between backward passes."""
+        for twin in self.trainable:
+            kind = self.rng.choice(("keep", "drop", "zero", "replace"))
+            self.trace[-1] += f" {kind}"
+            if kind == "drop":
+                twin.param.grad, twin.grad, twin.slack = None, None, 0.0
+            elif kind == "zero" and twin.param.grad is not None:
+                twin.param.grad.zero_()
+                twin.grad, twin.slack = torch.zeros(twin.full.shape, dtype=torch.float64), 0.0
+            elif kind == "replace":
+                values = self._values(tuple(twin.full.shape), twin.full.dtype)
+                twin.param.grad = twin.part(values, self.rank)
+                twin.grad, twin.slack = values.double(), 0.0
+
+    def toggle(self) -> None:
+        twin = self.rng.choice([twin for twin in self.twins if twin.full.is_floating_point()])
+        if len(self.trainable) > 1 or not twin.param.requires_grad:
+            twin.param.requires_grad_(not twin.param.requires_grad)
+
+    def options(self) -> None:
+        self.reduce = self._options()
+        self.trace[-1] += f" {self.reduce}"
+        self.executor.configure(self._config())
+
+    def release(self) -> None:
+        self.executor.release_buffers()
+        self.expect(self.executor.counters()["bucket_bytes"] == 0, "bucket memory was not given back")
+
+    def interrupted(self) -> None:
+        """A backward pass that fails in the middle; then the user starts over with no gradients."""
+        arrivals, _ = self._arrivals()
+        self._note_sizes(arrivals)
+        try:
+            deliver(*self._chunks(arrivals[self.rank]), interrupted=True)
+        except Interruption:
+            pass
+        else:
+            self.expect(False, "the error was swallowed")
+        self.expect(self.executor.counters()["aborted_backwards"] > 0, "an interrupted backward went unnoticed")
+        for twin in self.twins:
+            if twin.param.requires_grad:
+                twin.param.grad, twin.grad, twin.slack = None, None, 0.0
+        self.counts["reduces"] = self.executor.counters().get("reduces", 0)
+
+    def backward(self) -> None:
+        arrivals, even = self._arrivals()
+        self.trace[-1] += " " + " | ".join(" ".join(f"p{twin.index}" for twin, _ in mine) for mine in arrivals)
+        through_weights = [place for place in range(len(arrivals[0])) if even and self.rng.random() < 0.3]
+        self._note_sizes(arrivals)
+        before = self.executor.counters()
+        loss = torch.zeros(())
+        for place in through_weights:
+            twin, grad = arrivals[self.rank][place]
+            weight = ops.gather_eager(twin.param, list(twin.full.shape), grad.dtype)
+            self._count_gather(twin, grad.dtype, eager=True)
+            self.edited = False
+            loss = loss + (weight * grad).sum().float()
+        direct = [arrival for place, arrival in enumerate(arrivals[self.rank]) if place not in through_weights]
+        root = torch.zeros((), requires_grad=True)
+        for chunk in reversed(self._chunks(direct)):
+            root = Deliver.apply(root, chunk, False)
+        if self.rng.random() < 0.5:
+            (loss + root).backward()
+        else:
+            (root + loss).backward()
+        self._expect_gradients(arrivals, before)
+
+    def _arrivals(self) -> tuple[list[list[tuple[Twin, Tensor]]], bool]:
+        """Of every rank: which parameters get which gradients, in which order."""
+        ragged = self.ragged and self.rng.random() < 0.7
+        plans: list[list[tuple[Twin, torch.dtype, str]]] = []
+        for _ in range(self.world):
+            if plans and not ragged:
+                plans.append(plans[0])
+                continue
+            chosen = [twin for twin in self.trainable if self.rng.random() < 0.75] or [self.rng.choice(self.trainable)]
+            chosen += [twin for twin in chosen for _ in range(2) if self.rng.random() < 0.2]
+            if self.rng.random() < 0.7:
+                chosen.sort(key=lambda twin: -twin.index)
+            else:
+                self.rng.shuffle(chosen)
+            plans.append([
+                (twin, self.rng.choice(FLOATS) if self.rng.random() < 0.3 else twin.full.dtype,
+                 self.rng.choice(("plain", "plain", "transposed", "strided", "expanded")))
+                for twin in chosen
+            ])  # fmt: skip
+        result = []
+        for rank, plan in enumerate(plans):
+            result.append([(twin, self._gradient(twin, dtype, form, rank)) for twin, dtype, form in plan])
+        return result, not ragged
+
+    def _gradient(self, twin: Twin, dtype: torch.dtype, form: str, rank: int) -> Tensor:
+        shape = tuple(twin.full.shape)
+        if form == "transposed":
+            return self._values(shape[::-1], dtype, rank).permute(tuple(reversed(range(len(shape)))))
+        if form == "strided" and shape:
+            return self._values((*shape, 2), dtype, rank)[..., 1]
+        if form == "expanded":
+            return self._values((), dtype, rank).expand(shape)
+        return self._values(shape, dtype, rank)
+
+    def _chunks(self, arrivals: list[tuple[Twin, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+        pairs = [(grad, twin.param) for twin, grad in arrivals]
+        # Ranks may have different numbers of gradients, so this must not use the common random numbers.
+        half = len(pairs) // 2
+        return [pairs[:half], pairs[half:]]
+
+    def _wire(self, twin: Twin) -> torch.dtype:
+        return self.reduce.dtype or twin.full.dtype
+
+    def _note_sizes(self, arrivals: list[list[tuple[Twin, Tensor]]]) -> None:
+        for twin, _ in (arrival for mine in arrivals for arrival in mine):
+            row = int(self.reduce.bucket_mb * 2**20) // self._wire(twin).itemsize // self.world
+            self.must_grow |= twin.layout.shard_numel > row
+        # Small buckets may all be filling at once; and a rank may have to wait for its peers with all of its buffers.
+        self.may_grow |= self.reduce.bucket_mb < 1 or self.ragged
+
+    def _expect_gradients(self, arrivals: list[list[tuple[Twin, Tensor]]], before: dict[str, int]) -> None:
+        sums: dict[int, Tensor] = {}
+        rounding: dict[int, float] = {}
+        for mine in arrivals:
+            for twin, grad in mine:
+                share = grad.double() / self.world
+                sums[twin.index] = sums.get(twin.index, torch.zeros(twin.full.shape, dtype=torch.float64)) + share
+                unit = max(torch.finfo(self._wire(twin)).eps, torch.finfo(twin.full.dtype).eps) / 2
+                if grad.dtype.itemsize == self._wire(twin).itemsize:
+                    unit = max(unit, torch.finfo(grad.dtype).eps / 2)  # bfloat16 into float16
+                # Scaling, adding up arrivals, adding up ranks, accumulating: each rounds a sum of shares once.
+                size = unit * share.norm().item() + 1e-7 * math.sqrt(share.numel())
+                rounding[twin.index] = rounding.get(twin.index, 0.0) + size * (len(mine) + self.world + 3)
+        wire_bytes = 0
+        for index, value in sums.items():
+            twin = self.twins[index]
+            held = 0.0 if twin.grad is None else torch.finfo(twin.full.dtype).eps * twin.grad.norm().item()
+            # A third is exact in no dtype.
+            exact = self.whole and (self.world < 3 or self.reduce.average == "average")
+            twin.slack = twin.slack if exact else twin.slack + rounding[index] + held
+            twin.grad = value if twin.grad is None else twin.grad + value
+            wire_bytes += self.world * twin.layout.shard_numel * self._wire(twin).itemsize
+        self.counts["reduces"] += len(arrivals[self.rank])
+        self.counts["agreements"] += self.world > 1
+        after = self.executor.counters()
+        flushes, sent = (after.get(key, 0) - before.get(key, 0) for key in ("flushes", "reduce_bytes"))
+        self.expect(flushes >= len({self._wire(self.twins[i]) for i in sums}), f"only {flushes} flushes")
+        self.expect(sent >= wire_bytes, f"{sent} bytes reduced, at least {wire_bytes} expected")
+        self.expect((after["bucket_bytes"] == 0) == self.reduce.free_buckets, f"{after['bucket_bytes']} bytes of buckets kept")
+        self.expect(self.heard == [sorted(sums)], f"the end of backward was told as {self.heard}, expected {[sorted(sums)]}")
+        self.heard.clear()
+
+
+def run_sequences(seeds: range) -> tuple[list[str], dict[str, int]]:
+    """Complaints, and the counters of all sequences together."""
+    process_groups = groups()
+    complaints: list[str] = []
+    totals: dict[str, int] = {}
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote to holds NaN
+    for seed in seeds:
+        sequence = Sequence(process_groups, seed)
+        try:
+            sequence.run()
+        finally:
+            counters = sequence.executor.counters()
+            sequence.executor.close()
+        complaints += sequence.complaints[:2]
+        for key, value in counters.items():
+            totals[key] = totals.get(key, 0) + value
+    return complaints, totals

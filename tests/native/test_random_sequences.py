@@ -1,0 +1,21 @@
+"""The executor against plain tensors, over many short random sequences. See ``tests/native/sequences.py``."""
+
+import pytest
+
+from tests.native.sequences import run_sequences
+from tests.ranks.pool import Ranks
+
+SEQUENCES = {1: 550, 2: 300, 3: 200}
+
+
+def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> None:
+    first = 10_000 * world_size
+    results = ranks.run(world_size, run_sequences, range(first, first + SEQUENCES[world_size]), deadline=180)
+    complaints = [complaint for found, _ in results for complaint in found]
+    if complaints:
+        pytest.fail(f"{len(complaints)} complaints, the first of them:\n" + "\n".join(complaints[:4]))
+    # The sequences went everywhere.
+    totals = results[0][1]
+    visited = ["gather_groups", "eager_gathers", "reduces", "flushes", "late_flushes", "grown_buckets", "aborted_backwards"]
+    visited += ["shadow_writes"]
+    assert all(totals.get(what, 0) > 20 for what in visited), totals

@@ -1,0 +1,152 @@
+"""Trainers that differ only in their strategy, on the same data."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.engine import engine_of
+
+INPUTS, OUTPUTS = 6, 3
+GLOBAL_BATCH = 6  # which 1, 2 and 3 ranks divide
+
+RTOL = 1e-6  # float32, another order of summation
+
+
+def make_strategy(kind: str, **options: Any) -> Any:
+    """``compiled`` and ``eager`` are ours; ``ddp`` and ``single`` are what they are compared with."""
+    if kind in ("compiled", "eager"):
+        return ZeroStrategy(compile=kind == "compiled", compile_backend="aot_eager", **options)
+    return {"ddp": "ddp_find_unused_parameters_true", "single": "auto"}[kind]
+
+
+def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
+    """A Trainer on the ranks that call this; its files go to their common working directory."""
+    options = {key: arguments.pop(key) for key in list(arguments) if key.startswith("reduce_")}
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1 if kind == "single" else dist.get_world_size(),
+        "strategy": make_strategy(kind, **options),
+        "use_distributed_sampler": False,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+        "default_root_dir": "run",
+    }
+    return pl.Trainer(**defaults | arguments)
+
+
+def make_loader(kind: str, steps: int = 4, seed: int = 0) -> DataLoader:
+    """Batches of (x, y), the same ones for any number of ranks: ``single`` gets them whole, a rank its share."""
+    rng = torch.Generator().manual_seed(seed)
+    count = steps * GLOBAL_BATCH
+    data = TensorDataset(torch.randn(count, INPUTS, generator=rng), torch.randn(count, OUTPUTS, generator=rng))
+    if kind == "single":
+        return DataLoader(data, batch_size=GLOBAL_BATCH)
+    sampler: DistributedSampler = DistributedSampler(data, shuffle=False)
+    return DataLoader(data, batch_size=GLOBAL_BATCH // dist.get_world_size(), sampler=sampler)
+
+
+def mlp(width: int = 5) -> nn.Sequential:
+    # sizes that neither 2 nor 3 ranks divide
+    return nn.Sequential(nn.Linear(INPUTS, width), nn.Tanh(), nn.Linear(width, 7), nn.Tanh(), nn.Linear(7, OUTPUTS))
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """The same random numbers on every rank, whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+class Regression(pl.LightningModule):
+    """An MLP with AdamW that keeps the losses of its training steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.net = mlp()
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self(batch[0]).float(), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def is_ours(kind: str) -> bool:
+    return kind in ("compiled", "eager")
+
+
+def whole_state(module: pl.LightningModule) -> dict[str, Tensor]:
+    """The module's values as a plain module has them, on every rank. Collective for a sharded one."""
+    return {key: value.detach().clone() for key, value in module.state_dict().items()}
+
+
+def mean_over_ranks(values: list[float]) -> list[float]:
+    """What a single device sees of losses that are means over the ranks' equal shares."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def global_losses(kind: str, module: Any) -> list[float]:
+    return list(module.losses) if kind == "single" else mean_over_ranks(module.losses)
+
+
+def close(*modules: pl.LightningModule) -> None:
+    """Frees the engines, so that the next call finds the ranks as new."""
+    for module in modules:
+        engine = engine_of(module)
+        if engine is not None:
+            engine.close()
+
+
+@contextmanager
+def fitted(
+    kind: str, make: Callable[[], Any] = Regression, steps: int = 4, **arguments: Any
+) -> Iterator[tuple[Any, pl.Trainer]]:
+    """A module trained under a strategy of this kind, and its Trainer."""
+    module, trainer = make(), make_trainer(kind, **arguments)
+    try:
+        trainer.fit(module, make_loader(kind, steps))
+        yield module, trainer
+    finally:
+        close(module)
+
+
+def train(
+    kind: str, make: Callable[[], Any] = Regression, steps: int = 4, **arguments: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final values of a module trained under a strategy of this kind."""
+    with fitted(kind, make, steps, **arguments) as (module, _):
+        return global_losses(kind, module), whole_state(module)

@@ -1,0 +1,183 @@
+"""Gradients are clipped by the norm over all ranks, through Lightning's own path, so that overriding it works."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.engine import Engine, engine_of
+from tests.helpers.oracle import assert_close_relative
+from tests.ranks.pool import Ranks
+from tests.trainer.helpers import (
+    RTOL,
+    Regression,
+    close,
+    global_losses,
+    is_ours,
+    make_loader,
+    make_trainer,
+    seeded,
+    whole_state,
+)
+
+NORM, VALUE = 0.15, 0.02  # both below what the gradients have
+
+
+class Clipped(Regression):
+    """Some parameters frozen, some unused; notes the gradients' norm and largest element before and after clipping."""
+
+    def __init__(self, fused: bool = False, sgd: bool = False) -> None:
+        super().__init__()
+        self.net[2].weight.requires_grad_(False)
+        with seeded(1):
+            self.unused = nn.Linear(3, 5)
+        self.fused, self.sgd = fused, sgd
+        self.before: list[tuple[float, float]] = []
+        self.after: list[tuple[float, float]] = []
+
+    def configure_optimizers(self) -> Any:
+        params = [param for param in self.parameters() if param.requires_grad]
+        if self.sgd:
+            return torch.optim.SGD(params, lr=0.5)
+        # an epsilon that matters, or Adam would forget the gradients' scale
+        return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-2, fused=self.fused)
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        super().clip_gradients(*args, **kwargs)
+        self.after.append(self.measure())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.before.append(self.measure())
+
+    def measure(self) -> tuple[float, float]:
+        grads = [param.grad for param in self.parameters() if param.grad is not None]
+        squares = torch.stack([grad.double().square().sum() for grad in grads]).sum()
+        largest = torch.stack([grad.abs().max() for grad in grads]).max()
+        if engine_of(self) is not None:
+            dist.all_reduce(squares)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return math.sqrt(squares.item()), largest.item()
+
+
+class ClipsItself(Clipped):
+    """Looser for the first step, then by value, then not at all but halved."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if self.global_step == 0:
+            self.clip_gradients(optimizer, 2 * NORM, "norm")
+        elif self.global_step == 1:
+            self.clip_gradients(optimizer, VALUE, "value")
+        else:
+            for param in self.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+            self.after.append(self.measure())
+
+
+def _note_norms(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the strategy's own clipping is going to return."""
+    returned: list[float] = []
+    original = Engine.clip_grad_norm
+
+    def clip_grad_norm(engine: Engine, *args: Any) -> Tensor:
+        norm = original(engine, *args)
+        returned.append(norm.item())
+        return norm
+
+    monkeypatch.setattr(Engine, "clip_grad_norm", clip_grad_norm)
+    return returned
+
+
+def _clip(kind: str, kwargs: dict[str, Any], arguments: dict[str, Any], itself: bool = False) -> dict[str, Any]:
+    module = (ClipsItself if itself else Clipped)(**kwargs)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        norms = _note_norms(monkeypatch)
+        # five batches: with accumulation the last window is a partial one
+        make_trainer(kind, **arguments).fit(module, make_loader(kind, 5))
+    state = whole_state(module)
+    losses = global_losses(kind, module)
+    close(module)
+    return {
+        "losses": losses,
+        "state": state,
+        "before": module.before,
+        "after": module.after,
+        "returned": norms if is_ours(kind) else [norm for norm, _ in module.before],
+    }
+
+
+def _clip_under(*calls: tuple[Any, ...]) -> list[dict[str, Any]]:
+    return [_clip(*call) for call in calls]
+
+
+def _assert_clipped(reference: dict[str, Any], algorithm: str) -> None:
+    """The gradients of the reference were larger, and none is afterwards."""
+    which, limit = (0, NORM) if algorithm == "norm" else (1, VALUE)
+    assert any(values[which] > 1.5 * limit for values in reference["before"])
+    assert all(values[which] <= limit * 1.001 for values in reference["after"])
+
+
+MIXED = {"precision": "bf16-mixed"}
+CASES = {
+    "norm": ({}, {"gradient_clip_val": NORM}),
+    "norm, SGD": ({"sgd": True}, {"gradient_clip_val": NORM}),
+    "value": ({"sgd": True}, {"gradient_clip_val": VALUE, "gradient_clip_algorithm": "value"}),
+    "norm, accumulated": ({"sgd": True}, {"gradient_clip_val": NORM, "accumulate_grad_batches": 2}),
+    "value, accumulated": (
+        {},
+        {"gradient_clip_val": VALUE, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2},
+    ),
+    "norm, fused": ({"fused": True}, {"gradient_clip_val": NORM}),
+    "norm, fused, bf16-mixed": ({"fused": True}, {"gradient_clip_val": NORM} | MIXED),
+    "value, fused, bf16-mixed": (
+        {"fused": True},
+        {"gradient_clip_val": VALUE, "gradient_clip_algorithm": "value"} | MIXED,
+    ),
+    "norm, accumulated, bf16-mixed": ({}, {"gradient_clip_val": NORM, "accumulate_grad_batches": 2} | MIXED),
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "case"),
+    [(2, "eager", case) for case in CASES]
+    + [(world, "eager", case) for world in (1, 3) for case in ("norm, SGD", "value, accumulated")]
+    + [(2, "compiled", case) for case in ("norm, accumulated", "norm, fused, bf16-mixed")],
+)
+def test_clipping_equals_ddps(ranks: Ranks, world_size: int, kind: str, case: str) -> None:
+    kwargs, arguments = CASES[case]
+    mixed = "precision" in arguments
+    # Lightning 2.6.6 refuses to clip for a fused optimizer under mixed precision; unfused AdamW computes the same.
+    reference = ("ddp", kwargs | ({"fused": False} if mixed else {}), arguments)
+    # gradients travel in float32, as DDP's do, so that nothing else differs
+    calls = [reference, (kind, kwargs, arguments | {"reduce_dtype": "32"})]
+    rtol = 1e-5 if mixed else RTOL
+    for ddp, ours in ranks.run(world_size, _clip_under, *calls):
+        _assert_clipped(ddp, arguments.get("gradient_clip_algorithm", "norm"))
+        by_value = arguments.get("gradient_clip_algorithm") == "value"
+        assert ours.pop("returned") == pytest.approx([] if by_value else ddp["returned"], rel=rtol)
+        ddp.pop("returned")
+        assert_close_relative(ours, ddp, rtol, what=case)
+
+
+def test_norm_of_gradients_that_travel_in_bf16_is_near_ddps(ranks: Ranks) -> None:
+    arguments = {"gradient_clip_val": NORM} | MIXED
+    for ddp, ours in ranks.run(2, _clip_under, ("ddp", {}, arguments), ("eager", {}, arguments)):
+        assert ours["returned"] == pytest.approx(ddp["returned"], rel=1e-2)
+        assert [norm for norm, _ in ours["after"]] == pytest.approx([NORM] * 5, rel=1e-3)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_overridden_configure_gradient_clipping_decides(ranks: Ranks, world_size: int) -> None:
+    calls = [(kind, {"sgd": True}, {}, True) for kind in ("ddp", "eager")]
+    for ddp, ours in ranks.run(world_size, _clip_under, *calls):
+        (first, _), (_, second), *others = ddp["after"]
+        assert first == pytest.approx(2 * NORM, rel=1e-4)
+        assert second == pytest.approx(VALUE)
+        assert [norm for norm, _ in others] == pytest.approx([norm / 2 for norm, _ in ddp["before"][2:]])
+        for key in ("losses", "state", "before", "after"):
+            assert_close_relative(ours[key], ddp[key], RTOL, what=key)

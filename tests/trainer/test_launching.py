@@ -1,0 +1,170 @@
+"""The strategy in processes of its own: found by name, started by the Trainer, by torchrun and by the command line."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.pool import REPO
+
+SCRIPT = Path(__file__).with_name("launched.py")
+DEADLINE = 120.0
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Ends with everything that the command has started, whatever happens."""
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "PYTEST_CURRENT_TEST")
+    env = {key: value for key, value in os.environ.items() if key not in left_out}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), env.get("PYTHONPATH")]))
+    env.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        output, _ = process.communicate()
+        pytest.fail(f"{' '.join(command)} took longer than {DEADLINE:g} s:\n{output}")
+    finally:
+        _kill(process)
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _results(home: Path) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in sorted(home.glob("*.json"))]
+
+
+@pytest.fixture(scope="module")
+def by_the_trainer(native_library: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the ranks saw that the Trainer itself started."""
+    home = tmp_path_factory.mktemp("trainer")
+    done = run(str(SCRIPT), str(home), "zero3_compile", "2", cwd=home)
+    assert done.returncode == 0, done.stdout
+    return _results(home)
+
+
+def _check(ranks: list[dict[str, Any]], environment: str) -> None:
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["world_size"] == 2
+        assert rank["strategy"] == "ZeroStrategy"
+        assert rank["launcher"] == "_SubprocessScriptLauncher"
+        assert rank["environment"] == environment
+        assert rank["weight"] == ranks[0]["weight"]
+    seen = [set(rank["seen"]) for rank in ranks]
+    assert seen[0]
+    assert not seen[0] & seen[1], "without a distributed sampler every rank trains on the same data"
+
+
+def test_started_by_the_trainer(by_the_trainer: list[dict[str, Any]]) -> None:
+    _check(by_the_trainer, "LightningEnvironment")
+
+
+def test_started_by_torchrun(native_library: None, by_the_trainer: list[dict[str, Any]], tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run(*torchrun, str(SCRIPT), str(tmp_path), "zero3_compile", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    results = _results(tmp_path)
+    _check(results, "TorchElasticEnvironment")
+    # shuffled alike, from the same seed of the sampler
+    assert [rank["weight"] for rank in results] == [rank["weight"] for rank in by_the_trainer]
+
+
+def test_devices_that_contradict_torchrun_are_an_error(native_library: None, tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    done = run(*torchrun, str(SCRIPT), str(tmp_path), "zero3", "2", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "You set `devices=2`" in done.stdout
+    assert "does not match the world size (1)" in done.stdout
+    assert not _results(tmp_path)
+
+
+NAMES = """
+    import importlib
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    options = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    for name in ("zero3", "zero3_compile"):
+        try:
+            pl.Trainer(strategy=name, **options)
+        except ValueError as error:
+            assert "invalid strategy name" in str(error), error
+        else:
+            raise AssertionError(f"{name} is known before the import")
+
+    import lightning_zero
+    for name, compiles in (("zero3", False), ("zero3_compile", True), ("ZeRO3_Compile", True)):
+        strategy = pl.Trainer(strategy=name, **options).strategy
+        assert type(strategy) is lightning_zero.ZeroStrategy
+        assert strategy._compile.enabled is compiles
+        assert StrategyRegistry[name.lower()]["description"]
+
+    before = StrategyRegistry.available_strategies()
+    importlib.reload(lightning_zero)
+    assert StrategyRegistry.available_strategies() == before
+    assert pl.Trainer(strategy="zero3_compile", **options).strategy._compile.enabled
+    print("all is well")
+"""
+
+
+def test_names_are_registered_by_importing_once_or_twice(tmp_path: Path) -> None:
+    done = run("-c", textwrap.dedent(NAMES), cwd=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "all is well"), done.stdout
+
+
+CLI = """
+    import sys
+    from lightning.pytorch.cli import LightningCLI
+    sys.path.insert(0, {folder!r})
+    from launched import Model, Write
+
+    if __name__ == "__main__":
+        LightningCLI(Model, trainer_defaults=dict(callbacks=[Write({home!r})]), save_config_callback=None)
+"""
+
+CONFIG = """
+    trainer:
+      accelerator: cpu
+      devices: 1
+      max_epochs: 1
+      logger: false
+      enable_checkpointing: false
+      strategy:
+        class_path: lightning_zero.ZeroStrategy
+        init_args:
+          compile: false
+          reduce_bucket_mb: 0.5
+          timeout: null
+"""
+
+
+def test_command_line_by_class_path(native_library: None, tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    script, config = tmp_path / "cli.py", tmp_path / "config.yaml"
+    script.write_text(textwrap.dedent(CLI).format(folder=str(SCRIPT.parent), home=str(tmp_path)))
+    config.write_text(textwrap.dedent(CONFIG))
+    done = run(str(script), "fit", "--config", str(config), "--model.width=7", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    (result,) = _results(tmp_path)
+    assert result["strategy"] == "ZeroStrategy"
+    assert len(result["weight"]) == 7

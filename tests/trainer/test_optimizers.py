@@ -1,0 +1,162 @@
+"""Optimizers see shards that look like parameters; those that need whole parameters are refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from tests.helpers.oracle import assert_close_relative
+from tests.ranks.pool import Ranks
+from tests.trainer.helpers import INPUTS, OUTPUTS, RTOL, Regression, close, make_loader, make_trainer, seeded, train
+
+
+class Grouped(Regression):
+    """Weight decay for matrices only, told apart by their dimensions; and a rate of its own for one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(3):
+            self.net = nn.Sequential(
+                nn.Linear(INPUTS, 5),
+                nn.LayerNorm(5),
+                nn.Unflatten(1, (1, 5)),
+                nn.Conv1d(1, 3, 3),
+                nn.Flatten(),
+                nn.Linear(9, OUTPUTS),
+            )
+        self.groups: list[list[tuple[int, str]]] = []
+
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        last = [param for name, param in named if name.startswith("net.5")]
+        rest = [(name, param) for name, param in named if not name.startswith("net.5")]
+        groups = [
+            {"params": [param for _, param in rest if param.ndim >= 2], "weight_decay": 0.5},
+            {"params": [param for _, param in rest if param.ndim < 2], "weight_decay": 0.0},
+            {"params": last, "lr": 1e-3},
+        ]
+        names = {id(param): name for name, param in named}
+        self.groups = [[(param.ndim, names[id(param)]) for param in group["params"]] for group in groups]
+        return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+
+
+def _grouped(*kinds: str) -> dict[str, Any]:
+    out = {}
+    for kind in kinds:
+        made: list[Grouped] = []
+
+        def make(made: list[Grouped] = made) -> Grouped:
+            made.append(Grouped())
+            return made[0]
+
+        out[kind] = (*train(kind, make), made[0].groups)
+    return out
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_weight_decay_groups_by_dimensions_equal_ddps(ranks: Ranks, world_size: int) -> None:
+    for result in ranks.run(world_size, _grouped, "ddp", "eager"):
+        (*ours, groups), (*ddp, expected) = result["eager"], result["ddp"]
+        assert groups == expected
+        assert [len(group) for group in groups] == [2, 4, 2]
+        assert_close_relative(ours, ddp, RTOL)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD with momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.5, centered=True, eps=1e-3),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-2, eps=1e-3),
+    "Adam with amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True, eps=1e-3, foreach=False),
+    "Adamax": lambda params: torch.optim.Adamax(params, lr=1e-2, eps=1e-3),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
+}
+
+
+class Optimized(Regression):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.name](self.parameters())
+
+
+def _optimized(kind: str) -> dict[str, Any]:
+    return {name: train(kind, lambda name=name: Optimized(name)) for name in OPTIMIZERS}
+
+
+def _all_optimized() -> tuple[dict[str, Any], dict[str, Any]]:
+    return _optimized("eager"), _optimized("ddp")
+
+
+def test_elementwise_optimizers_equal_ddps(ranks: Ranks) -> None:
+    for ours, ddp in ranks.run(2, _all_optimized):
+        assert_close_relative(ours, ddp, 2 * RTOL)
+
+
+class Muon(torch.optim.SGD):
+    """In torch from 2.9 on, and in several packages."""
+
+
+class MuonWithAuxAdam(torch.optim.SGD): ...
+
+
+class Shampoo(torch.optim.SGD): ...
+
+
+class Adafactor(torch.optim.SGD): ...
+
+
+class OurOwnShampoo(Shampoo):
+    """A subclass computes what its base does."""
+
+
+WHOLE = {cls.__name__: cls for cls in (Muon, MuonWithAuxAdam, Shampoo, Adafactor, OurOwnShampoo)}
+WHOLE |= {"torch's Adafactor": torch.optim.Adafactor, "LBFGS": torch.optim.LBFGS}
+
+
+class Refused(Regression):
+    """The refused optimizer is the second."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        params = list(self.parameters())
+        return torch.optim.AdamW(params[2:]), WHOLE[self.name](params[:2], lr=0.1)
+
+
+class Stranger(Regression):
+    """An optimizer of a parameter that is not the module's."""
+
+    def configure_optimizers(self) -> Any:
+        self.__dict__["loose"] = nn.Parameter(torch.zeros(3, 2))
+        return torch.optim.SGD([{"params": list(self.parameters())}, {"params": [self.__dict__["loose"]]}], lr=0.1)
+
+
+def _refusals() -> dict[str, str]:
+    messages = {}
+    modules: dict[str, Regression] = {name: Refused(name) for name in WHOLE} | {"stranger": Stranger()}
+    for name, module in modules.items():
+        try:
+            make_trainer("eager").fit(module, make_loader("eager"))
+        except MisconfigurationException as error:
+            messages[name] = str(error)
+        assert not module.losses
+        close(module)
+    return messages
+
+
+def test_optimizers_that_need_whole_parameters_are_refused_by_name(ranks: Ranks) -> None:
+    for messages in ranks.run(2, _refusals):
+        for name, cls in WHOLE.items():
+            assert messages[name].startswith(f"{cls.__name__} "), messages.get(name)
+            assert "AdamW" in messages[name]
+        assert messages["stranger"].startswith(
+            "Parameter 0 of group 1 in SGD (shape (3, 2)) does not belong to the model"
+        )

@@ -1,0 +1,206 @@
+"""Building the C++ executor, with stand-ins for the compiler: a real build takes most of a minute."""
+
+import fcntl
+import importlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_zero.errors import NativeBuildError
+from lightning_zero.native import build as build_module
+from lightning_zero.native.build import build, source_directory
+
+# Writes a line for each call, answers --version, and writes what it is told to the file after -o: `half`, then `whole`.
+COMPILER = """#!/bin/sh
+echo "$@" >> "{log}"
+if [ "$1" = --version ]; then echo "stand-in {version}"; exit 0; fi
+while [ $# -gt 0 ]; do [ "$1" = -o ] && target="$2"; shift; done
+{body}
+"""
+WRITE = 'echo half > "$target"; sleep {pause}; echo whole > "$target"'
+
+
+class Compiler:
+    def __init__(self, folder: Path, body: str = WRITE.format(pause=0), version: str = "1.0") -> None:
+        self.log, path = folder / f"calls-{version}", folder / f"compiler-{version}"
+        path.write_text(COMPILER.format(log=self.log, version=version, body=body))
+        path.chmod(0o755)
+        self.path = str(path)
+
+    def calls(self) -> list[str]:
+        return [line for line in self.log.read_text().splitlines() if line != "--version"] if self.log.exists() else []
+
+
+def left_behind(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.rglob("*") if path.parent != cache)
+
+
+def test_without_a_compiler_the_error_names_gpp_and_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(NativeBuildError, match=r"'no-such-compiler' does not run.*Install g\+\+.*apt-get.*conda.*CXX"):
+        build(tmp_path, "no-such-compiler")
+    assert not left_behind(tmp_path)
+
+
+def test_the_compiler_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(tmp_path)
+    monkeypatch.setenv("CXX", compiler.path)
+    monkeypatch.setenv("LIGHTNING_ZERO_CACHE", str(tmp_path / "cache"))
+    library = build()
+    assert library.is_relative_to(tmp_path / "cache")
+    assert compiler.calls()
+    monkeypatch.delenv("LIGHTNING_ZERO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert build().is_relative_to(tmp_path / "xdg" / "lightning_zero")
+
+
+def test_every_source_is_compiled_and_linked_once_and_then_never_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = Compiler(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        library = build(tmp_path / "cache", compiler.path)
+    assert "takes up to a minute" in caplog.text
+    assert library.read_text() == "whole\n"
+    assert left_behind(tmp_path / "cache") == ["lightning_zero.so", "lock"]
+    sources = sorted(path.name for path in source_directory().glob("*.cpp"))
+    compiled = sorted(Path(word).name for call in compiler.calls() for word in call.split() if word.endswith(".cpp"))
+    assert compiled == sources
+    assert len(compiler.calls()) == len(sources) + 1
+    caplog.clear()
+    # Another process may hold the lock for ever: what is there can be used at once.
+    with open(library.parent / "lock", "w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        assert build(tmp_path / "cache", compiler.path, deadline_s=0) == library
+    assert len(compiler.calls()) == len(sources) + 1
+    assert not caplog.text
+
+
+def test_another_torch_compiler_or_source_gets_a_library_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Compiler(tmp_path)
+    found = {build(tmp_path, compiler.path), build(tmp_path, Compiler(tmp_path, version="2.0").path)}
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "__version__", "9.9.9")
+        found.add(build(tmp_path, compiler.path))
+    edited = tmp_path / "csrc"
+    edited.mkdir()
+    for path in source_directory().iterdir():
+        (edited / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(build_module, "source_directory", lambda: edited)
+    found.add(build(tmp_path, compiler.path))
+    assert len(found) == 3, "the same sources in another folder are the same library"
+    (edited / "compat.h").write_text("// a header counts, too")
+    found.add(build(tmp_path, compiler.path))
+    assert len(found) == 4
+
+
+def test_nobody_sees_half_a_library(tmp_path: Path) -> None:
+    compiler = Compiler(tmp_path, WRITE.format(pause=0.15))
+    seen: set[str] = set()
+    results: list[Path] = []
+    builders = [
+        threading.Thread(target=lambda: results.append(build(tmp_path / "cache", compiler.path))) for _ in range(3)
+    ]
+    for thread in builders:
+        thread.start()
+    while any(thread.is_alive() for thread in builders):
+        seen |= {path.read_text() for path in (tmp_path / "cache").glob("*/lightning_zero.so")}
+        time.sleep(0.005)
+    assert seen <= {"whole\n"}
+    assert len(results) == 3
+    assert len(set(results)) == 1
+    assert len(compiler.calls()) == len(list(source_directory().glob("*.cpp"))) + 1, "built more than once"
+
+
+def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> None:
+    # Linking fails: the last call, the one without -c.
+    body = 'case "$target" in *.so) echo "ld: error: cannot find -lc10" >&2; exit 1;; esac; ' + WRITE.format(pause=0)
+    broken = Compiler(tmp_path, body)
+    for _ in range(2):
+        with pytest.raises(NativeBuildError, match=r"cannot find -lc10"):
+            build(tmp_path / "cache", broken.path)
+        assert left_behind(tmp_path / "cache") == ["lock"]
+    Compiler(tmp_path)  # repaired: the same name, the same version
+    assert build(tmp_path / "cache", broken.path).read_text() == "whole\n"
+
+
+def test_a_compile_error_is_shown_with_the_versions_and_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ops.cpp").write_text("int main( { return undeclared; }\n")
+    monkeypatch.setattr(build_module, "source_directory", lambda: tmp_path)
+    with pytest.raises(NativeBuildError) as caught:
+        build(tmp_path / "cache")
+    message = str(caught.value)
+    assert f"failed with torch {torch.__version__}" in message
+    assert "ops.cpp:1" in message
+    assert "error:" in message
+    assert "C++20 compiler (g++ 10 or newer)" in message
+    assert "-std=c++20" in message.splitlines()[-1]
+
+
+def test_waiting_for_another_builder_ends_with_the_deadline_and_names_the_lock(tmp_path: Path) -> None:
+    compiler = Compiler(tmp_path)
+    library = build(tmp_path / "cache", compiler.path)
+    library.unlink()
+    with open(library.parent / "lock", "w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(NativeBuildError, match=r"Another process.*lock\).*End that process.*LIGHTNING_ZERO_CACHE"):
+            build(tmp_path / "cache", compiler.path, deadline_s=0.2)
+    assert build(tmp_path / "cache", compiler.path, deadline_s=0.2) == library
+
+
+def test_a_killed_builder_blocks_nobody(tmp_path: Path) -> None:
+    compiler = Compiler(tmp_path)
+    library = build(tmp_path / "cache", compiler.path)
+    library.unlink()
+    (library.parent / "build-killed").mkdir()
+    script = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); time.sleep(60)"
+    command = [sys.executable, "-S", "-c", script, str(library.parent / "lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(NativeBuildError, match="Another process"):
+            build(tmp_path / "cache", compiler.path, deadline_s=0)
+        holder.kill()
+        holder.wait()
+        assert build(tmp_path / "cache", compiler.path, deadline_s=0).read_text() == "whole\n"
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    compiler = Compiler(tmp_path)
+    occupied = tmp_path / "a-file"
+    occupied.write_text("")
+    with pytest.raises(NativeBuildError, match=r"Cannot write the build cache.*a-file.*Set LIGHTNING_ZERO_CACHE to a"):
+        build(occupied, compiler.path)
+    # The directory is there, but nothing can be put into it. (Permissions would not stop root, who runs many tests.)
+    library = build(tmp_path / "cache", compiler.path)
+    library.unlink()
+    (library.parent / "lock").unlink()
+    (library.parent / "lock").mkdir()
+    with pytest.raises(NativeBuildError, match=r"Cannot write the build cache.*Set LIGHTNING_ZERO_CACHE to a writable"):
+        build(tmp_path / "cache", compiler.path)
+
+
+def test_missing_sources_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "__file__", str(tmp_path / "package" / "native" / "build.py"))
+    with pytest.raises(NativeBuildError, match=r"C\+\+ sources.*package/csrc.*install the package again"):
+        source_directory()
+
+
+def test_a_library_that_does_not_load_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage = tmp_path / "lightning_zero.so"
+    garbage.write_bytes(os.urandom(64))
+    # The module's name is taken by the function that the package exports.
+    load_module = importlib.import_module("lightning_zero.native.load")
+    monkeypatch.setattr(load_module, "build", lambda: garbage)
+    with pytest.raises(NativeBuildError, match=rf"{garbage} does not load with torch.*Delete that file"):
+        load_module.load.__wrapped__()

@@ -1,0 +1,76 @@
+"""Optimizers that need whole parameters are refused by name; those that treat elements one by one are not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.support import check_optimizer
+
+
+class Elementwise(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(param.grad.sign(), alpha=-group["lr"])
+
+
+def named(name: str, base: type = Elementwise) -> Optimizer:
+    """Stands for an optimizer of a library that is not installed."""
+    return type(name, (base,), {})([nn.Parameter(torch.zeros(3, 3))])
+
+
+REASONS = {
+    "orthogonalises whole matrices": ["Muon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam", "NorMuon", "Dion"],
+    "keeps row and column statistics of whole matrices": ["Adafactor", "AdafactorScheduled", "CAME", "SM3"],
+    "preconditions with whole matrices": ["Shampoo", "DistributedShampoo", "ShampooV2", "SOAP", "KFAC", "PSGD"],
+    "projects whole matrices": ["GaLore", "GaLoreAdamW", "GaLoreAdamW8bit"],
+    "scales by the norm of whole parameters": ["LAMB", "Lamb", "LARS"],
+    "takes inner products over all parameters": ["LBFGS", "Prodigy", "DAdaptAdam"],
+    "projects on whole parameters": ["AdamP", "SGDP"],
+    "normalises by the norm of whole gradients": ["NovoGrad"],
+    "shares statistics over blocks of whole parameters": ["AdamMini", "Adam_mini"],
+}
+REFUSED = [(name, reason) for reason, names in REASONS.items() for name in names]
+
+
+@pytest.mark.parametrize(("name", "reason"), REFUSED, ids=[name for name, _ in REFUSED])
+def test_an_optimizer_for_whole_parameters_is_refused_with_the_reason(name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^{name} {reason}.*such as AdamW.*or another strategy"):
+        check_optimizer(named(name))
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LBFGS"])
+def test_torchs_own_are_refused(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    with pytest.raises(UnsupportedError, match=f"^{name} "):
+        check_optimizer(getattr(torch.optim, name)([nn.Parameter(torch.zeros(3, 3))]))
+
+
+def test_a_subclass_of_a_refused_one_is_refused_by_its_own_name() -> None:
+    for base in ("Muon", "SOAP", "GaLoreAdamW"):
+        with pytest.raises(UnsupportedError, match="^MyOptimizer "):
+            check_optimizer(named("MyOptimizer", type(named(base))))
+
+
+class Lion(Elementwise):
+    """Named like many others that treat elements one by one."""
+
+
+ACCEPTED: list[Callable[..., Optimizer]] = [
+    torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam,
+    torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop, Elementwise, Lion,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", ACCEPTED, ids=lambda make: make.__name__)
+def test_an_optimizer_that_treats_elements_one_by_one_is_accepted(make: Callable[..., Optimizer]) -> None:
+    check_optimizer(make([nn.Parameter(torch.zeros(3, 3))]))

@@ -1,0 +1,72 @@
+"""How a parameter is cut: pieces of one size that put together are the parameter, followed by zeros."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from lightning_zero.sharding.layout import ALIGNMENT_BYTES, ShardLayout
+
+SHAPES = [(), (0,), (4, 0, 3), (1,), (1, 1), (2,), (31,), (32,), (33,), (3, 11), (64, 1), (7, 5, 3), (1000,), (128, 96)]
+WORLDS = [1, 2, 3, 4, 7, 8]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
+CASES = list(itertools.product(SHAPES, DTYPES, WORLDS))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranges_cover_the_parameter_once_in_order(world: int) -> None:
+    for shape, dtype in itertools.product(SHAPES, DTYPES):
+        layout = ShardLayout.of(torch.Size(shape), dtype, world)
+        covered = [i for rank in range(world) for i in range(*layout.range_of(rank))]
+        assert covered == list(range(math.prod(shape))), layout
+        assert layout.numel == math.prod(shape)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_pieces_are_equal_aligned_never_empty_and_no_larger_than_needed(world: int) -> None:
+    for shape, dtype in itertools.product(SHAPES, DTYPES):
+        layout = ShardLayout.of(torch.Size(shape), dtype, world)
+        size = layout.shard_numel * dtype.itemsize
+        assert size > 0
+        assert size % ALIGNMENT_BYTES == 0
+        needed = math.ceil(layout.numel / world) * dtype.itemsize
+        assert needed <= size < max(needed, 1) + ALIGNMENT_BYTES
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_written_pieces_put_together_are_the_parameter_and_zeros(world: int) -> None:
+    for shape, dtype in itertools.product(SHAPES, DTYPES):
+        full = torch.arange(1, math.prod(shape) + 1).remainder(100).to(dtype).reshape(shape)
+        layout = ShardLayout.of(full.shape, dtype, world)
+        pieces = torch.full((world, layout.shard_numel), 77, dtype=dtype)  # stale values everywhere
+        for rank in range(world):
+            layout.write(pieces[rank], full, rank)
+        whole = pieces.reshape(-1)
+        assert torch.equal(whole[: full.numel()].view(shape), full)
+        assert not whole[full.numel() :].any(), f"padding of {layout} is not zero"
+
+
+def test_a_parameter_of_another_layout_dtype_or_with_a_history_is_written_as_values() -> None:
+    full = torch.randn(6, 4, dtype=torch.float64, requires_grad=True).t() * 2
+    layout = ShardLayout.of(full.shape, torch.float32, 1)
+    shard = torch.full((layout.shard_numel,), torch.nan)
+    layout.write(shard, full, 0)
+    assert torch.equal(shard[:24].view(4, 6), full.detach().float())
+    assert not shard.requires_grad
+
+
+def test_the_visible_shape_keeps_the_number_of_dimensions() -> None:
+    # Users split weight decay by p.ndim. A scalar's piece has more than one element, so it cannot be 0-dim.
+    for shape, expected in (((), 1), ((5,), 1), ((0,), 1), ((3, 4), 2), ((2, 3, 4), 3), ((1, 1, 1, 1), 4)):
+        layout = ShardLayout.of(torch.Size(shape), torch.float32, 2)
+        assert len(layout.visible_shape) == expected
+        assert layout.visible_shape.numel() == layout.shard_numel
+        assert set(layout.visible_shape[:-1]) <= {1}
+
+
+def test_layouts_compare_by_value() -> None:
+    first, same = (ShardLayout.of(torch.Size((3, 4)), torch.float32, 2) for _ in range(2))
+    assert first == same
+    assert first != ShardLayout.of(torch.Size((4, 3)), torch.float32, 2)
+    assert first != ShardLayout.of(torch.Size((3, 4)), torch.float32, 3)

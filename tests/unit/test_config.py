@@ -1,0 +1,58 @@
+"""Options check themselves, and say what to pass instead."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
+from lightning_zero.strategy import ZeroStrategy
+
+# What is built, with which arguments, and what the message says.
+WRONG = [
+    (ReduceConfig, {"bucket_mb": 0}, r"bucket_mb=0 must be a positive number of MiB\. Try 64"),
+    (ReduceConfig, {"bucket_mb": -1.5}, r"bucket_mb=-1\.5 must be a positive"),
+    (ReduceConfig, {"bucket_mb": math.nan}, r"bucket_mb=nan must be a positive"),
+    (ReduceConfig, {"bucket_mb": math.inf}, r"bucket_mb=inf must be a positive"),
+    (ReduceConfig, {"bucket_mb": "64"}, r"bucket_mb='64' must be a positive"),
+    (ReduceConfig, {"average": "mean"}, r"average='mean' must be 'predivide' or 'average'"),
+    (ReduceConfig, {"dtype": torch.int8}, r"reduce_dtype=torch\.int8 is no floating point type\. Try torch\.bfloat16"),
+    (CompileConfig, {"backend": "eager"}, r"compile_backend='eager' is unknown\. Choose one of inductor, aot_eager"),
+    (CompileConfig, {"gather_group_mb": 0}, r"gather_group_mb=0 must be a positive number of MiB\. Try 128"),
+    (CompileConfig, {"gather_group_mb": math.nan}, r"gather_group_mb=nan must be a positive"),
+    (CompileConfig, {"gather_group_mb": math.inf}, r"gather_group_mb=inf must be a positive"),
+    (CompileConfig, {"gather_group_mb": "128"}, r"gather_group_mb='128' must be a positive"),
+    (ZeroStrategy, {"reduce_dtype": "fp8"}, r"reduce_dtype='fp8' is unknown\. Choose one of 'bf16', '16', '32'"),
+    (ZeroStrategy, {"reduce_dtype": torch.bfloat16}, r"reduce_dtype=torch\.bfloat16 is unknown\. Choose one of 'bf16'"),
+    (ZeroStrategy, {"reduce_bucket_mb": 0}, r"bucket_mb=0 must be a positive"),
+    (ZeroStrategy, {"compile_backend": "cudagraphs"}, r"compile_backend='cudagraphs' is unknown"),
+    (ZeroStrategy, {"gather_group_mb": -1}, r"gather_group_mb=-1 must be a positive"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "words"), WRONG, ids=[f"{m.__name__}-{'-'.join(f'{k}={v}' for k, v in a.items())}" for m, a, _ in WRONG]
+)
+def test_a_wrong_option_is_refused_by_name_with_the_remedy(make: Any, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_gradients_may_travel_in_any_floating_point_dtype(dtype: torch.dtype | None) -> None:
+    assert ReduceConfig(dtype=dtype).dtype == dtype
+
+
+def test_options_cannot_be_changed_behind_the_engines_back() -> None:
+    for config in (EngineConfig(), EngineConfig().reduce, EngineConfig().compile):
+        for field in dataclasses.fields(config):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(config, field.name, None)
+
+
+def test_equal_options_are_equal() -> None:
+    # An engine compiles again when these differ.
+    assert EngineConfig() == EngineConfig(ReduceConfig(), CompileConfig())
+    assert EngineConfig() != EngineConfig(compile=CompileConfig(dynamic=True))
