@@ -28,6 +28,20 @@ class PendingWork : public c10d::Work {
   c10::Device device_;
 };
 
+// torch.autograd.grad() and backward(inputs=...) are after the gradients of some tensors only, but a compiled graph hands over
+// those of all its weights.
+bool is_wanted(const ParamRecord& record) {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) return true;
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(record.param);
+  const auto found = accumulator ? wanted->find(accumulator.get()) : wanted->end();
+  if (found == wanted->end() || !found->second.should_execute()) return false;
+  TORCH_CHECK(
+      !found->second.captures_, "lightning_zero: torch.autograd.grad() cannot return the gradient of ", record.name,
+      ", because sharded gradients go to param.grad. Call loss.backward(), or loss.backward(inputs=[...]), and read param.grad.");
+  return true;
+}
+
 at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef shape) {
   return flat.narrow(0, 0, numel).view(shape);
 }
@@ -171,8 +185,13 @@ at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType
   });
   const bool again = held != tracked_.end();
   Pending pending;
-  auto flat = gather_into(record, dtype, pending, again ? held->full : at::Tensor());
-  pending.wait(device_);
+  at::Tensor flat;
+  {
+    // The same values again: autograd must not take them for an edit of the weight that was read first.
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    flat = gather_into(record, dtype, pending, again ? held->full : at::Tensor());
+    pending.wait(device_);
+  }
   auto full = as_parameter(flat, record.numel, shape);
   if (tracked) {
     count("eager_gathers");
@@ -309,8 +328,7 @@ void Executor::ensure_grad(ParamRecord& record) {
 void Executor::join_round() {
   const int task = torch::autograd::get_current_graph_task_id();
   TORCH_CHECK(
-      task >= 0, "lightning_zero: a gradient arrived outside of a backward pass. Gradients must come from loss.backward(); "
-                 "torch.autograd.grad() of sharded parameters returns no gradient.");
+      task >= 0, "lightning_zero: a gradient arrived outside of a backward pass. Gradients must come from loss.backward().");
   if (std::find(tasks_.begin(), tasks_.end(), task) != tasks_.end()) return;
   if (tasks_.empty()) {
     arrivals_.clear();
@@ -335,6 +353,7 @@ void Executor::reduce(int64_t index, const at::Tensor& grad) {
   TORCH_CHECK(
       grad.numel() == record.numel, "lightning_zero: the gradient of ", record.name, " has shape ", grad.sizes(),
       " but the parameter has shape ", at::IntArrayRef(record.shape), ".");
+  if (torch::autograd::get_current_graph_task_id() >= 0 && !is_wanted(record)) return;
   join_round();
   auto position = position_[index];
   TORCH_CHECK(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -28,7 +29,9 @@ def refuse_callbacks(trainer: pl.Trainer) -> None:
             )
 
 
-def check_adopted(engine: Engine, module: nn.Module, device: torch.device) -> None:
+def check_adopted(
+    engine: Engine, module: nn.Module, device: torch.device, precision: Precision, sync_batchnorm: bool
+) -> None:
     """Raises ``MisconfigurationException`` when a module sharded earlier does not fit now, or has grown since."""
     world_size = dist.get_world_size()
     if engine.world_size != world_size or engine.device != device:
@@ -42,6 +45,19 @@ def check_adopted(engine: Engine, module: nn.Module, device: torch.device) -> No
             f"{len(added)} parameters were added after the model was sharded, the first is {added[0]!r}. If "
             "configure_model() built the network again, make it return early: `if self.model is not None: return`. "
             "Otherwise add parameters before fit()."
+        )
+    dtype = precision._desired_input_dtype if isinstance(precision, HalfPrecision) else None
+    others = {param.dtype for param in module.parameters() if param.is_floating_point()} - {dtype}
+    if dtype is not None and others:
+        raise MisconfigurationException(
+            f"The model was sharded by an earlier Trainer in {', '.join(map(str, others))}, and cannot be converted "
+            f"for Trainer(precision={precision.precision!r}) any more. Call lightning_zero.unshard(model) in between."
+        )
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    if sync_batchnorm and not all(isinstance(layer, nn.SyncBatchNorm) for layer in layers):
+        raise MisconfigurationException(
+            "The model was sharded by an earlier Trainer without sync_batchnorm=True, and its layers cannot be "
+            "replaced any more. Call lightning_zero.unshard(model) in between, or pass it to the earlier Trainer, too."
         )
 
 

@@ -312,7 +312,7 @@ class ZeroStrategy(ParallelStrategy):
             )
 
     def _adopt(self, engine: Engine, module: pl.LightningModule) -> None:
-        check_adopted(engine, module, self.root_device)
+        check_adopted(engine, module, self.root_device, self.precision_plugin, self._layer_sync is not None)
         self._engine = engine
         engine.configure(self._config())
 

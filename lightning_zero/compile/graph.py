@@ -15,6 +15,8 @@ REDUCE = "reduce"
 _aten = torch.ops.aten
 _CASTS = {
     _aten._to_copy.default,
+    _aten.clone.default,  # weight.t().contiguous(): as large as the weight
+    _aten._unsafe_view.default,
     torch.ops.prims.convert_element_type.default,
     _aten.detach.default,
     _aten.alias.default,
@@ -56,7 +58,7 @@ def cast_dtype(node: Node) -> torch.dtype | None:
 
 
 def is_view_or_cast(node: Node) -> bool:
-    """Whether the node's result is its first input's memory in another shape, or its values in another dtype."""
+    """Whether the node's result is its first input's memory in another shape, or its values in another order, dtype."""
     target = node.target
     if target is operator.getitem and isinstance(node.args[0], Node):
         return is_view_or_cast(node.args[0])  # a part of a weight that was split or chunked

@@ -30,7 +30,7 @@ def tag_gathers(graph: Graph) -> Graph:
         if node in tagged:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     for node in reduces(graph):
-        # A gradient that does not depend on the loss (zeros, what a custom function makes up) could else be handed over in
-        # forward.
+        # A gradient that does not depend on the loss (zeros, what a custom function makes up) could else be handed over
+        # in forward.
         node.meta["partitioner_tag"] = "must_be_in_backward"
     return graph

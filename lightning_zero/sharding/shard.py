@@ -209,8 +209,8 @@ class Sharder:
             if buffer is not None and buffer.device != self.executor.device:
                 if buffer.is_meta:
                     raise UnsupportedError(
-                        f"Buffer {(f'{name}.{key}' if name else key)!r} ({type(module).__name__}) is on the meta device "
-                        "and has no value. Set it in reset_parameters(), or register it on a real device."
+                        f"Buffer {(f'{name}.{key}' if name else key)!r} ({type(module).__name__}) is on the meta "
+                        "device and has no value. Set it in reset_parameters(), or register it on a real device."
                     )
                 module._buffers[key] = buffer.to(self.executor.device)
 

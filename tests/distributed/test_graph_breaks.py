@@ -1,7 +1,6 @@
 """Models that a compiler takes apart: breaks in every block, code it must not touch, branches on data, exceptions."""
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.fx import Graph
 from tests.helpers.memory import gathered_weights
 from tests.helpers.models import Batch, Case, build, make_batches
 from tests.helpers.oracle import assert_close_relative, train_reference
-from tests.helpers.sharded import BACKENDS, EAGER, adamw, engine_for, sgd, train_case, train_plain, train_sharded
+from tests.helpers.sharded import BACKENDS, adamw, engine_for, sgd, train_case, train_plain, train_sharded
 from tests.ranks.pool import Ranks
 
 SAMPLES = 12

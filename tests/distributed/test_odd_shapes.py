@@ -24,7 +24,8 @@ def test_odd_parameters_train_as_in_one_process(ranks: Ranks, world_size: int, c
     expected = train_reference(build(case), make_batches(case, STEPS, SAMPLES), adamw, world=world_size, clip_norm=CLIP)
     assert min(expected.grad_norms) > CLIP
     if case == "MixedDtypes" and world_size == 3:
-        # The ranks' thirds of a bfloat16 gradient are rounded before they are added, and a ReLU soon tells the runs apart.
+        # The ranks' thirds of a bfloat16 gradient are rounded before they are added, and a ReLU soon tells the runs
+        # apart.
         assert_close_relative(out.grads[0], expected.grads[0], 1e-2, what="grads")
         assert_close_relative(out.losses, expected.losses, 1e-2, what="losses")
         return

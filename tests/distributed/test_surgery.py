@@ -96,7 +96,9 @@ def shares_classes() -> None:
     class Other(nn.Linear):
         pass
 
-    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(5, 2), nn.Linear(3, 3, bias=False), Other(3, 3), Block(), Block(4)])
+    model = nn.ModuleList(
+        [nn.Linear(3, 3), nn.Linear(5, 2), nn.Linear(3, 3, bias=False), Other(3, 3), Block(), Block(4)]
+    )
     with sharded(model):
         kinds = [type(module) for module in model]
         assert kinds[0] is kinds[1]  # other sizes, one class: else every layer would compile anew
@@ -205,7 +207,9 @@ def test_in_place_edits_of_weights_reach_the_shards(ranks: Ranks, world_size: in
 def refuses_copies() -> None:
     model = nn.Sequential(Block(), nn.Linear(6, 3))
     with sharded(model):
-        words = r"A sharded Linear cannot be copied or pickled.*module\.state_dict\(\).*unshard.*trainer\.save_checkpoint"
+        words = (
+            r"A sharded Linear cannot be copied or pickled.*module\.state_dict\(\).*unshard.*trainer\.save_checkpoint"
+        )
         linear = model[1]
         raises_all(
             UnsupportedError,

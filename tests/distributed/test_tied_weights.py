@@ -65,7 +65,8 @@ def test_two_backward_passes_in_one_step_add_up(ranks: Ranks, world_size: int, l
 
 
 class LateSurprise(Case):
-    """From the third step on, a weight is read by a second graph whose backward comes when all other gradients are there."""
+    """From the third step on, a weight is read by a second graph whose backward comes when all other gradients are
+    there."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Parameters that get no gradient: never, not now, not on this rank, not any more; and gradients of another kind than usual."""
+"""Parameters that get no gradient: never, not now, not on this rank, not any more; and gradients of another kind than
+usual."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +64,8 @@ def test_branch_parameters_have_gradients_in_the_steps_that_take_the_branch(rank
 
 
 class UsedOnOneRank(Case):
-    """The bias counts only where the share's first sample says so. (A weight could not: its gathers need every rank.)"""
+    """The bias counts only where the share's first sample says so. (A weight could not: its gathers need every
+    rank.)"""
 
     def __init__(self) -> None:
         super().__init__()

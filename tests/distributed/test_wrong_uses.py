@@ -1,8 +1,8 @@
 """Wrong uses, each refused with a message that says what is wrong, where, and what to do.
 
-Elsewhere: options (tests/unit/test_config.py), optimizers and precision plugins (tests/trainer), checkpoints of another model
-(tests/trainer/test_full_checkpoints.py), `devices` against torchrun (tests/trainer/test_launching.py), replaced parameters and copies
-(test_surgery.py), what may not reach the executor (tests/native/test_backward.py).
+Elsewhere: options (tests/unit/test_config.py), optimizers and precision plugins (tests/trainer), checkpoints of another
+model (tests/trainer/test_full_checkpoints.py), `devices` against torchrun (tests/trainer/test_launching.py), replaced
+parameters and copies (test_surgery.py), what may not reach the executor (tests/native/test_backward.py).
 """
 
 import re
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_zero import UnsupportedError, full_parameters, unshard
 from lightning_zero.config import CompileConfig, EngineConfig
@@ -30,7 +30,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {}
 
 
 def wrong(words: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """The function does something wrong; what is raised must match ``words``: the error's type, what, where, what to do."""
+    """The function does something wrong; what is raised must match ``words``: the error's type, what, where, what to
+    do."""
 
     def register(function: Callable[[], Any]) -> Callable[[], Any]:
         WRONG[function.__name__] = (function, words)
@@ -64,7 +65,9 @@ def sharded(module: nn.Module) -> Engine:
 # -- the model
 
 
-@wrong(r"MisconfigurationException: Empty has no parameters, so there is nothing to shard.*__init__\(\) or configure_model\(\)")
+@wrong(
+    r"MisconfigurationException: Empty has no parameters, so there is nothing to shard.*__init__\(\) or configure_model\(\)"
+)
 def model_without_parameters() -> None:
     class Empty(Regression):
         def __init__(self) -> None:
@@ -84,12 +87,16 @@ def sparse_parameter() -> None:
     fit(With(table=nn.Parameter(torch.eye(3).to_sparse())))
 
 
-@wrong(r"MisconfigurationException: Parameter 'head\.weight' has no shape yet \(a lazy module\)\. Run one batch.*or give it")
+@wrong(
+    r"MisconfigurationException: Parameter 'head\.weight' has no shape yet \(a lazy module\)\. Run one batch.*or give it"
+)
 def lazy_module() -> None:
     fit(With(head=nn.LazyLinear(3)))
 
 
-@wrong(r"MisconfigurationException: Parameter 'part\.weight' is a DTensor.*fully_shard.*Remove that call from configure_model")
+@wrong(
+    r"MisconfigurationException: Parameter 'part\.weight' is a DTensor.*fully_shard.*Remove that call from configure_model"
+)
 def module_sharded_by_something_else() -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -109,7 +116,9 @@ class NoReset(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
 
-@wrong(r"MisconfigurationException: Module 'part' \(NoReset\) has parameters on the meta device but no reset_parameters\(\).*Add")
+@wrong(
+    r"MisconfigurationException: Module 'part' \(NoReset\) has parameters on the meta device but no reset_parameters\(\).*Add"
+)
 def meta_module_without_reset_parameters() -> None:
     with torch.device("meta"):
         part = NoReset()
@@ -123,7 +132,9 @@ def meta_buffer() -> None:
     fit(With(part=part))
 
 
-@wrong(r"MisconfigurationException: 2 parameters were added after.*the first is 'extra\.weight'.*add parameters before fit\(\)")
+@wrong(
+    r"MisconfigurationException: 2 parameters were added after.*the first is 'extra\.weight'.*add parameters before fit\(\)"
+)
 def parameter_added_after_setup() -> None:
     module = Regression()
     try:
@@ -134,7 +145,9 @@ def parameter_added_after_setup() -> None:
         close(module)
 
 
-@wrong(r"MisconfigurationException: 6 parameters were added.*configure_model\(\) built the network again.*if self\.model is not None")
+@wrong(
+    r"MisconfigurationException: 6 parameters were added.*configure_model\(\) built the network again.*if self\.model is not None"
+)
 def configure_model_that_builds_again() -> None:
     class Again(Regression):
         def configure_model(self) -> None:
@@ -149,7 +162,9 @@ def configure_model_that_builds_again() -> None:
         close(module)
 
 
-@wrong(r"ValueError: .*no shard of a live engine.*module\.to\(\)/half\(\)/cuda\(\).*in place.*full_parameters\(module\)")
+@wrong(
+    r"ValueError: .*no shard of a live engine.*module\.to\(\)/half\(\)/cuda\(\).*in place.*full_parameters\(module\)"
+)
 def halved_after_sharding() -> None:
     module = Regression()
     try:
@@ -160,7 +175,9 @@ def halved_after_sharding() -> None:
         close(module)
 
 
-@wrong(r"UnsupportedError: The module is already sharded by another engine\. Call lightning_zero\.unshard\(model\) first")
+@wrong(
+    r"UnsupportedError: The module is already sharded by another engine\. Call lightning_zero\.unshard\(module\) first"
+)
 def sharded_twice() -> None:
     model = mlp()
     first = sharded(model)
@@ -204,7 +221,9 @@ def unsharding_a_plain_module() -> None:
     unshard(mlp())
 
 
-@wrong(r"MisconfigurationException: .*sharded by an earlier Trainer over 2 ranks on cpu.*on 2 ranks on meta.*lightning_zero\.unshard")
+@wrong(
+    r"MisconfigurationException: .*sharded by an earlier Trainer over 2 ranks on cpu.*on 2 ranks on meta.*lightning_zero\.unshard"
+)
 def another_device_without_unsharding() -> None:
     from lightning_zero.checks import check_adopted
 
@@ -238,7 +257,9 @@ def state_before_sharding() -> None:
         engine.close()
 
 
-@wrong(r"UnsupportedError: The weight '0\.weight' was changed between forward and backward.*Run backward before changing weights")
+@wrong(
+    r"UnsupportedError: The weight '0\.weight' was changed between forward and backward.*Run backward before changing weights"
+)
 def weight_changed_before_backward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     engine = sharded(model)
@@ -255,7 +276,9 @@ def weight_changed_before_backward() -> None:
         engine.close()
 
 
-@wrong(r"MisconfigurationException: StochasticWeightAveraging copies the module.*Remove the callback, or use another strategy")
+@wrong(
+    r"MisconfigurationException: StochasticWeightAveraging copies the module.*Remove the callback, or use another strategy"
+)
 def stochastic_weight_averaging() -> None:
     fit(Regression(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
 
@@ -263,7 +286,9 @@ def stochastic_weight_averaging() -> None:
 # -- the Trainer
 
 
-@wrong(r"MisconfigurationException: Trainer\(precision='64-true'\).*DoublePrecision is not supported.*Choose '32-true', 'bf16-mixed'")
+@wrong(
+    r"MisconfigurationException: Trainer\(precision='64-true'\).*DoublePrecision is not supported.*Choose '32-true', 'bf16-mixed'"
+)
 def unsupported_precision() -> None:
     make_trainer("eager", precision="64-true")
 
@@ -286,7 +311,9 @@ def bucket_of_no_size() -> None:
     make_trainer("eager", reduce_bucket_mb=-1)
 
 
-@wrong(r"MisconfigurationException: Parameter 1 of group 0 in SGD \(shape \(2,\)\) does not belong to the model.*configure_optimizers")
+@wrong(
+    r"MisconfigurationException: Parameter 1 of group 0 in SGD \(shape \(2,\)\) does not belong to the model.*configure_optimizers"
+)
 def optimizer_of_somebody_elses_parameters() -> None:
     class Foreign(Regression):
         def configure_optimizers(self) -> Any:
@@ -295,7 +322,9 @@ def optimizer_of_somebody_elses_parameters() -> None:
     fit(Foreign())
 
 
-@wrong(r"MisconfigurationException: Muon orthogonalises whole matrices.*each rank holds only a flat piece.*Use an optimizer that")
+@wrong(
+    r"MisconfigurationException: Muon orthogonalises whole matrices.*each rank holds only a flat piece.*Use an optimizer that"
+)
 def optimizer_of_whole_matrices() -> None:
     class Muon(torch.optim.SGD):
         pass
@@ -324,22 +353,30 @@ def differ(change: Callable[[], nn.Module]) -> None:
     Engine(CPU, EAGER).shard(model)
 
 
-@wrong(r"RankMismatchError: Ranks hold different models.*rank 0 and rank 1: '0\.weight \(5, 6\).*'0\.weight \(4, 6\).*Build the same model")
+@wrong(
+    r"RankMismatchError: Ranks hold different models.*rank 0 and rank 1: '0\.weight \(5, 6\).*'0\.weight \(4, 6\).*Build the same model"
+)
 def other_shapes_on_a_rank() -> None:
     differ(lambda: mlp(4))
 
 
-@wrong(r"RankMismatchError: Ranks hold different models.*rank 0 and rank 1: '\(nothing\)' against '5\.weight.*Build the same model")
+@wrong(
+    r"RankMismatchError: Ranks hold different models.*rank 0 and rank 1: '\(nothing\)' against '5\.weight.*Build the same model"
+)
 def another_layer_on_a_rank() -> None:
     differ(lambda: mlp().append(nn.Linear(3, 3)))
 
 
-@wrong(r"RankMismatchError: Ranks hold different models.*'0\.weight \(5, 6\) torch\.float32 True' against .*torch\.float64 True'")
+@wrong(
+    r"RankMismatchError: Ranks hold different models.*'0\.weight \(5, 6\) torch\.float32 True' against .*torch\.float64 True'"
+)
 def another_dtype_on_a_rank() -> None:
     differ(lambda: mlp().double())
 
 
-@wrong(r"RankMismatchError: Ranks hold different models.*'0\.weight .* True' against '0\.weight .* False'.*requires_grad")
+@wrong(
+    r"RankMismatchError: Ranks hold different models.*'0\.weight .* True' against '0\.weight .* False'.*requires_grad"
+)
 def frozen_on_one_rank() -> None:
     differ(lambda: mlp().requires_grad_(False))
 
@@ -383,14 +420,18 @@ def test_a_refused_module_stays_as_it_was(ranks: Ranks) -> None:
 
 
 def test_an_engine_without_processes_says_how_to_get_some() -> None:
-    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialised\. Call .*init_process_group\(\) first"):
+    with pytest.raises(
+        RuntimeError, match=r"torch\.distributed is not initialised\. Call .*init_process_group\(\) first"
+    ):
         Engine(CPU, EAGER)
 
 
 def test_a_strategy_that_is_not_set_up_says_when_it_is() -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="zero3", logger=False, enable_checkpointing=False)
     for ask in (trainer.strategy.lightning_module_state_dict, lambda: trainer.strategy.optimizer_state(None)):
-        with pytest.raises(MisconfigurationException, match=r"before it was set up\..*while trainer\.fit\(\) or another"):
+        with pytest.raises(
+            MisconfigurationException, match=r"before it was set up\..*while trainer\.fit\(\) or another"
+        ):
             ask()
 
 

@@ -1,86 +1,96 @@
-"""Which gathered weights are alive: their storages are watched from the moment somebody hands them out."""
+"""Two ways to see memory: everything the allocator does, and which gathered weights are still held by anybody."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 
-class Watched:
-    """Storages that were seen: how many, and how many bytes of them were alive at once at most."""
+@dataclass
+class Allocations:
+    """Signed sizes in bytes, in order: positive when allocated, negative when freed."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.most_bytes = 0
-        self._alive: list[tuple[StorageWeakRef, int]] = []
+    events: list[int] = field(default_factory=list)
 
-    def saw(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.count += 1
-        self._alive.append((StorageWeakRef(storage), storage.nbytes()))
-        if self._bytes() > self.most_bytes:
-            # gloo's threads let go of a tensor a moment after the collective is over.
-            self.most_bytes = max(self.most_bytes, self._settled(self.most_bytes, 0.02))
+    def peak(self, *sizes: int) -> int:
+        """The most bytes at once, above the beginning; of allocations of exactly these sizes, if any are given."""
+        return max(itertools.accumulate(e for e in self.events if not sizes or abs(e) in sizes), default=0)
 
-    def left(self) -> int:
-        """Bytes still alive."""
-        return self._settled(0, 5.0)
-
-    def _bytes(self) -> int:
-        self._alive = [(ref, size) for ref, size in self._alive if not ref.expired()]
-        return sum(size for _, size in self._alive)
-
-    def _settled(self, enough: int, patience_s: float) -> int:
-        end = time.monotonic() + patience_s
-        while (found := self._bytes()) > enough and time.monotonic() < end:
-            time.sleep(0.001)
-        return found
+    def count(self, *sizes: int) -> int:
+        return sum(event in sizes for event in self.events)
 
 
 @contextmanager
-def gathered_weights() -> Iterator[Watched]:
+def allocations() -> Iterator[Allocations]:
+    """Watches the CPU allocator; what it yields is filled in at the end.
+
+    It is blind in gloo's threads. One of those may be the last to hold the output of a collective, which then seems to
+    live for ever: take the least of several measurements.
+    """
+    out = Allocations()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        yield out
+    path = Path(f"allocations-{torch.distributed.get_rank()}.json")
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    memory = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
+    assert memory, "the profiler saw no allocation"
+    out.events = [event["args"]["Bytes"] for event in memory]
+
+
+class Gathered:
+    """What was gathered, and how many bytes of it somebody still holds.
+
+    Watching costs a Python object for each storage, which counts as one more holder: not for measuring while a step
+    runs.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._held: list[tuple[StorageWeakRef, int]] = []
+
+    def left(self, patience_s: float = 5.0) -> int:
+        end = time.monotonic() + patience_s
+        while True:
+            left = sum(size for storage, size in self._held if not storage.expired())
+            # gloo's threads let go of a tensor a moment after the collective is over.
+            if not left or time.monotonic() > end:
+                return left
+            time.sleep(0.001)
+
+    def seen_by(self, op: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            # The one kernel there is serves every device: ask for it as another one would, or we would call ourselves.
+            result = op.redispatch(DispatchKeySet(DispatchKey.PrivateUse1), *args, **kwargs)
+            for leaf in tree_leaves(result):
+                self.count += 1
+                self._held.append((StorageWeakRef(leaf.untyped_storage()), leaf.untyped_storage().nbytes()))
+            return result
+
+        return kernel
+
+
+@contextmanager
+def gathered_weights() -> Iterator[Gathered]:
     """Watches what every op of ours that gathers returns, in compiled code and elsewhere."""
-    out = Watched()
+    out = Gathered()
     library = torch.library.Library("lightning_zero", "IMPL")
     names = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("lightning_zero::")}
     for name in sorted(name for name in names if name.startswith("gather")):
-        library.impl(name, _seen_by(out, getattr(torch.ops.lightning_zero, name).default), "CPU")
+        library.impl(name, out.seen_by(getattr(torch.ops.lightning_zero, name).default), "CPU")
     try:
         yield out
     finally:
         library._destroy()
-
-
-def _seen_by(watched: Watched, op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        # The one kernel there is serves every device: ask for it as another one would, or we would call ourselves.
-        result = op.redispatch(DispatchKeySet(DispatchKey.PrivateUse1), *args, **kwargs)
-        for leaf in tree_leaves(result):
-            watched.saw(leaf)
-        return result
-
-    return kernel
-
-
-class Casts(TorchDispatchMode):
-    """Watches the results of casts that have some number of elements and dtype. Only for code that is not compiled."""
-
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.numel, self.dtype = numel, dtype
-        self.watched = Watched()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.dtype == self.dtype and out.numel() == self.numel:
-            self.watched.saw(out)
-        return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -40,11 +41,13 @@ def engine_for(
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     bucket_mb: float = 0.01,
+    small_bytes: int = 256,
     **compile: Any,
 ) -> Iterator[Engine]:
     """An engine that is closed at the end, with buckets so small that there are several.
 
     backend: EAGER, or one of the compiler's
+    small_bytes: up to this size weights are gathered all together; the real limit is above all that our models have
     compile: further arguments of CompileConfig
     """
     compiled = backend != EAGER
@@ -55,8 +58,9 @@ def engine_for(
     )
     engine = Engine(torch.device("cpu"), config, observe=observe)
     try:
-        if model is not None:
-            engine.shard(model)
+        with patch("lightning_zero.compile.passes.SMALL_BYTES", small_bytes):
+            if model is not None:
+                engine.shard(model)
         yield engine
     finally:
         engine.close()

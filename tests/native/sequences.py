@@ -1,6 +1,7 @@
 """Random sequences of what an engine may ask of the C++ executor, next to plain tensors that go through the same.
 
-Every rank draws the same numbers, so each one knows what its peers do, and what the whole parameters and their averaged gradients must be.
+Every rank draws the same numbers, so each one knows what its peers do, and what the whole parameters and their averaged
+gradients must be.
 """
 
 import math
@@ -20,7 +21,23 @@ from lightning_zero.sharding.layout import ShardLayout
 ops = torch.ops.lightning_zero
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
-SHAPES = [(), (0,), (0, 3), (1,), (2,), (3, 1), (5,), (31,), (32,), (3, 11), (64, 1), (4, 25), (2, 2, 25), (127,), (193,)]
+SHAPES = [
+    (),
+    (0,),
+    (0, 3),
+    (1,),
+    (2,),
+    (3, 1),
+    (5,),
+    (31,),
+    (32,),
+    (3, 11),
+    (64, 1),
+    (4, 25),
+    (2, 2, 25),
+    (127,),
+    (193,),
+]
 SHAPES += [(16, 16), (257,), (3, 7, 13), (1000,)]
 BUCKETS = {"one each": 1e-6, "some": 0.002, "all": 64.0}
 # Whole numbers below 2**8 are exact in every dtype. Their multiples of 6 stay so when they are divided by 1, 2 or 3.
@@ -101,7 +118,9 @@ class Sequence:
         self.ragged = self.world > 1 and self.rng.random() < 0.3  # each rank has gradients of its own choice
         self.reduce = self._options()
         self.executor = Executor(*process_groups, torch.device("cpu"), self._config(), self._ended)
-        self.trace = [f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, {self.reduce}"]
+        self.trace = [
+            f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, {self.reduce}"
+        ]
         self.complaints: list[str] = []
         self.counts = {"gathers": 0, "gather_bytes": 0, "eager_gathers": 0, "reduces": 0, "agreements": 0}
         self.must_grow = False
@@ -116,13 +135,16 @@ class Sequence:
         for twin in self.twins:
             if twin.full.dtype in (torch.float32, torch.float64) and self.rng.random() < 0.5:
                 twin.shadow = self.rng.choice(FLOATS[1:3])
-                self.executor.set_shadow(twin.index, torch.full((twin.layout.shard_numel,), math.nan, dtype=twin.shadow))
+                self.executor.set_shadow(
+                    twin.index, torch.full((twin.layout.shard_numel,), math.nan, dtype=twin.shadow)
+                )
 
     # -- drawing
 
     def _options(self) -> ReduceConfig:
         rng = self.rng
-        # Where ranks differ, one may wait seconds for its peers before it takes one buffer more: not here, in hundreds of sequences.
+        # Where ranks differ, one may wait seconds for its peers before it takes one buffer more: not here, in hundreds
+        # of sequences.
         size = "all" if self.ragged else rng.choice(list(BUCKETS))
         return ReduceConfig(
             bucket_mb=BUCKETS[size],
@@ -219,7 +241,9 @@ class Sequence:
             kind = "nothing" if grad is None else "something"
             self.expect(grad is twin.grad, f"gradient of {name} is {kind}, expected the opposite")
             return
-        self.expect(grad.shape == twin.param.shape and grad.dtype == twin.param.dtype, f"gradient of {name} has another form")
+        self.expect(
+            grad.shape == twin.param.shape and grad.dtype == twin.param.dtype, f"gradient of {name} has another form"
+        )
         self.expect(not grad.reshape(-1)[valid:].any(), f"padding of the gradient of {name} is not zero")
         expected = twin.part(twin.grad, self.rank)
         error = (grad.double() - expected).norm().item()
@@ -267,7 +291,9 @@ class Sequence:
     @torch.no_grad()  # it stands in compiled graphs only, behind autograd
     def gather_group(self) -> None:
         group = self.rng.sample(self.twins, self.rng.randint(1, len(self.twins)))
-        dtypes = [dtype for twin in group for dtype in (twin.shadow, twin.full.dtype) if dtype and dtype.is_floating_point]
+        dtypes = [
+            dtype for twin in group for dtype in (twin.shadow, twin.full.dtype) if dtype and dtype.is_floating_point
+        ]
         dtype = self.rng.choice(dtypes or FLOATS)
         self.trace[-1] += f" {' '.join(f'p{twin.index}' for twin in group)} {dtype}"
         widths = [self.world * twin.layout.shard_numel for twin in group]
@@ -283,7 +309,10 @@ class Sequence:
         """What is written into gathered weights reaches the shards, whoever else holds a copy."""
         twin = self.rng.choice([twin for twin in self.twins if twin.full.is_floating_point()])
         with torch.no_grad():
-            weights = [ops.gather_eager(twin.param, list(twin.full.shape), twin.full.dtype) for _ in range(self.rng.randint(1, 2))]
+            weights = [
+                ops.gather_eager(twin.param, list(twin.full.shape), twin.full.dtype)
+                for _ in range(self.rng.randint(1, 2))
+            ]
             for _ in weights:
                 self._count_gather(twin, twin.full.dtype, eager=True)
             target = self.rng.choice(weights)
@@ -478,8 +507,12 @@ class Sequence:
         flushes, sent = (after.get(key, 0) - before.get(key, 0) for key in ("flushes", "reduce_bytes"))
         self.expect(flushes >= len({self._wire(self.twins[i]) for i in sums}), f"only {flushes} flushes")
         self.expect(sent >= wire_bytes, f"{sent} bytes reduced, at least {wire_bytes} expected")
-        self.expect((after["bucket_bytes"] == 0) == self.reduce.free_buckets, f"{after['bucket_bytes']} bytes of buckets kept")
-        self.expect(self.heard == [sorted(sums)], f"the end of backward was told as {self.heard}, expected {[sorted(sums)]}")
+        self.expect(
+            (after["bucket_bytes"] == 0) == self.reduce.free_buckets, f"{after['bucket_bytes']} bytes of buckets kept"
+        )
+        self.expect(
+            self.heard == [sorted(sums)], f"the end of backward was told as {self.heard}, expected {[sorted(sums)]}"
+        )
         self.heard.clear()
 
 

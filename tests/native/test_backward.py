@@ -1,4 +1,5 @@
-"""Single behaviours of the executor in a backward pass: what ranks disagree about, what is interrupted, what must not mix."""
+"""Single behaviours of the executor in a backward pass: what ranks disagree about, what is interrupted, what must not
+mix."""
 
 import math
 from typing import Any
@@ -18,7 +19,9 @@ CPU = torch.device("cpu")
 TINY = 1e-6  # MiB: every parameter has a bucket of its own
 
 
-def make(process_groups: list[Any], shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, **reduce: Any) -> Any:
+def make(
+    process_groups: list[Any], shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, **reduce: Any
+) -> Any:
     executor = Executor(*process_groups, CPU, EngineConfig(reduce=ReduceConfig(**reduce)))
     return executor, [new_twin(executor, f"p{i}", torch.zeros(shape, dtype=dtype)) for i, shape in enumerate(shapes)]
 
@@ -156,10 +159,10 @@ def test_a_backward_inside_a_backward_loses_nothing(ranks: Ranks, world_size: in
     ranks.run(world_size, nested)
 
 
-def replaced_gradient() -> None:
+def replaced_gradient(double_buffer: bool) -> None:
     """A bucket that was sent early, then a second gradient for it, on top of a gradient that the user put there."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    executor, (twin,) = make(groups(), [(31,)])
+    executor, (twin,) = make(groups(), [(31,)], double_buffer=double_buffer)
     twin.param.grad = twin.part(torch.ones(31), rank)
     users = twin.param.grad
     deliver([(gradient(twin, rank), twin.param)], [(gradient(twin, rank), twin.param)])
@@ -170,8 +173,9 @@ def replaced_gradient() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_late_gradient_adds_to_one_that_the_user_replaced(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, replaced_gradient)
+@pytest.mark.parametrize("double_buffer", [True, False], ids=["two buffers", "one buffer"])
+def test_a_late_gradient_adds_to_one_that_the_user_replaced(ranks: Ranks, world_size: int, double_buffer: bool) -> None:
+    ranks.run(world_size, replaced_gradient, double_buffer)
 
 
 def low_precision_mean(dtype: torch.dtype) -> float:

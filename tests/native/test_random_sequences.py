@@ -16,6 +16,14 @@ def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> 
         pytest.fail(f"{len(complaints)} complaints, the first of them:\n" + "\n".join(complaints[:4]))
     # The sequences went everywhere.
     totals = results[0][1]
-    visited = ["gather_groups", "eager_gathers", "reduces", "flushes", "late_flushes", "grown_buckets", "aborted_backwards"]
+    visited = [
+        "gather_groups",
+        "eager_gathers",
+        "reduces",
+        "flushes",
+        "late_flushes",
+        "grown_buckets",
+        "aborted_backwards",
+    ]
     visited += ["shadow_writes"]
     assert all(totals.get(what, 0) > 20 for what in visited), totals

@@ -46,6 +46,7 @@ def test_each_precision_gets_the_same_kind_of_plugin(ranks: Ranks) -> None:
             assert kept == precision
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 def test_throughput_monitor_knows_the_dtype() -> None:
     for plugin, dtype in (
         (Precision(), torch.float32),

@@ -1,11 +1,14 @@
 """Stages follow each other in any order, on one Trainer and several; each finds the module as the last left it."""
 
+import re
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+import lightning_zero
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
@@ -186,3 +189,49 @@ def test_evaluation_before_and_within_training(ranks: Ranks) -> None:
     for single, ours, modes in ranks.run(2, _sanity_check_first):
         assert_close_relative(ours, single, 2 * RTOL)
         assert modes == {(False, False)}
+
+
+class Normalised(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(5))
+
+
+class Grown(Regression):
+    def configure_model(self) -> None:
+        self.more = torch.nn.Linear(2, 2)
+
+
+LATER: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "other dtype": (Regression, {"precision": "bf16-true"}, "in torch.float32, and cannot be converted .*'bf16-true'"),
+    "synchronised": (Normalised, {"sync_batchnorm": True}, "without sync_batchnorm=True"),
+    "grown": (Grown, {}, "2 parameters were added after the model was sharded, the first is 'more.weight'"),
+}
+
+
+def _second_trainers() -> dict[str, list[str]]:
+    messages: dict[str, list[str]] = {}
+    for what, (make, arguments, _) in LATER.items():
+        module = make()
+        make_trainer("eager").validate(module, make_loader("eager", 1), verbose=False)
+        messages[what] = []
+        for _ in range(2):
+            try:
+                make_trainer("eager", **arguments).validate(module, make_loader("eager", 1), verbose=False)
+                messages[what].append("works")
+            except MisconfigurationException as error:
+                messages[what].append(str(error))
+                if what != "grown":
+                    lightning_zero.unshard(module)
+        close(module)
+    return messages
+
+
+def test_a_later_trainer_that_wants_another_module_says_what_to_do(ranks: Ranks) -> None:
+    for messages in ranks.run(2, _second_trainers):
+        for what, (_, _, expected) in LATER.items():
+            assert re.search(expected, messages[what][0]), messages[what][0]
+        assert all(
+            "Call lightning_zero.unshard(model)" in messages[what][0] for what in ("other dtype", "synchronised")
+        )
+        assert messages["other dtype"][1] == messages["synchronised"][1] == "works"

@@ -33,7 +33,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "words"), WRONG, ids=[f"{m.__name__}-{'-'.join(f'{k}={v}' for k, v in a.items())}" for m, a, _ in WRONG]
+    ("make", "arguments", "words"),
+    WRONG,
+    ids=[f"{m.__name__}-{'-'.join(f'{k}={v}' for k, v in a.items())}" for m, a, _ in WRONG],
 )
 def test_a_wrong_option_is_refused_by_name_with_the_remedy(make: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):

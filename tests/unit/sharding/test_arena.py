@@ -12,7 +12,14 @@ def piece(*shape: int, dtype: torch.dtype = torch.float32, world: int = 2) -> tu
     return ShardLayout.of(torch.Size(shape), dtype, world), dtype
 
 
-MIXED = [piece(7, 3), piece(100, dtype=torch.bfloat16), piece(0), piece(), piece(65, dtype=torch.bfloat16), piece(9, 40)]
+MIXED = [
+    piece(7, 3),
+    piece(100, dtype=torch.bfloat16),
+    piece(0),
+    piece(),
+    piece(65, dtype=torch.bfloat16),
+    piece(9, 40),
+]
 
 
 def test_pieces_of_one_dtype_are_neighbours_in_the_order_given() -> None:
