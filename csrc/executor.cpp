@@ -11,23 +11,6 @@ namespace lightning_zero {
 
 namespace {
 
-// A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
-class PendingWork : public c10d::Work {
- public:
-  PendingWork(Pending pending, std::vector<at::Tensor> sources, c10::Device device)
-      : pending_(std::move(pending)), sources_(std::move(sources)), device_(device) {}
-  bool wait(std::chrono::milliseconds) override {
-    pending_.wait(device_);
-    return true;
-  }
-  bool isCompleted() override { return pending_.ready(); }
-
- private:
-  Pending pending_;
-  std::vector<at::Tensor> sources_;  // a cast copy lives until the collective has read it
-  c10::Device device_;
-};
-
 // torch.autograd.grad() and backward(inputs=...) are after the gradients of some tensors only, but a compiled graph hands over
 // those of all its weights.
 bool is_wanted(const ParamRecord& record) {
@@ -40,10 +23,6 @@ bool is_wanted(const ParamRecord& record) {
       !found->second.captures_, "lightning_zero: torch.autograd.grad() cannot return the gradient of ", record.name,
       ", because sharded gradients go to param.grad. Call loss.backward(), or loss.backward(inputs=[...]), and read param.grad.");
   return true;
-}
-
-at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef shape) {
-  return flat.narrow(0, 0, numel).view(shape);
 }
 
 }  // namespace
@@ -132,133 +111,6 @@ void Executor::close() {
   late_.clear();
   pools_.clear();
   records_.clear();
-}
-
-// ---- weights
-
-at::Tensor Executor::allocate(const ParamRecord& record, at::ScalarType dtype, at::Tensor output) {
-  if (!output.defined()) output = at::empty({size() * record.shard_numel()}, record.shard.options().dtype(dtype));
-  count("gathers");
-  count("gather_bytes", static_cast<int64_t>(output.nbytes()));
-  return output;
-}
-
-at::Tensor Executor::source_in(ParamRecord& record, at::ScalarType dtype) {
-  if (record.shard.scalar_type() == dtype) return record.shard;
-  if (!record.shadow.defined() || record.shadow.scalar_type() != dtype) return {};
-  const auto version = static_cast<int64_t>(record.param._version());
-  if (record.shadow_epoch != epoch_ || record.shadow_version != version) {
-    at::NoGradGuard no_grad;
-    record.shadow.copy_(record.shard);
-    record.shadow_epoch = epoch_;
-    record.shadow_version = version;
-    count("shadow_writes");
-  }
-  return record.shadow;
-}
-
-void Executor::shadows_written() {
-  std::lock_guard lock(mutex_);
-  for (auto& record : records_) {
-    record->shadow_epoch = epoch_;
-    record->shadow_version = static_cast<int64_t>(record->param._version());
-  }
-}
-
-at::Tensor Executor::gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending, at::Tensor output) {
-  output = allocate(record, dtype, std::move(output));
-  const auto source = source_in(record, dtype);
-  pending = source.defined() ? gather_comm_.all_gather(output, source)
-                             : gather_comm_.all_gather(output, record.shard, dtype);
-  return output;
-}
-
-at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked) {
-  std::lock_guard lock(mutex_);
-  auto& record = at(index);
-  sync_edits(/*forget=*/false);
-  // A weight that is read while it is still held is the same memory, as in a plain module: of two copies, the one that nobody
-  // edited would undo the edits of the other. It is gathered all the same, since ranks may hold weights for different times.
-  const auto held = std::find_if(tracked_.begin(), tracked_.end(), [&](const Tracked& other) {
-    return tracked && other.index == index && other.full.scalar_type() == dtype &&
-        other.full.is_inference() == c10::InferenceMode::is_enabled();
-  });
-  const bool again = held != tracked_.end();
-  Pending pending;
-  at::Tensor flat;
-  {
-    // The same values again: autograd must not take them for an edit of the weight that was read first.
-    at::AutoDispatchBelowADInplaceOrView no_autograd;
-    flat = gather_into(record, dtype, pending, again ? held->full : at::Tensor());
-    pending.wait(device_);
-  }
-  auto full = as_parameter(flat, record.numel, shape);
-  if (tracked) {
-    count("eager_gathers");
-    gathered_.add(full, index);
-    if (!again && dtype == record.shard.scalar_type()) {
-      tracked_.push_back({flat, index, static_cast<uint32_t>(record.param._version())});
-    }
-  }
-  return full;
-}
-
-at::Tensor Executor::gather_start(int64_t index, at::IntArrayRef shape, at::ScalarType dtype) {
-  std::lock_guard lock(mutex_);
-  if (!tracked_.empty()) sync_edits(/*forget=*/false);
-  auto& record = at(index);
-  Pending pending;
-  auto flat = gather_into(record, dtype, pending);
-  auto full = as_parameter(flat, record.numel, shape);
-  c10d::register_work(full, c10::make_intrusive<PendingWork>(std::move(pending), std::vector<at::Tensor>{record.shard}, device_));
-  return full;
-}
-
-at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
-  std::lock_guard lock(mutex_);
-  if (!tracked_.empty()) sync_edits(/*forget=*/false);
-  auto buffer = at::empty({numel}, shards[0].options().dtype(dtype));
-  std::vector<at::Tensor> outputs, sources;
-  int64_t offset = 0;
-  for (const auto& shard : shards) {
-    auto& record = at(ShardTable::instance().find(shard, "gather_group").index);
-    auto source = source_in(record, dtype);
-    if (!source.defined()) source = record.shard.to(dtype);
-    const auto length = size() * record.shard_numel();
-    outputs.push_back(buffer.narrow(0, offset, length));
-    sources.push_back(std::move(source));
-    offset += length;
-  }
-  TORCH_INTERNAL_ASSERT(offset == numel, "a group of ", offset, " elements was planned as ", numel);
-  count("gathers", static_cast<int64_t>(shards.size()));
-  count("gather_bytes", static_cast<int64_t>(buffer.nbytes()));
-  count("gather_groups");
-  auto pending = gather_comm_.all_gather_group(std::move(outputs), sources);
-  c10d::register_work(buffer, c10::make_intrusive<PendingWork>(std::move(pending), std::move(sources), device_));
-  return buffer;
-}
-
-void Executor::sync_edits(bool forget) {
-  std::lock_guard lock(mutex_);
-  at::AutoDispatchBelowADInplaceOrView no_autograd;
-  for (auto it = tracked_.begin(); it != tracked_.end();) {
-    auto& record = at(it->index);
-    // A newer parameter (an optimizer step, a loaded state) wins over a copy taken before it.
-    const bool current = record.param._version() == it->version;
-    if (current) {
-      const auto width = record.shard_numel(), begin = rank() * width;
-      const auto valid = std::clamp<int64_t>(record.numel - begin, 0, width);
-      if (valid > 0) record.shard.narrow(0, 0, valid).copy_(it->full.narrow(0, begin, valid));
-      record.shadow_epoch = -1;
-    }
-    const bool held = it->full.storage().use_count() > 1;
-    it = (forget || !current || !held) ? tracked_.erase(it) : it + 1;
-  }
-}
-
-int64_t Executor::find_gathered(const at::Tensor& tensor) {
-  std::lock_guard lock(mutex_);
-  return gathered_.find(tensor);
 }
 
 // ---- gradients

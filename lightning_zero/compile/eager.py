@@ -22,6 +22,7 @@ __all__ = ["regather_saved_weights"]
 class _Note(NamedTuple):
     record: ShardedParameter
     version: int
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -33,12 +34,11 @@ def regather_saved_weights(sharder: Sharder) -> AbstractContextManager[Any]:
 
     def pack(tensor: Tensor) -> Tensor | _Note:
         index = find(tensor)
-        if index < 0:
+        record = sharder.at(index) if index >= 0 else _record_of_cast(tensor, sharder)
+        if record is None or not _covers(tensor, record):
             return tensor
-        record = sharder.at(index)
-        if tensor.dtype != record.param.dtype:
-            return tensor
-        return _Note(record, record.param._version, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _Note(record, record.param._version, tensor.dtype, *view)
 
     def unpack(saved: Tensor | _Note) -> Tensor:
         if isinstance(saved, Tensor):
@@ -49,6 +49,30 @@ def regather_saved_weights(sharder: Sharder) -> AbstractContextManager[Any]:
                 "an in-place edit), and "
                 "the backward pass needs the old values. Run backward before changing weights."
             )
-        return gather_full(saved.record).as_strided(saved.size, saved.stride, saved.offset)
+        return gather_full(saved.record, saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+_VIEWS_AND_CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0")
+
+
+def _record_of_cast(tensor: Tensor, sharder: Sharder) -> ShardedParameter | None:
+    """The weight that ``tensor`` is a cast copy of. Autocast casts a weight wherever it is used, and the copy is as
+    large as it."""
+    node = tensor.grad_fn
+    cast = False
+    while node is not None and node.name() in _VIEWS_AND_CASTS:
+        cast = cast or node.name() == "ToCopyBackward0"
+        node = node.next_functions[0][0]
+    shard = getattr(node, "shard", None) if cast else None
+    return None if shard is None else sharder.find(shard)
+
+
+def _covers(tensor: Tensor, record: ShardedParameter) -> bool:
+    """Whether the saved view lies within the weight's own elements, in their order; a copy may be laid out
+    otherwise."""
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    base = tensor._base if tensor._base is not None else tensor
+    whole = base.shape == record.layout.shape and base.is_contiguous()
+    return tensor.numel() > 0 and last < record.layout.numel and (tensor.dtype == record.param.dtype or whole)

@@ -14,10 +14,10 @@ from lightning_zero.sharding.surgery import SHAPES
 __all__ = ["full_parameters", "gather_full"]
 
 
-def gather_full(record: ShardedParameter) -> torch.Tensor:
-    """The whole parameter on the shard's device, detached from autograd. Collective."""
+def gather_full(record: ShardedParameter, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The whole parameter on the shard's device, in its own dtype or another, detached from autograd. Collective."""
     with torch.no_grad():
-        return torch.ops.lightning_zero.gather(record.param, list(record.layout.shape), record.param.dtype)
+        return torch.ops.lightning_zero.gather(record.param, list(record.layout.shape), dtype or record.param.dtype)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def leaks() -> Iterator[None]:
         yield
 
 
-def peaks(backend: str, layers: int, autocast: bool, leaky: bool = False) -> list[float]:
+def peaks(backend: str, layers: int, autocast: bool, steps: int, leaky: bool = False) -> list[float]:
     """What forward and backward of each step need at once beyond what they leave behind, in whole float32 weights."""
     context = bf16_autocast if autocast else nullcontext
     model = Deep(layers)
@@ -146,7 +146,7 @@ def peaks(backend: str, layers: int, autocast: bool, leaky: bool = False) -> lis
     options = {"compute_dtype": torch.bfloat16 if autocast else None}
     with leaks() if leaky else nullcontext(), engine_for(model, backend, **options) as engine:
         optimizer = sgd(model)
-        for _ in range(6):
+        for _ in range(steps):
             with allocations() as seen:
                 with engine.train_step(), context():
                     loss = model(torch.randn(2, WIDTH))
@@ -155,38 +155,31 @@ def peaks(backend: str, layers: int, autocast: bool, leaky: bool = False) -> lis
                 engine.before_step()
             optimizer.step()
             optimizer.zero_grad()
-            found.append((seen.peak() - sum(seen.events)) / (4 * WIDTH * WIDTH))
+            found.append((seen.peak - seen.end) / (4 * WIDTH * WIDTH))
     return found
 
 
-def first_peak(layers: int, autocast: bool) -> float:
-    return min(peaks(EAGER, layers, autocast)[0] for _ in range(4))
+FEW, MANY = 4, 16
+GROWTH = 3.0  # weights; some room for what the measurement cannot see
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-def test_the_peak_of_a_compiled_step_does_not_grow_with_the_number_of_layers(ranks: Ranks, autocast: bool) -> None:
-    small, large = (min(ranks.run(2, peaks, "aot_eager", n, autocast)[0][2:]) for n in (4, 16))
-    # Twelve layers more: their activations are a twentieth of a weight.
-    assert large - small < 0.5
-    # One weight in use, one on its way, a gradient and a copy that is being sent.
-    assert large < 4.5
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-def test_the_peak_of_an_eager_step_does_not_grow_with_the_number_of_layers(ranks: Ranks, autocast: bool) -> None:
-    small, large = (min(ranks.run(2, peaks, EAGER, n, autocast)[0][1:]) for n in (4, 16))
-    assert large - small < 0.5
-    assert large < 3.5
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_peak_of_a_step_does_not_grow_with_the_number_of_layers(ranks: Ranks, backend: str, autocast: bool) -> None:
+    few, many = (min(ranks.run(2, peaks, backend, layers, autocast, 5)[0][2:]) for layers in (FEW, MANY))
+    assert many - few < GROWTH
+    assert many < 4 + GROWTH
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_the_peak_of_the_first_step_does_not_grow_with_the_number_of_layers(ranks: Ranks, autocast: bool) -> None:
-    small, large = (ranks.run(2, first_peak, n, autocast)[0] for n in (4, 16))
-    assert large - small < 0.5
+    """It is eager, whatever comes later: what it needs must fit."""
+    few, many = (min(ranks.run(2, peaks, EAGER, n, autocast, 1)[0][0] for _ in range(2)) for n in (FEW, MANY))
+    assert many - few < GROWTH
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_precautions_the_peak_does_grow(ranks: Ranks, backend: str) -> None:
     """The tests above can fail."""
-    small, large = (min(ranks.run(2, peaks, backend, n, False, True)[0][2:]) for n in (4, 16))
-    assert large - small > 10
+    few, many = (min(ranks.run(2, peaks, backend, layers, False, 4, True)[0][2:]) for layers in (FEW, MANY))
+    assert many - few > MANY - FEW - GROWTH

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -230,7 +231,7 @@ def another_device_without_unsharding() -> None:
     module = mlp()
     engine = sharded(module)
     try:
-        check_adopted(engine, module, torch.device("meta"))
+        check_adopted(engine, module, torch.device("meta"), Precision(), sync_batchnorm=False)
     finally:
         engine.close()
 

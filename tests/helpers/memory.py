@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,37 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Allocations:
-    """Signed sizes in bytes, in order: positive when allocated, negative when freed."""
+    """Bytes that were allocated since the beginning and not freed: the most at once, and at the end."""
 
-    events: list[int] = field(default_factory=list)
-
-    def peak(self, *sizes: int) -> int:
-        """The most bytes at once, above the beginning; of allocations of exactly these sizes, if any are given."""
-        return max(itertools.accumulate(e for e in self.events if not sizes or abs(e) in sizes), default=0)
-
-    def count(self, *sizes: int) -> int:
-        return sum(event in sizes for event in self.events)
+    peak: int = 0
+    end: int = 0
 
 
 @contextmanager
 def allocations() -> Iterator[Allocations]:
     """Watches the CPU allocator; what it yields is filled in at the end.
 
-    It is blind in gloo's threads. One of those may be the last to hold the output of a collective, which then seems to
-    live for ever: take the least of several measurements.
+    It is blind in gloo's threads. When one of those is the last to hold the output of a collective, that memory is seen
+    to be free only when somebody else gets it: allow for a few outputs more than there are.
     """
     out = Allocations()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield out
     path = Path(f"allocations-{torch.distributed.get_rank()}.json")
     profiler.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
-    memory = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
-    assert memory, "the profiler saw no allocation"
-    out.events = [event["args"]["Bytes"] for event in memory]
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    assert events, "the profiler saw no allocation"
+    live: dict[int, int] = {}  # address -> bytes
+    for event in sorted(events, key=lambda event: event["ts"]):
+        begin, size = event["args"]["Addr"], event["args"]["Bytes"]
+        if size < 0:
+            live.pop(begin, None)
+            continue
+        for other in [at for at, held in live.items() if at < begin + size and begin < at + held]:
+            del live[other]
+        live[begin] = size
+        out.peak = max(out.peak, sum(live.values()))
+    out.end = sum(live.values())
 
 
 class Gathered:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.pool import REPO
+from tests.ranks.pool import REPO, Ranks
+from tests.trainer.helpers import Regression, make_loader, make_trainer
 
 SCRIPT = Path(__file__).with_name("launched.py")
 DEADLINE = 120.0
@@ -89,13 +90,17 @@ def test_started_by_torchrun(native_library: None, by_the_trainer: list[dict[str
     assert [rank["weight"] for rank in results] == [rank["weight"] for rank in by_the_trainer]
 
 
-def test_devices_that_contradict_torchrun_are_an_error(native_library: None, tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-    done = run(*torchrun, str(SCRIPT), str(tmp_path), "zero3", "2", cwd=tmp_path)
-    assert done.returncode != 0
-    assert "You set `devices=2`" in done.stdout
-    assert "does not match the world size (1)" in done.stdout
-    assert not _results(tmp_path)
+def _contradict(kind: str) -> str:
+    """The pool's ranks are started as torchrun starts them."""
+    with pytest.raises(ValueError, match="You set `devices=1`") as found:
+        make_trainer(kind, devices=1).fit(Regression(), make_loader(kind))
+    return str(found.value)
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+def test_devices_that_contradict_torchrun_are_an_error(ranks: Ranks, kind: str) -> None:
+    for message in ranks.run(2, _contradict, kind):
+        assert "does not match the world size (2)" in message
 
 
 NAMES = """

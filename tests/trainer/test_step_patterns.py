@@ -123,3 +123,46 @@ def test_step_equals_a_single_devices(ranks: Ranks, world_size: int, make: Any) 
     for rank, result in enumerate(ranks.run(world_size, _train_under, make, "single", *kinds, deadline=90)):
         for kind in kinds:
             assert_close_relative(result[kind], result["single"], 2 * RTOL, what=f"{kind} on rank {rank}")
+
+
+class PenaltyOverParameters(Parts):
+    """self.parameters() holds shards, whose squares and norms are those of parts."""
+
+    def compute(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        penalty = torch.stack([param.norm() for param in self.parameters()]).sum()
+        return F.mse_loss(self.decoder(self.encoder(x)), y) + 0.1 * penalty
+
+
+class AssignsData(Parts):
+    """Not an edit of the weight's memory, but another memory."""
+
+    def compute(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.decoder(self.encoder(x)), y)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.decoder.weight.data = self.decoder.weight.data.clamp(-0.2, 0.2)
+
+
+class AssignsShards(AssignsData):
+    def on_train_batch_end(self, *args: Any) -> None:
+        for param in self.parameters():
+            param.data = param.data.clamp(-0.2, 0.2)
+
+
+def _try_under(make: Any, *kinds: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for kind in kinds:
+        try:
+            out[kind] = train(kind, make, steps=3)
+        except (RuntimeError, ValueError) as error:
+            out[kind] = str(error)
+    return out
+
+
+@pytest.mark.parametrize("make", [PenaltyOverParameters, AssignsData, AssignsShards], ids=lambda make: make.__name__)
+def test_what_shards_cannot_do_is_an_error_and_not_another_result(ranks: Ranks, make: Any) -> None:
+    for result in ranks.run(2, _try_under, make, "single", "eager"):
+        if isinstance(result["eager"], str):
+            assert "lightning_zero" in result["eager"], "an error, but not one that says what to do"
+        else:
+            assert_close_relative(result["eager"], result["single"], 2 * RTOL)
