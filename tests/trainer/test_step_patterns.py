@@ -159,7 +159,7 @@ def _try_under(make: Any, *kinds: str) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("make", [PenaltyOverParameters, AssignsData, AssignsShards], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [AssignsShards], ids=lambda make: make.__name__)
 def test_what_shards_cannot_do_is_an_error_and_not_another_result(ranks: Ranks, make: Any) -> None:
     for result in ranks.run(2, _try_under, make, "single", "eager"):
         if isinstance(result["eager"], str):

@@ -53,7 +53,7 @@ def change_without_grad(model: Net) -> None:
     model.first.weight.copy_(torch.arange(35.0).view(7, 5) / 35)
     model.second.weight.clamp_(-0.1, 0.1)
     model.second.weight.t()[3].zero_()
-    model.norm.bias += 0.25
+    model.norm.bias.add_(0.25)
     torch.add(model.first.bias, 1.0, out=model.first.bias)
     model.scale.mul_(-1)
 
@@ -111,7 +111,7 @@ def edit_then_read(edit: Callable[[Any], None], by: str) -> dict[str, Tensor]:
         if by == "step":
             engine.before_step()
         elif by == "state":
-            return engine.model_state() if engine.rank == 0 else engine.model_state() or {}
+            return engine.model_state()
         elif by == "full":
             with engine.full_parameters(writeback=False):
                 return {name: param.detach().clone() for name, param in model.named_parameters()}
