@@ -100,12 +100,27 @@ void Executor::drop_parameter(int64_t index) {
   buckets_.clear();
 }
 
+void Executor::guard_gradient(int64_t index) {
+  std::lock_guard lock(mutex_);
+  const auto& record = at(index);
+  // The parameter owns the hook, so it must not be owned by it.
+  const auto* impl = record.param.unsafeGetTensorImpl();
+  record.param.register_hook([impl, name = record.name](const at::Tensor& grad) {
+    TORCH_CHECK_VALUE(
+        !grad.defined() || !ShardTable::instance().contains(impl->data()),
+        "lightning_zero: the training step computed with this rank's shard of ", name,
+        ", as self.parameters() and self.named_parameters() return it, so each rank would get another result. Read whole weights "
+        "from their modules (self.layer.weight), or use the optimizer's weight_decay for a penalty on all of them.");
+  });
+}
+
 void Executor::close() {
   std::lock_guard lock(mutex_);
   for (const auto& record : records_) {
     if (record->live) ShardTable::instance().remove(record->shard);
   }
   tracked_.clear();
+  outdated_.clear();
   gathered_.clear();
   buckets_.clear();
   late_.clear();

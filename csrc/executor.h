@@ -58,6 +58,8 @@ class Executor : public torch::CustomClassHolder {
   void move_parameter(int64_t index, at::Tensor shard);
   // Nobody reads it any more: it was tied to another while the model was built.
   void drop_parameter(int64_t index);
+  // Backward raises when autograd brings this shard a gradient: something was computed with the shard itself.
+  void guard_gradient(int64_t index);
   void set_grad(int64_t index, at::Tensor grad) { at(index).grad = std::move(grad); }
   void set_shadow(int64_t index, at::Tensor shadow) { at(index).shadow = std::move(shadow); }
   // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again before use.
@@ -75,6 +77,8 @@ class Executor : public torch::CustomClassHolder {
   // Copies edits made to weights that eager code still holds, or held last, into their shards. `forget`: and stop
   // watching them, because the shards are about to change.
   void sync_edits(bool forget);
+  // Lets go of all weights that eager code was given; edits to come of those it still holds are not seen.
+  void drop_weights();
   int64_t find_gathered(const at::Tensor& tensor);
 
   void end_backward();
@@ -88,10 +92,16 @@ class Executor : public torch::CustomClassHolder {
   int64_t rank() const { return gather_comm_.rank(); }
 
  private:
+  // A weight that eager code was given.
   struct Tracked {
-    at::Tensor full;  // 1-D, padded
+    at::Tensor flat;  // 1-D, padded
     int64_t index;
     uint32_t version;  // of the parameter when it was gathered
+    // What code was given: views of `flat`, until somebody assigns other memory to one's `data`.
+    std::vector<at::Tensor> given;
+    uint64_t edits = 0;  // edits() when its shard changed, after which edits come too late
+    bool held();
+    uint64_t edits_seen() const;
   };
   struct Position {
     int64_t bucket = -1;
@@ -103,6 +113,8 @@ class Executor : public torch::CustomClassHolder {
   // Memory for the whole weight, unless the caller has some.
   at::Tensor allocate(const ParamRecord& record, at::ScalarType dtype, at::Tensor output = {});
   at::Tensor gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending, at::Tensor output = {});
+  void take_assigned(Tracked& weight);
+  void refuse_late_edits();
   // The shard in `dtype`, from the shadow where there is one; undefined when a cast is needed.
   at::Tensor source_in(ParamRecord& record, at::ScalarType dtype);
   at::ScalarType wire_dtype(const ParamRecord& record) const;
@@ -130,6 +142,7 @@ class Executor : public torch::CustomClassHolder {
   std::vector<std::unique_ptr<ParamRecord>> records_;
   GatheredTable gathered_;
   std::vector<Tracked> tracked_;
+  std::vector<Tracked> outdated_;  // still held although their shards have changed
 
   std::vector<int64_t> order_;         // trainable parameters in the order their gradients are sent
   std::vector<int> expected_;          // arrivals per backward, by parameter

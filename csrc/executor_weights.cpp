@@ -76,8 +76,8 @@ at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType
   // A weight that is read while it is still held is the same memory, as in a plain module: of two copies, the one that nobody
   // edited would undo the edits of the other. It is gathered all the same, since ranks may hold weights for different times.
   const auto held = std::find_if(tracked_.begin(), tracked_.end(), [&](const Tracked& other) {
-    return tracked && other.index == index && other.full.scalar_type() == dtype &&
-        other.full.is_inference() == c10::InferenceMode::is_enabled();
+    return tracked && other.index == index && other.flat.scalar_type() == dtype &&
+        other.flat.is_inference() == c10::InferenceMode::is_enabled();
   });
   const bool again = held != tracked_.end();
   Pending pending;
@@ -85,16 +85,17 @@ at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType
   {
     // The same values again: autograd must not take them for an edit of the weight that was read first.
     at::AutoDispatchBelowADInplaceOrView no_autograd;
-    flat = gather_into(record, dtype, pending, again ? held->full : at::Tensor());
+    flat = gather_into(record, dtype, pending, again ? held->flat : at::Tensor());
     pending.wait(device_);
   }
   auto full = as_parameter(flat, record.numel, shape);
-  if (tracked) {
-    count("eager_gathers");
-    gathered_.add(full, index);
-    if (!again && dtype == record.shard.scalar_type()) {
-      tracked_.push_back({flat, index, static_cast<uint32_t>(record.param._version())});
-    }
+  if (!tracked) return full;
+  count("eager_gathers");
+  gathered_.add(full, index);
+  if (again) {
+    held->given.push_back(full);
+  } else if (dtype == record.shard.scalar_type()) {
+    tracked_.push_back({flat, index, static_cast<uint32_t>(record.param._version()), {full}});
   }
   return full;
 }
@@ -134,22 +135,84 @@ at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, i
   return buffer;
 }
 
+bool Executor::Tracked::held() {
+  // A tensor that Python has seen is kept alive, with its Python object, by our reference: let go of it for a moment to see
+  // who else holds it.
+  std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> seen;
+  for (const auto& tensor : given) seen.emplace_back(tensor.getIntrusivePtr());
+  given.clear();
+  const bool viewed = flat.storage().use_count() > 1;
+  for (const auto& weak : seen) {
+    if (auto impl = weak.lock()) given.emplace_back(std::move(impl));
+  }
+  return viewed || !given.empty();
+}
+
+uint64_t Executor::Tracked::edits_seen() const {
+  uint64_t edits = 0;
+  for (const auto& tensor : given) {
+    if (!tensor.is_inference()) edits += tensor._version();
+    if (!tensor.is_alias_of(flat)) ++edits;
+  }
+  return edits;
+}
+
+// `module.weight.data = x` gives the tensor that was read other memory; its values belong into the shard, and the tensor back
+// to where edits are seen.
+void Executor::take_assigned(Tracked& weight) {
+  const auto& record = at(weight.index);
+  for (auto& tensor : weight.given) {
+    if (tensor.is_alias_of(weight.flat)) continue;
+    TORCH_CHECK_VALUE(
+        tensor.sizes() == at::IntArrayRef(record.shape) && tensor.scalar_type() == weight.flat.scalar_type(),
+        "lightning_zero: ", record.name, ".data was given a tensor of shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(),
+        ", but a sharded parameter keeps its shape ", at::IntArrayRef(record.shape), " and dtype ", weight.flat.scalar_type(),
+        ". Call lightning_zero.unshard(module) to change them.");
+    auto own = as_parameter(weight.flat, record.numel, record.shape);
+    own.copy_(tensor);
+    tensor.set_data(own);
+  }
+}
+
+void Executor::refuse_late_edits() {
+  for (auto it = outdated_.begin(); it != outdated_.end();) {
+    const auto name = at(it->index).name;
+    const bool late = it->edits_seen() != it->edits;
+    it = late || !it->held() ? outdated_.erase(it) : it + 1;
+    TORCH_CHECK(
+        !late, "lightning_zero: a tensor that was read from ", name, " before an optimizer step, or before the parameter was loaded, was "
+        "edited after it. The edit cannot reach the parameter any more. Read module.weight again before editing it.");
+  }
+}
+
 void Executor::sync_edits(bool forget) {
   std::lock_guard lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
+  refuse_late_edits();
   for (auto it = tracked_.begin(); it != tracked_.end();) {
     auto& record = at(it->index);
     // A newer parameter (an optimizer step, a loaded state) wins over a copy taken before it.
     const bool current = record.param._version() == it->version;
     if (current) {
+      take_assigned(*it);
       const auto width = record.shard_numel(), begin = rank() * width;
       const auto valid = std::clamp<int64_t>(record.numel - begin, 0, width);
-      if (valid > 0) record.shard.narrow(0, 0, valid).copy_(it->full.narrow(0, begin, valid));
+      if (valid > 0) record.shard.narrow(0, 0, valid).copy_(it->flat.narrow(0, begin, valid));
       record.shadow_epoch = -1;
     }
-    const bool held = it->full.storage().use_count() > 1;
+    const bool held = it->held();
+    if (held && (forget || !current)) {
+      it->edits = it->edits_seen();
+      outdated_.push_back(std::move(*it));
+    }
     it = (forget || !current || !held) ? tracked_.erase(it) : it + 1;
   }
+}
+
+void Executor::drop_weights() {
+  std::lock_guard lock(mutex_);
+  tracked_.clear();
+  outdated_.clear();
 }
 
 int64_t Executor::find_gathered(const at::Tensor& tensor) {

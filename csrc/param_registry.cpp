@@ -17,6 +17,11 @@ void ShardTable::remove(const at::Tensor& shard) {
   refs_.erase(shard.const_data_ptr());
 }
 
+bool ShardTable::contains(const void* address) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return refs_.count(address) > 0;
+}
+
 ParamRef ShardTable::find(const at::Tensor& shard, const char* op) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto it = refs_.find(shard.const_data_ptr());

@@ -48,6 +48,7 @@ class ShardTable {
   static ShardTable& instance();
   void add(const at::Tensor& shard, ParamRef ref);
   void remove(const at::Tensor& shard);
+  bool contains(const void* address);
   // Throws an error that tells the user what may have replaced the shard.
   ParamRef find(const at::Tensor& shard, const char* op);
 

@@ -219,6 +219,7 @@ class Engine:
         """After an exception: drops half-done work and gathered weights. Not collective."""
         self.executor.abort_backward()
         self.executor.sync_edits(forget=True)
+        self.executor.drop_weights()  # a traceback may hold them for long
         self._eager_reads = -1
 
     def _count_eager_reads(self) -> int:

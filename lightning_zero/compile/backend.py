@@ -18,6 +18,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
+from lightning_zero.compile.edits import refuse_edits
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.passes import PassSpec, default_passes, run_passes
 from lightning_zero.compile.tagging import tag_gathers
@@ -48,6 +49,7 @@ def compile_arguments(
     return arguments | {
         "backend": "inductor",
         "options": {
+            "pre_grad_custom_pass": _Check(key),
             "joint_custom_pre_pass": _Pass(tag, uuid),
             "post_grad_custom_post_pass": _Pass(rewrite, uuid),
             # Inductor's reordering would sink every gather that was started early back to its use.
@@ -89,6 +91,19 @@ class _Pass(CustomGraphPass):
         return self._uuid
 
 
+class _Check(CustomGraphPass):
+    """Looks at Dynamo's graph before it is differentiated. Changes nothing, so a cached graph has passed it."""
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid
+
+    def __call__(self, graph: Graph) -> None:
+        refuse_edits(graph)
+
+    def uuid(self) -> str:
+        return self._uuid
+
+
 def _source_digest(names: Sequence[str], config: CompileConfig, world_size: int) -> str:
     digest = hashlib.sha256(repr((list(names), config, world_size)).encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
@@ -106,4 +121,12 @@ def _aot_eager(tag: Callable[[Graph], Graph], rewrite: Callable[[Graph], Graph])
         module.recompile()
         return make_boxed_func(module.forward)
 
-    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition)
+    compile_graph = aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition
+    )
+
+    def check_and_compile(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        refuse_edits(module.graph)
+        return compile_graph(module, inputs, **kwargs)
+
+    return check_and_compile

@@ -88,6 +88,10 @@ class Executor:
         """No module reads this parameter any more."""
         self._native.drop_parameter(index)
 
+    def guard_gradient(self, index: int) -> None:
+        """From now on backward raises ``ValueError`` when autograd itself brings this shard a gradient."""
+        self._native.guard_gradient(index)
+
     def set_grad(self, index: int, grad: Tensor) -> None:
         """Gives a parameter its 1-D part of the gradient arena, of the shard's size and dtype."""
         self._native.set_grad(index, grad)
@@ -110,6 +114,10 @@ class Executor:
         ``forget`` also stops watching them; needed before shards are changed behind autograd's back.
         """
         self._native.sync_edits(forget)
+
+    def drop_weights(self) -> None:
+        """Lets go of all weights that eager code was given; edits to come of those it still holds are not seen."""
+        self._native.drop_weights()
 
     def find_gathered(self, tensor: Tensor) -> int:
         """Index of the parameter that ``tensor`` is a gathered weight, or a view of one, of; otherwise -1."""

@@ -3,6 +3,9 @@
 Gradients reach parameters through the executor, so autograd would call what ``register_hook`` and
 ``register_post_accumulate_grad_hook`` registered with no gradient at all. These hooks are taken away from it, and run
 once at the end of each backward, on this rank's part of the reduced gradient.
+
+A gradient that autograd itself brings to a shard comes from code that computed with the shard (``sum(p.norm() for p in
+self.parameters())``), which would train wrongly: the executor refuses it.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class GradientHooks:
     def __init__(self, sharder: Sharder) -> None:
         self._sharder = sharder
         self._adopted: dict[int, list[dict[int, Callable[[Tensor], Tensor | None]]]] = {}
+        self._guarded: set[int] = set()
         self._before: dict[int, Tensor] = {}  # gradients of earlier backwards, to which the coming one adds
 
     def adopt(self) -> None:
@@ -41,7 +45,11 @@ class GradientHooks:
             hooks = record.param._backward_hooks
             if hooks is not None:
                 self._adopted.setdefault(record.index, []).append(hooks)
-                record.param._backward_hooks = None
+                record.param._backward_hooks = None  # takes the executor's guard away, too
+                self._guarded.discard(record.index)
+            if record.index not in self._guarded and record.param.requires_grad and record.owners:
+                self._sharder.executor.guard_gradient(record.index)
+                self._guarded.add(record.index)
             later: Any = record.param._post_accumulate_grad_hooks
             for key, hook in list(later.items()) if later else ():
                 if not isinstance(hook, _Later):

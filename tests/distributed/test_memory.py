@@ -155,7 +155,8 @@ def peaks(backend: str, layers: int, autocast: bool, steps: int, leaky: bool = F
                 engine.before_step()
             optimizer.step()
             optimizer.zero_grad()
-            found.append((seen.peak - seen.end) / (4 * WIDTH * WIDTH))
+            most, left = seen.totals()
+            found.append((most - left) / (4 * WIDTH * WIDTH))
     return found
 
 

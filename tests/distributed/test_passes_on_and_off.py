@@ -49,7 +49,8 @@ def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
     weights = sum(linear.weight.numel() for linear in linears)
     # Two bytes an element, in forward and in backward of each compiled step.
     assert off["gather_bytes"] - on["gather_bytes"] >= (STEPS - 1) * 2 * 2 * weights
-    assert on.get("shadow_writes", 0) == 0, "all shadows are written at once, not one by one"
+    # All shadows are written at once, not one by one; only the first, eager step takes edits of weights into account.
+    assert on.get("shadow_writes", 0) == off.get("shadow_writes", 0)
 
 
 def test_a_shadow_follows_its_master(ranks: Ranks) -> None:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,27 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Allocations:
-    """Bytes that were allocated since the beginning and not freed: the most at once, and at the end."""
+    """Address and signed size in bytes of each allocation, positive, and of each freeing, negative; in order."""
 
-    peak: int = 0
-    end: int = 0
+    events: list[tuple[int, int]] = field(default_factory=list)
+
+    def totals(self, *sizes: int) -> tuple[int, int]:
+        """Bytes that were allocated since the beginning and not freed: the most at once, and at the end.
+
+        sizes: only allocations of exactly so many bytes
+        """
+        live: dict[int, int] = {}
+        most = 0
+        for begin, size in self.events:
+            if size < 0:
+                live.pop(begin, None)
+                continue
+            for other in [at for at, held in live.items() if at < begin + size and begin < at + held]:
+                del live[other]
+            if not sizes or size in sizes:
+                live[begin] = size
+                most = max(most, sum(live.values()))
+        return most, sum(live.values())
 
 
 @contextmanager
@@ -39,17 +56,7 @@ def allocations() -> Iterator[Allocations]:
     profiler.export_chrome_trace(str(path))
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("name") == "[memory]"]
     assert events, "the profiler saw no allocation"
-    live: dict[int, int] = {}  # address -> bytes
-    for event in sorted(events, key=lambda event: event["ts"]):
-        begin, size = event["args"]["Addr"], event["args"]["Bytes"]
-        if size < 0:
-            live.pop(begin, None)
-            continue
-        for other in [at for at, held in live.items() if at < begin + size and begin < at + held]:
-            del live[other]
-        live[begin] = size
-        out.peak = max(out.peak, sum(live.values()))
-    out.end = sum(live.values())
+    out.events = [(e["args"]["Addr"], e["args"]["Bytes"]) for e in sorted(events, key=lambda event: event["ts"])]
 
 
 class Gathered:

@@ -168,7 +168,7 @@ class Sequence:
         rng = self.rng
         dtype = wanted or (rng.choice(INTEGERS) if rng.random() < 0.1 else rng.choice((torch.float32, *FLOATS)))
         full = self._values(rng.choice(SHAPES), dtype)
-        trainable = dtype.is_floating_point and (wanted is not None or rng.random() < 0.9)
+        trainable = dtype.is_floating_point and (wanted is not None or rng.random() < 0.8)
         return new_twin(self.executor, f"p{number}", full, trainable)
 
     def _lay_out(self) -> None:
@@ -192,7 +192,7 @@ class Sequence:
 
     def run(self) -> None:
         steps = {
-            self.gather: 3, self.gather_group: 2, self.backward: 9, self.gradients: 3, self.update: 3, self.edit: 2, self.toggle: 1, self.options: 1,
+            self.gather: 3, self.gather_group: 2, self.backward: 9, self.gradients: 3, self.update: 3, self.edit: 2, self.toggle: 2, self.options: 1,
             self.rewrite: 1, self.release: 1, self.interrupted: 0 if self.ragged else 1,
         }  # fmt: skip
         for step in self.rng.choices(list(steps), list(steps.values()), k=self.rng.randint(3, 7)):

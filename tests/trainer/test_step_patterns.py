@@ -113,7 +113,17 @@ def _train_under(make: Any, *kinds: str) -> dict[str, Any]:
     return {kind: train(kind, make, steps=6) for kind in kinds}
 
 
-PATTERNS = [CallsPartsInAnyOrder, SeveralForwards, Teacher, ReadsWeights, ReadsOnly, EditsWeights]
+class AssignsData(Parts):
+    """Not an edit of the weight's memory, but another memory."""
+
+    def compute(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.decoder(self.encoder(x)), y)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.decoder.weight.data = self.decoder.weight.data.clamp(-0.2, 0.2)
+
+
+PATTERNS = [CallsPartsInAnyOrder, SeveralForwards, Teacher, ReadsWeights, ReadsOnly, EditsWeights, AssignsData]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -133,16 +143,6 @@ class PenaltyOverParameters(Parts):
         return F.mse_loss(self.decoder(self.encoder(x)), y) + 0.1 * penalty
 
 
-class AssignsData(Parts):
-    """Not an edit of the weight's memory, but another memory."""
-
-    def compute(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
-        return F.mse_loss(self.decoder(self.encoder(x)), y)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.decoder.weight.data = self.decoder.weight.data.clamp(-0.2, 0.2)
-
-
 class AssignsShards(AssignsData):
     def on_train_batch_end(self, *args: Any) -> None:
         for param in self.parameters():
@@ -159,7 +159,7 @@ def _try_under(make: Any, *kinds: str) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("make", [AssignsShards], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [AssignsShards, PenaltyOverParameters], ids=lambda make: make.__name__)
 def test_what_shards_cannot_do_is_an_error_and_not_another_result(ranks: Ranks, make: Any) -> None:
     for result in ranks.run(2, _try_under, make, "single", "eager"):
         if isinstance(result["eager"], str):

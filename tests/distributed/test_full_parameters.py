@@ -172,6 +172,7 @@ def gradients_stay() -> None:
             with engine.train_step():
                 loss = model.loss(shard_batch(batch, engine.rank, engine.world_size))
             loss.backward()
+            del loss  # with its graph, which knows the parameters' shapes
             grads = {name: param.grad for name, param in model.named_parameters()}
             before = whole_grads(engine, model)
             with engine.full_parameters(model.inner):

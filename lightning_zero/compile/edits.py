@@ -1,0 +1,71 @@
+"""Refuses graphs that edit weights in place.
+
+In compiled code a gathered weight is a value of the graph: an edit of it would be lost at the end. The graph as Dynamo
+made it still shows edits; later ones have turned them into new values.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from lightning_zero.errors import UnsupportedError
+
+__all__ = ["refuse_edits"]
+
+_IN_PLACE = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
+    operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.setitem,
+}  # fmt: skip
+
+
+def refuse_edits(graph: Graph) -> None:
+    """Raises :class:`UnsupportedError`, naming the weight, when ``graph`` (Dynamo's own) writes to a gathered one."""
+    weights: dict[int, Node] = {}  # storage -> the gather
+    for node in graph.nodes:
+        target = getattr(node.target, "overloadpacket", node.target)
+        if target is torch.ops.lightning_zero.gather and _storage(node) is not None:
+            weights[_storage(node)] = node  # type: ignore[index]
+    if not weights:
+        return
+    for node in graph.nodes:
+        for written in _written(node):
+            gather = weights.get(_storage(written) or -1)
+            if gather is not None:
+                raise UnsupportedError(
+                    f"The weight {_name(gather)!r} is edited in place inside compiled code, where the edit would be "
+                    "lost. Edit it between steps (in on_train_batch_end, say), or decorate the method that edits it "
+                    "with torch.compiler.disable."
+                )
+
+
+def _storage(node: Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _written(node: Node) -> list[Node]:
+    """The tensors that this node writes to."""
+    target: Any = node.target
+    if node.op not in ("call_function", "call_method"):
+        return []
+    written = [value for value in [node.kwargs.get("out")] if isinstance(value, Node)]
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    if (in_place or target in _IN_PLACE or node.kwargs.get("inplace") is True) and isinstance(node.args[0], Node):
+        written.append(node.args[0])
+    return written
+
+
+def _name(gather: Node) -> str:
+    shard = gather.args[0]
+    assert isinstance(shard, Node)
+    source = getattr(shard.meta.get("grapharg"), "source", None)
+    path = getattr(source, "name", "")
+    keys = re.findall(r"_(?:modules|parameters)\['?([^'\]]+)'?\]", path() if callable(path) else path)
+    return ".".join(keys) or shard.name
