@@ -235,6 +235,18 @@ void Executor::reduce(int64_t index, const at::Tensor& grad) {
   if (!late) launch_complete();
 }
 
+void Executor::enter(const std::string& digest, const std::string& plan) {
+  {
+    std::lock_guard lock(mutex_);
+    if (plans_.count(digest) > 0 || new_plan_op_.empty()) return;
+  }
+  // Without the lock: Python waits there for the other ranks.
+  torch::jit::Stack stack{digest, plan};
+  c10::Dispatcher::singleton().findSchemaOrThrow(new_plan_op_.c_str(), "").callBoxed(&stack);
+  std::lock_guard lock(mutex_);
+  plans_.insert(digest);
+}
+
 void Executor::launch_complete() {
   // When the host waits for each collective, it must not wait for peers that have no such gradient: launch after the agreement.
   if (options_.sync_collectives) return;

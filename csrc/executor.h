@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -52,6 +53,9 @@ class Executor : public torch::CustomClassHolder {
   // Name of an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
   void on_backward_end(std::string op) { backward_end_op_ = std::move(op); }
 
+  // Name of an op `(str digest, str plan) -> ()` that is called before a graph with a plan not seen before runs; it may raise.
+  void on_new_plan(std::string op) { new_plan_op_ = std::move(op); }
+
   int64_t add_parameter(
       std::string name, at::Tensor param, at::Tensor shard, int64_t numel, std::vector<int64_t> shape);
   // Another piece of memory with the same values: shards move into an arena once all are known.
@@ -73,6 +77,8 @@ class Executor : public torch::CustomClassHolder {
   // Several weights in one launch into one tensor of `numel` elements: weight i, padded, behind weight i - 1.
   at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel);
   void reduce(int64_t index, const at::Tensor& grad);
+  // A compiled graph begins that gathers and reduces as `plan` says.
+  void enter(const std::string& digest, const std::string& plan);
 
   // Copies edits made to weights that eager code still holds, or held last, into their shards. `forget`: and stop
   // watching them, because the shards are about to change.
@@ -137,7 +143,8 @@ class Executor : public torch::CustomClassHolder {
   Communicator gather_comm_, reduce_comm_;
   std::optional<Communicator> control_comm_;
   ExecutorOptions options_;
-  std::string backward_end_op_;
+  std::string backward_end_op_, new_plan_op_;
+  std::set<std::string> plans_;  // digests of those that all ranks are known to have
 
   std::vector<std::unique_ptr<ParamRecord>> records_;
   GatheredTable gathered_;

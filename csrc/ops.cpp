@@ -36,6 +36,19 @@ void reduce_add(const at::Tensor& grad, const at::Tensor& shard) {
   executor->reduce(index, grad);
 }
 
+// Several gradients at once: one call of the host for a block of the model.
+void reduce_group(at::TensorList grads, at::TensorList shards) {
+  auto [executor, first] = ShardTable::instance().find(shards[0], "reduce_group");
+  for (size_t i = 0; i < grads.size(); ++i) {
+    executor->reduce(ShardTable::instance().find(shards[i], "reduce_group").index, grads[i]);
+  }
+}
+
+void enter(const at::Tensor& shard, std::string_view digest, std::string_view plan) {
+  auto [executor, index] = ShardTable::instance().find(shard, "enter");
+  executor->enter(std::string(digest), std::string(plan));
+}
+
 // The form that autograd traces: it needs a gradient of the shard's shape. Ours is in the executor, so this one is zero, and a
 // graph pass replaces the op by reduce_add.
 at::Tensor reduce(const at::Tensor& grad, const at::Tensor& shard) {
@@ -55,6 +68,7 @@ TORCH_LIBRARY(lightning_zero, m) {
             self->configure({bucket_bytes, double_buffer, predivide, free_buckets, sync_collectives, reduce_dtype});
           })
       .def("on_backward_end", &Executor::on_backward_end)
+      .def("on_new_plan", &Executor::on_new_plan)
       .def("add_parameter", &Executor::add_parameter)
       .def("move_parameter", &Executor::move_parameter)
       .def("drop_parameter", &Executor::drop_parameter)
@@ -87,6 +101,8 @@ TORCH_LIBRARY(lightning_zero, m) {
   m.def("gather_group(Tensor[] shards, ScalarType dtype, int numel) -> Tensor");
   m.def("reduce(Tensor grad, Tensor shard) -> Tensor");
   m.def("reduce_add(Tensor grad, Tensor shard) -> ()");
+  m.def("reduce_group(Tensor[] grads, Tensor[] shards) -> ()");
+  m.def("enter(Tensor shard, str digest, str plan) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(lightning_zero, CompositeExplicitAutograd, m) {
@@ -96,4 +112,6 @@ TORCH_LIBRARY_IMPL(lightning_zero, CompositeExplicitAutograd, m) {
   m.impl("gather_group", gather_group);
   m.impl("reduce", reduce);
   m.impl("reduce_add", reduce_add);
+  m.impl("reduce_group", reduce_group);
+  m.impl("enter", enter);
 }

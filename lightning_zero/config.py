@@ -80,9 +80,18 @@ class EngineConfig:
         compute_dtype: what autocast computes in; shards are kept in this dtype too (a shadow), written once per step,
             and weights that are used in it are gathered in it. ``None`` without autocast.
         sync_collectives: debugging: wait on the host before and after every collective.
+        agreement_timeout_s: how long, in seconds, a rank with a newly compiled graph waits for ranks that are not
+            compiling, before it says that they do something else.
     """
 
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     compute_dtype: torch.dtype | None = None
     sync_collectives: bool = False
+    agreement_timeout_s: float = 25.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.agreement_timeout_s < math.inf:
+            raise ValueError(
+                f"agreement_timeout_s={self.agreement_timeout_s!r} must be a positive number of seconds. Try 25."
+            )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,9 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
-from lightning_zero.compile.backend import GraphObserver, compile_arguments
+from lightning_zero.compile.agreement import Agreement
+from lightning_zero.compile.backend import GraphObserver
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.eager import regather_saved_weights
+from lightning_zero.compile.plan import Plan
+from lightning_zero.compile.supervisor import Supervisor
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
@@ -58,6 +61,7 @@ class Engine:
         group: ranks to shard over; by default all. ``torch.distributed`` must be initialised.
         skip_modules: module types that are never compiled.
         observe: sees every graph that is compiled.
+        say: shows a line about the progress of compilation to the user; called on every rank.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Engine:
         group: dist.ProcessGroup | None = None,
         skip_modules: tuple[type, ...] = (),
         observe: GraphObserver | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -83,14 +88,25 @@ class Engine:
         self.reduce_group = dist.new_group(ranks, backend=backend, timeout=timeout)
         self.control_group = dist.new_group(ranks, backend="gloo", timeout=timeout)
         self.executor = Executor(
-            self.gather_group, self.reduce_group, self.control_group, device, self.config, self._run_gradient_hooks
+            self.gather_group,
+            self.reduce_group,
+            self.control_group,
+            device,
+            self.config,
+            on_backward_end=self._run_gradient_hooks,
+            on_new_plan=self._new_plan,
         )
+        store = dist.PrefixStore(
+            f"lightning_zero/{self.control_group.group_name}", dist.distributed_c10d._get_default_store()
+        )
+        limit = (timeout or dist.constants.default_pg_timeout).total_seconds()
+        agreement = Agreement(store, self.rank, self.world_size, self.config.agreement_timeout_s, limit)
+        self._supervisor = Supervisor(agreement, [observe] if observe is not None else [], say)
         self.sharder = Sharder(self.executor, self.gather_group, self.control_group)
         self.sharder.classes.engine = weakref.ref(self)
         self.module: nn.Module | None = None
         self.calls: CompiledCalls | None = None
         self._skip = skip_modules
-        self._observe = observe
         self._hooks: StateDictHooks | None = None
         self._gradient_hooks = GradientHooks(self.sharder)
         self._eager_reads = -1
@@ -115,9 +131,19 @@ class Engine:
             self.calls = self._make_calls(self._sharded_module())
 
     def _make_calls(self, module: nn.Module) -> CompiledCalls:
-        return CompiledCalls(
-            module, compile_arguments(self.config.compile, self.world_size, observe=self._observe), self._skip
-        )
+        return CompiledCalls(module, self._supervisor.compiler(self.config.compile, self.world_size), self._skip)
+
+    def observe(self, observer: GraphObserver) -> None:
+        """``observer`` sees every graph that is compiled from now on; it must not keep graphs."""
+        self._supervisor.observe(observer)
+
+    @property
+    def plan(self) -> Plan:
+        """What the compiled graphs that have run so far gather and reduce."""
+        return self._supervisor.plan
+
+    def _new_plan(self, digest: str, text: str) -> None:
+        self._supervisor.new_plan(digest, text)
 
     # -- sharding
 

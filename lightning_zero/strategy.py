@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,15 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.distributed import group as _group
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -40,10 +32,13 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.checks import check_adopted, refuse_callbacks, take_apart_compiled
+from lightning_zero.compile.backend import GraphObserver
+from lightning_zero.compile.plan import Plan
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.precision import ZeroMixedPrecision, for_shards
+from lightning_zero.processes import ProcessStrategy
 
 __all__ = ["ZeroStrategy"]
 
@@ -52,7 +47,7 @@ log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 
-class ZeroStrategy(ParallelStrategy):
+class ZeroStrategy(ProcessStrategy):
     """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step
     calls are compiled.
 
@@ -70,6 +65,8 @@ class ZeroStrategy(ParallelStrategy):
         reduce_bucket_mb: capacity of a reduce bucket in MiB.
         reduce_double_buffer: fill one bucket while the other is reduced.
         reduce_free_buckets: give the buckets' memory back after each backward.
+        agreement_timeout_s: a rank that has compiled a graph waits so many seconds for ranks that are not compiling
+            before it raises ``RankMismatchError``.
         sync_collectives: debugging: wait on the host before and after every collective.
         process_group_backend: by default ``"nccl"`` on CUDA and ``"gloo"`` on the CPU.
         timeout: how long ranks wait for each other.
@@ -91,6 +88,7 @@ class ZeroStrategy(ParallelStrategy):
         reduce_bucket_mb: float = 64.0,
         reduce_double_buffer: bool = True,
         reduce_free_buckets: bool = False,
+        agreement_timeout_s: float = 25.0,
         sync_collectives: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -109,8 +107,10 @@ class ZeroStrategy(ParallelStrategy):
         self._reduce = ReduceConfig(
             bucket_mb=reduce_bucket_mb, double_buffer=reduce_double_buffer, free_buckets=reduce_free_buckets
         )
-        self._sync_collectives = sync_collectives
+        # Checked here, so that a mistake shows before any process is started.
+        self._options = EngineConfig(sync_collectives=sync_collectives, agreement_timeout_s=agreement_timeout_s)
         self._engine: Engine | None = None
+        self._observers: list[GraphObserver] = []
         self._lightning_module_ref: pl.LightningModule | None = None
         super().__init__(
             accelerator=accelerator,
@@ -118,40 +118,11 @@ class ZeroStrategy(ParallelStrategy):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
         )
-        self._num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
 
     # -- what the Trainer asks before anything runs
-
-    @property
-    def is_distributed(self) -> bool:
-        """Without it the Trainer installs no distributed sampler."""
-        return True
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     @property
     @override
@@ -181,54 +152,6 @@ class ZeroStrategy(ParallelStrategy):
             to_uncompiled(module)
         self._lightning_module_ref = module
 
-    # -- processes
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        # Always: when processes are started from outside, the launcher is what compares `devices` with their number.
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        device = self.root_device if self.root_device.type != "cpu" else None
-        assert self.cluster_environment is not None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
-
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for decorator in (rank_zero_only, fabric_rank_zero_only):
-            decorator.rank = self.global_rank  # type: ignore[attr-defined]
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized():
-            return
-        if torch.distributed.get_backend() == "nccl":
-            torch.distributed.barrier(device_ids=[self.root_device.index])
-        else:
-            torch.distributed.barrier()
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if not _distributed_is_initialized():
-            return obj
-        objects = [obj]
-        torch.distributed.broadcast_object_list(objects, src, group=_group.WORLD)
-        return objects[0]
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
-
     # -- setup
 
     def _require_engine(self) -> Engine:
@@ -238,7 +161,11 @@ class ZeroStrategy(ParallelStrategy):
                     "The ZeRO-3 strategy was asked for something before it was set up. Call this inside a hook of the "
                     "LightningModule or a callback, while trainer.fit() or another stage is running."
                 )
-            self._engine = Engine(self.root_device, self._config(), self._timeout, skip_modules=(Metric,))
+            self._engine = Engine(
+                self.root_device, self._config(), self._timeout, skip_modules=(Metric,), say=rank_zero_info
+            )
+            for observer in self._observers:
+                self._engine.observe(observer)
         return self._engine
 
     def _config(self) -> EngineConfig:
@@ -255,7 +182,18 @@ class ZeroStrategy(ParallelStrategy):
             free_buckets=self._reduce.free_buckets,
             dtype=None if dtype is None else _DTYPES[dtype],
         )
-        return EngineConfig(reduce, self._compile, compute, self._sync_collectives)
+        return replace(self._options, reduce=reduce, compile=self._compile, compute_dtype=compute)
+
+    def observe_graphs(self, observer: GraphObserver) -> None:
+        """``observer(what, graph)`` sees every graph that is compiled from now on: "joint", and "before" and "after"
+        the passes. It must not keep graphs. Call it before ``fit()``, or in a callback's ``setup``."""
+        self._observers.append(observer)
+        if self._engine is not None:
+            self._engine.observe(observer)
+
+    def plan(self) -> Plan:
+        """What the compiled graphs that have run so far gather and reduce, and when; prints as a table."""
+        return self._require_engine().plan
 
     @contextmanager
     @override

@@ -8,68 +8,124 @@ aot_eager: the same functions through ``aot_autograd(partition_fn=...)``; no cod
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
-from lightning_zero.compile.edits import refuse_edits
+from lightning_zero.compile.frontend import name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.passes import PassSpec, default_passes, run_passes
+from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.tagging import tag_gathers
 from lightning_zero.config import CompileConfig
 
-__all__ = ["GraphObserver", "compile_arguments"]
+__all__ = ["Compiler", "Events", "GraphObserver"]
 
 GraphObserver = Callable[[str, Graph], None]  # (what: "joint", "before" or "after" passes, graph)
 
 
-def compile_arguments(
-    config: CompileConfig,
-    world_size: int,
-    passes: Sequence[PassSpec] | None = None,
-    observe: GraphObserver | None = None,
-) -> dict[str, Any]:
-    """Keyword arguments for ``torch.compile``. ``observe`` sees every graph; a test or a report may keep what it
-    sees."""
-    arguments: dict[str, Any] = {"fullgraph": False, "dynamic": config.dynamic}
-    chosen = default_passes(config, world_size) if passes is None else passes
-    rewrite = _observed(lambda graph: run_passes(graph, chosen), observe)
-    tag = _observed(tag_gathers, observe, joint=True)
-    if config.backend == "aot_eager":
-        return arguments | {"backend": _aot_eager(tag, rewrite)}
-    key = _source_digest([spec.name for spec in chosen], config, world_size)
-    # Observers must see every graph, so they keep graphs out of the cache.
-    uuid = None if observe is not None else key
-    return arguments | {
-        "backend": "inductor",
-        "options": {
-            "pre_grad_custom_pass": _Check(key),
-            "joint_custom_pre_pass": _Pass(tag, uuid),
-            "post_grad_custom_post_pass": _Pass(rewrite, uuid),
-            # Inductor's reordering would sink every gather that was started early back to its use.
-            "reorder_for_peak_memory": False,
-        },
-    }
+class Events(Protocol):
+    """Who is told what the compiler does."""
+
+    def graph(self, what: str, graph: Graph) -> None:
+        """A graph, "joint" or "before" or "after" the passes; valid during the call only."""
+
+    def compiling(self, name: str, busy: bool, seconds: float) -> None:
+        """A module's call begins to be compiled (``busy``), or has been, in so many seconds."""
+
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether every graph must be seen, even one that could come out of a cache."""
 
 
-def _observed(
-    function: Callable[[Graph], Graph], observe: GraphObserver | None, joint: bool = False
-) -> Callable[[Graph], Graph]:
-    def run(graph: Graph) -> Graph:
-        if observe is not None:
-            observe("joint" if joint else "before", graph)
-        graph = function(graph)
-        if observe is not None and not joint:
-            observe("after", graph)
+class Compiler:
+    """Makes the arguments of ``torch.compile`` for one engine's modules.
+
+    Attributes:
+        agreed: plans of the graphs that have run so far, the same on every rank; later graphs follow them.
+    """
+
+    def __init__(self, config: CompileConfig, world_size: int, events: Events) -> None:
+        self._config = config
+        self._world_size = world_size
+        self._events = events
+        self.agreed: list[GraphPlan] = []
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """Keyword arguments for ``torch.compile`` of the module that is called ``name``."""
+        return {"fullgraph": False, "dynamic": self._config.dynamic, "backend": self._backend(name)}
+
+    def passes(self) -> Sequence[PassSpec]:
+        """The passes that the next graph goes through."""
+        return default_passes(self._config, self._world_size, self.agreed)
+
+    def _backend(self, name: str) -> Callable[..., Any]:
+        inner = self._aot_eager() if self._config.backend == "aot_eager" else self._inductor
+
+        def compile_graph(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+            name_weights(module.graph)
+            refuse_edits(module.graph)
+            begun = time.monotonic()
+            self._events.compiling(name, True, 0.0)
+            try:
+                return inner(module, inputs, **kwargs)
+            finally:
+                self._events.compiling(name, False, time.monotonic() - begun)
+
+        return compile_graph
+
+    def _tag(self, graph: Graph) -> Graph:
+        self._events.graph("joint", graph)
+        return tag_gathers(graph)
+
+    def _rewrite(self, graph: Graph) -> Graph:
+        self._events.graph("before", graph)
+        graph = run_passes(graph, self.passes())
+        self._events.graph("after", graph)
         return graph
 
-    return run
+    def _inductor(self, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        # Observers must see every graph, so they keep graphs out of the cache.
+        uuid = None if self._events.wants_graphs else self._digest()
+        options = {
+            "joint_custom_pre_pass": _Pass(self._tag, uuid),
+            "post_grad_custom_post_pass": _Pass(self._rewrite, uuid),
+            # Inductor's reordering would sink every gather that was started early back to its use.
+            "reorder_for_peak_memory": False,
+        }
+        compile_fx: Any = torch._dynamo.lookup_backend("inductor")
+        return compile_fx(module, inputs, config_patches=options, **kwargs)
+
+    def _digest(self) -> str:
+        """What decides how a graph is rewritten."""
+        names = [spec.name for spec in self.passes()]
+        agreed = [plan.collectives() for plan in self.agreed]
+        digest = hashlib.sha256(repr((names, self._config, self._world_size, agreed)).encode())
+        for path in sorted(Path(__file__).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    def _aot_eager(self) -> Any:
+        def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+            self._tag(module.graph)
+            return min_cut_rematerialization_partition(module, inputs, **kwargs)
+
+        def compiler(module: GraphModule, inputs: Any) -> Any:
+            self._rewrite(module.graph)
+            module.recompile()
+            return make_boxed_func(module.forward)
+
+        return aot_autograd(
+            fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition
+        )
 
 
 class _Pass(CustomGraphPass):
@@ -89,44 +145,3 @@ class _Pass(CustomGraphPass):
 
     def uuid(self) -> str | None:
         return self._uuid
-
-
-class _Check(CustomGraphPass):
-    """Looks at Dynamo's graph before it is differentiated. Changes nothing, so a cached graph has passed it."""
-
-    def __init__(self, uuid: str) -> None:
-        self._uuid = uuid
-
-    def __call__(self, graph: Graph) -> None:
-        refuse_edits(graph)
-
-    def uuid(self) -> str:
-        return self._uuid
-
-
-def _source_digest(names: Sequence[str], config: CompileConfig, world_size: int) -> str:
-    digest = hashlib.sha256(repr((list(names), config, world_size)).encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _aot_eager(tag: Callable[[Graph], Graph], rewrite: Callable[[Graph], Graph]) -> Any:
-    def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        tag(module.graph)
-        return min_cut_rematerialization_partition(module, inputs, **kwargs)
-
-    def compiler(module: GraphModule, inputs: Any) -> Any:
-        rewrite(module.graph)
-        module.recompile()
-        return make_boxed_func(module.forward)
-
-    compile_graph = aot_autograd(
-        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition
-    )
-
-    def check_and_compile(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        refuse_edits(module.graph)
-        return compile_graph(module, inputs, **kwargs)
-
-    return check_and_compile

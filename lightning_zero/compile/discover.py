@@ -9,7 +9,7 @@ parameters.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,11 +26,13 @@ class CompiledCalls:
 
     Args:
         root: modules that are not ``root`` or inside it are ignored.
-        arguments: for ``torch.compile``.
+        arguments: for ``torch.compile`` of the module of a name.
         skip: module types that are never compiled.
     """
 
-    def __init__(self, root: nn.Module, arguments: dict[str, Any], skip: tuple[type, ...] = ()) -> None:
+    def __init__(
+        self, root: nn.Module, arguments: Callable[[str], dict[str, Any]], skip: tuple[type, ...] = ()
+    ) -> None:
         self._inside = {id(module): name for name, module in root.named_modules()}
         self._arguments = arguments
         self._skip = skip
@@ -72,7 +74,7 @@ class CompiledCalls:
     def compile(self, name: str, module: nn.Module) -> None:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
         are."""
-        module._compiled_call_impl = torch.compile(_plain_call(module), **self._arguments)
+        module._compiled_call_impl = torch.compile(_plain_call(module), **self._arguments(name))
         self.modules[name] = module
         log.debug("compiling calls of %s (%s)", name or "the root module", type(module).__name__)
 

@@ -7,10 +7,26 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-__all__ = ["GATHER", "REDUCE", "cast_dtype", "gathers", "is_view_or_cast", "output_node", "ops", "reduces"]
+__all__ = [
+    "GATHER",
+    "REDUCE",
+    "WEIGHT",
+    "cast_dtype",
+    "gathers",
+    "is_backward",
+    "is_reduce",
+    "is_start",
+    "is_view_or_cast",
+    "output_node",
+    "ops",
+    "reduces",
+    "shard_of",
+    "weight_name",
+]
 
 GATHER = "gather"
 REDUCE = "reduce"
+WEIGHT = "lightning_zero.weight"  # key in node.meta["custom"], which tracing carries from graph to graph
 
 _aten = torch.ops.aten
 _CASTS = {
@@ -37,6 +53,33 @@ def gathers(graph: Graph) -> list[Node]:
 def reduces(graph: Graph) -> list[Node]:
     """All nodes that hand a gradient over, in order."""
     return graph.find_nodes(op="call_function", target=ops(REDUCE))
+
+
+def shard_of(node: Node) -> Node:
+    """The graph's input that a gather or a reduce belongs to."""
+    shard = node.args[1 if node.target in (ops(REDUCE), ops("reduce_add")) else 0]
+    assert isinstance(shard, Node)
+    return shard
+
+
+def weight_name(node: Node) -> str:
+    """The parameter that a gather or a reduce belongs to; in graphs not made by Dynamo, the input's own name."""
+    return node.meta.get("custom", {}).get(WEIGHT) or shard_of(node).name
+
+
+def is_start(node: Node) -> bool:
+    """Whether a node launches all-gathers."""
+    return node.target in (ops("gather_group"), ops("gather_start"))
+
+
+def is_reduce(node: Node) -> bool:
+    """Whether a node hands gradients over, after the passes."""
+    return node.target in (ops("reduce_add"), ops("reduce_group"))
+
+
+def is_backward(graph: Graph) -> bool:
+    """Whether a graph, after partitioning, is given gradients of a forward graph's outputs."""
+    return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
 
 
 def output_node(graph: Graph) -> Node:

@@ -25,6 +25,8 @@ class Executor:
         device: where shards live.
         config: options.
         on_backward_end: called after gradients have been attached, once per backward.
+        on_new_plan: called with the digest and the text of a compiled graph's plan before the first such graph runs.
+            What it raises ends the run of the graph before its first collective.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Executor:
         device: torch.device,
         config: EngineConfig,
         on_backward_end: Callable[[], None] | None = None,
+        on_new_plan: Callable[[str, str], None] | None = None,
     ) -> None:
         load()
         self._native = torch.classes.lightning_zero.Executor(
@@ -44,8 +47,11 @@ class Executor:
         self.world_size: int = self._native.size()
         self.rank: int = self._native.rank()
         self.configure(config)
+        self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
         if on_backward_end is not None:
-            self._define_callback(on_backward_end)
+            self._native.on_backward_end(self._define("on_backward_end", "()", on_backward_end))
+        if on_new_plan is not None:
+            self._native.on_new_plan(self._define("on_new_plan", "(str digest, str plan)", on_new_plan))
 
     def configure(self, config: EngineConfig) -> None:
         """Applies options; legal only outside a backward pass."""
@@ -59,21 +65,21 @@ class Executor:
             reduce.dtype,
         )
 
-    def _define_callback(self, callback: Callable[[], None]) -> None:
+    def _define(self, event: str, arguments: str, callback: Callable[..., None]) -> str:
         # C++ finds Python through an op of this executor's own, so no table of engines is needed. The op must not keep
         # the engine alive, hence the weak reference.
         method = weakref.WeakMethod(callback) if hasattr(callback, "__self__") else (lambda: callback)
-        name = f"on_backward_end_{id(self)}"
-        self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
-        self._library.define(f"{name}() -> ()")
+        name = f"{event}_{id(self)}"
 
-        def run() -> None:
+        def run(*args: str) -> None:
             target = method()
             if target is not None:
-                target()
+                target(*args)
 
+        assert self._library is not None
+        self._library.define(f"{name}{arguments} -> ()")
         self._library.impl(name, run, "CompositeExplicitAutograd")
-        self._native.on_backward_end(f"lightning_zero::{name}")
+        return f"lightning_zero::{name}"
 
     def add_parameter(self, name: str, param: Tensor, shard: Tensor, shape: torch.Size) -> int:
         """Registers a parameter: ``shard`` is its 1-D part in an arena, ``shape`` the whole parameter's. Returns its

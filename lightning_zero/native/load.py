@@ -44,9 +44,11 @@ def load() -> None:
     torch.library.register_fake("lightning_zero::gather_group", _group_shape)
     torch.library.register_fake("lightning_zero::reduce", lambda grad, shard: shard.new_empty(shard.shape))
     torch.library.register_fake("lightning_zero::reduce_add", lambda grad, shard: None)
+    torch.library.register_fake("lightning_zero::reduce_group", lambda grads, shards: None)
+    torch.library.register_fake("lightning_zero::enter", lambda shard, digest, plan: None)
     # Without these a graph would lose the ops whose results nobody reads.
-    torch.fx.node.has_side_effect(torch.ops.lightning_zero.reduce.default)
-    torch.fx.node.has_side_effect(torch.ops.lightning_zero.reduce_add.default)
+    for name in ("reduce", "reduce_add", "reduce_group", "enter"):
+        torch.fx.node.has_side_effect(getattr(torch.ops.lightning_zero, name).default)
 
 
 def _gather_shape(shard: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:

@@ -42,6 +42,7 @@ def engine_for(
     reduce_dtype: torch.dtype | None = None,
     bucket_mb: float = 0.01,
     small_bytes: int = 256,
+    agreement_timeout_s: float = 25.0,
     **compile: Any,
 ) -> Iterator[Engine]:
     """An engine that is closed at the end, with buckets so small that there are several.
@@ -55,6 +56,7 @@ def engine_for(
         reduce=ReduceConfig(bucket_mb=bucket_mb, dtype=reduce_dtype),
         compile=CompileConfig(enabled=compiled, backend=backend if compiled else "aot_eager", **compile),
         compute_dtype=compute_dtype,
+        agreement_timeout_s=agreement_timeout_s,
     )
     engine = Engine(torch.device("cpu"), config, observe=observe)
     try:

@@ -19,6 +19,7 @@ FLOORS = {
     "compile": 4,
     "engine": 5,
     "precision": 6,
+    "processes": 6,
     "strategy": 6,
     "checks": 6,
     "callbacks": 6,

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+from lightning_zero.compile.passes.announce import announce_plan
 from lightning_zero.compile.passes.base import PassSpec, run_passes
 from lightning_zero.compile.passes.cast import fuse_casts
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.reduce import hand_over_gradients
 from lightning_zero.compile.passes.sink import sink_gathers
 from lightning_zero.compile.passes.split import split_gathers
+from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.config import CompileConfig
 
 __all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "run_passes"]
 
+ANNOUNCE = PassSpec(
+    "announce_plan", announce_plan, requires=frozenset({"started", "handed over"}), provides=frozenset({"announced"})
+)
 HAND_OVER = PassSpec("hand_over_gradients", hand_over_gradients, provides=frozenset({"handed over"}))
 
 MINIMAL_PASSES = (
     PassSpec("split_gathers", split_gathers, provides=frozenset({"started"}), conflicts=frozenset({"started"})),
     HAND_OVER,
+    ANNOUNCE,
 )
 
 
-def default_passes(config: CompileConfig, world_size: int) -> tuple[PassSpec, ...]:
-    """The passes for these options: without ``prefetch`` each weight is gathered by itself, where it is used."""
+def default_passes(config: CompileConfig, world_size: int, agreed: Sequence[GraphPlan] = ()) -> tuple[PassSpec, ...]:
+    """The passes for these options: without ``prefetch`` each weight is gathered by itself, where it is used.
+
+    ``agreed``: plans that graphs of the same weights must follow.
+    """
     if not config.prefetch:
         return MINIMAL_PASSES
     group = partial(
@@ -33,6 +43,7 @@ def default_passes(config: CompileConfig, world_size: int) -> tuple[PassSpec, ..
         small_bytes=SMALL_BYTES,
         parts=GROUPS_PER_GRAPH,
         ahead=1,
+        agreed=tuple(agreed),
     )
     return (
         PassSpec("fuse_casts", fuse_casts, provides=frozenset({"cast"}), conflicts=frozenset({"started"})),
@@ -45,6 +56,7 @@ def default_passes(config: CompileConfig, world_size: int) -> tuple[PassSpec, ..
             conflicts=frozenset({"started"}),
         ),
         HAND_OVER,
+        ANNOUNCE,
     )
 
 

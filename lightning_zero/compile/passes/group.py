@@ -3,14 +3,21 @@
 One launch for a group costs what one launch for a weight costs, and a large transfer reaches the bandwidth that small
 ones do not. The weights of a group arrive in one tensor and are views of it: nothing is copied. At most two groups are
 in flight or in use, next to the small weights, which are gathered at the beginning and kept.
+
+Ranks may compile graphs of the same weights at different times and for batches of different lengths. All must gather
+the same groups in the same order, so a graph follows the plan that the ranks have agreed on, if there is one.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Sequence
+
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import gathers, ops
+from lightning_zero.compile.graph import cast_dtype, gathers, is_backward, is_view_or_cast, ops, shard_of, weight_name
+from lightning_zero.compile.plan import GraphPlan
 
 __all__ = ["group_gathers"]
 
@@ -18,8 +25,18 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 _slice = torch.ops.aten.slice.Tensor
 _view = torch.ops.aten.view.default
 
+Group = list[Node]
 
-def group_gathers(graph: Graph, world_size: int, group_bytes: int, small_bytes: int, parts: int, ahead: int) -> Graph:
+
+def group_gathers(
+    graph: Graph,
+    world_size: int,
+    group_bytes: int,
+    small_bytes: int,
+    parts: int,
+    ahead: int,
+    agreed: Sequence[GraphPlan] = (),
+) -> Graph:
     """Replaces gathers by groups, in place.
 
     Args:
@@ -28,45 +45,56 @@ def group_gathers(graph: Graph, world_size: int, group_bytes: int, small_bytes: 
         small_bytes: weights up to this size are gathered together at the beginning of the graph.
         parts: smaller groups where the graph gathers little: about this many for the whole graph.
         ahead: a group is started when the one that comes ``ahead`` before it is first waited for.
+        agreed: plans of graphs that ran before; one for the same weights is followed.
     """
     nodes = gathers(graph)
     if not nodes:
         return graph
-    small = [node for node in nodes if _bytes(node) <= small_bytes]
-    large = [node for node in nodes if _bytes(node) > small_bytes]
-    limit = min(group_bytes, max(sum(map(_bytes, large)) // parts, 1))
-    groups = _consecutive(large, limit)
-    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-    with graph.inserting_before(first):
-        beginning = graph.call_function(_marker)
-    for group in _by_dtype(small):
-        _launch(graph, group, beginning, world_size)
-    heads = [group[0] for group in groups]  # where each group is first waited for
-    for number, group in enumerate(groups):
-        before = heads[number - ahead] if number >= ahead else beginning
-        heads[number] = _launch(graph, group, before, world_size)
-    graph.erase_node(beginning)
+    groups = _follow(graph, nodes, agreed)
+    if groups is None:
+        small = [node for node in nodes if _bytes(node) <= small_bytes]
+        large = [node for node in nodes if _bytes(node) > small_bytes]
+        limit = min(group_bytes, max(sum(map(_bytes, large)) // parts, 1))
+        groups = [*_by_dtype(small), *_consecutive(large, limit)]
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    anchors = list(graph.nodes)
+    beginning = next(i for i, node in enumerate(anchors) if node.op not in ("placeholder", "get_attr"))
+    waits = [min(position[node] for node in group) for group in groups]
+    at_once = [all(_bytes(node) <= small_bytes for node in group) for group in groups]
+    starts = _starts(waits, at_once, beginning, ahead)
+    launches = [_start(graph, group, anchors[start], world_size) for group, start in zip(groups, starts, strict=True)]
+    for group, start, wait in zip(groups, launches, waits, strict=True):
+        _use(graph, group, start, anchors[wait], world_size)
     for node in nodes:
         graph.erase_node(node)
     return graph
 
 
-def _marker() -> None:
-    """Holds a place in the graph while nodes around it are replaced."""
+def _starts(waits: list[int], at_once: list[bool], beginning: int, ahead: int) -> list[int]:
+    """Where each group is started: in the order of the groups, and never behind where it is waited for."""
+    large = [number for number, small in enumerate(at_once) if not small]
+    starts = [beginning] * len(waits)
+    for rank, number in enumerate(large):
+        if rank >= ahead:
+            starts[number] = min(waits[large[rank - ahead]], waits[number])
+    for number in reversed(range(len(starts) - 1)):
+        starts[number] = min(starts[number], starts[number + 1])
+    return starts
 
 
-def _by_dtype(nodes: list[Node]) -> list[list[Node]]:
-    groups: dict[torch.dtype, list[Node]] = {}
+def _by_dtype(nodes: list[Node]) -> list[Group]:
+    groups: dict[torch.dtype, Group] = {}
     for node in nodes:
         groups.setdefault(_dtype(node), []).append(node)
     return list(groups.values())
 
 
-def _consecutive(nodes: list[Node], limit: int) -> list[list[Node]]:
-    groups: list[list[Node]] = []
+def _consecutive(nodes: list[Node], limit: int) -> list[Group]:
+    groups: list[Group] = []
     held = 0
     for node in nodes:
-        if not groups or held + _bytes(node) > limit or _dtype(groups[-1][0]) != _dtype(node):
+        first = groups[-1][0] if groups else None
+        if first is None or held + _bytes(node) > limit or _kind(first) != _kind(node):
             groups.append([])
             held = 0
         groups[-1].append(node)
@@ -74,19 +102,39 @@ def _consecutive(nodes: list[Node], limit: int) -> list[list[Node]]:
     return groups
 
 
-def _launch(graph: Graph, group: list[Node], before: Node, world_size: int) -> Node:
-    """Starts ``group`` before a node and waits where its first member stood; returns the wait."""
-    lengths = [world_size * _shard(node).meta["val"].numel() for node in group]
+def _follow(graph: Graph, nodes: list[Node], agreed: Sequence[GraphPlan]) -> list[Group] | None:
+    """The agreed groups of exactly these weights, or None when there are none."""
+    kind = "backward" if is_backward(graph) else "forward"
+    mine = Counter((weight_name(node), _word(_dtype(node))) for node in nodes)
+    for plan in agreed:
+        if plan.kind != kind or mine != Counter((name, g.dtype) for g in plan.gathers for name in g.weights):
+            continue
+        waiting: dict[tuple[str, str], deque[Node]] = {}
+        for node in nodes:
+            waiting.setdefault((weight_name(node), _word(_dtype(node))), deque()).append(node)
+        return [[waiting[name, g.dtype].popleft() for name in g.weights] for g in plan.gathers]
+    return None
+
+
+def _start(graph: Graph, group: Group, before: Node, world_size: int) -> Node:
+    lengths = [world_size * shard_of(node).meta["val"].numel() for node in group]
     with graph.inserting_before(before):
         start = graph.call_function(
-            ops("gather_group"), ([_shard(node) for node in group], _dtype(group[0]), sum(lengths))
+            ops("gather_group"), ([shard_of(node) for node in group], _dtype(group[0]), sum(lengths))
         )
-    with graph.inserting_before(group[0]):
+    start.meta["val"] = group[0].meta["val"].new_empty(sum(lengths))
+    start.meta["weights"] = tuple(weight_name(node) for node in group)
+    start.meta["until"] = "backward" if _kept(group[0]) else "last use"
+    return start
+
+
+def _use(graph: Graph, group: Group, start: Node, before: Node, world_size: int) -> None:
+    """Waits for a group before its first use, and makes each weight a view of it."""
+    with graph.inserting_before(before):
         ready = graph.call_function(_wait, (start,))
-    buffer = group[0].meta["val"].new_empty(sum(lengths))
-    start.meta["val"] = ready.meta["val"] = buffer
+    buffer = ready.meta["val"] = start.meta["val"]
     offset = 0
-    for node, length in zip(group, lengths, strict=True):
+    for node in group:
         numel = node.meta["val"].numel()
         with graph.inserting_before(node):
             flat = graph.call_function(_slice, (ready, 0, offset, offset + numel))
@@ -95,14 +143,27 @@ def _launch(graph: Graph, group: list[Node], before: Node, world_size: int) -> N
         weight.meta.update({key: meta for key, meta in node.meta.items() if key not in ("recompute", "val")})
         weight.meta["val"] = flat.meta["val"].view(node.meta["val"].shape)
         node.replace_all_uses_with(weight)
-        offset += length
-    return ready
+        offset += world_size * shard_of(node).meta["val"].numel()
 
 
-def _shard(node: Node) -> Node:
-    shard = node.args[0]
-    assert isinstance(shard, Node)
-    return shard
+def _kept(node: Node) -> bool:
+    """Whether the graph returns the weight: then all that lies in the same memory lives until backward."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return True
+            if is_view_or_cast(user) and cast_dtype(user) is None:
+                pending.append(user)
+    return False
+
+
+def _kind(node: Node) -> tuple[torch.dtype, bool]:
+    return _dtype(node), _kept(node)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(node: Node) -> torch.dtype:

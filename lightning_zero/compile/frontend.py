@@ -1,7 +1,8 @@
-"""Refuses graphs that edit weights in place.
+"""Looks at graphs as Dynamo made them, before they are differentiated.
 
-In compiled code a gathered weight is a value of the graph: an edit of it would be lost at the end. The graph as Dynamo
-made it still shows edits; later ones have turned them into new values.
+Only these know what parameters are called: each gather is given its weight's name, which later graphs inherit. And only
+these still show in-place edits, which later ones have turned into new values: a gathered weight is a value of the
+graph, so an edit of it would be lost, and is refused.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["refuse_edits"]
+__all__ = ["name_weights", "refuse_edits"]
 
 _IN_PLACE = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
@@ -24,13 +26,24 @@ _IN_PLACE = {
 }  # fmt: skip
 
 
+def name_weights(graph: Graph) -> None:
+    """Notes in each gather's meta data which parameter it reads; see ``weight_name`` in ``compile/graph.py``."""
+    for node in _gathers(graph):
+        node.meta["custom"] = {**node.meta.get("custom", {}), WEIGHT: _name(node)}
+
+
+def _gathers(graph: Graph) -> list[Node]:
+    op = torch.ops.lightning_zero.gather
+    return [node for node in graph.nodes if getattr(node.target, "overloadpacket", node.target) is op]
+
+
 def refuse_edits(graph: Graph) -> None:
     """Raises :class:`UnsupportedError`, naming the weight, when ``graph`` (Dynamo's own) writes to a gathered one."""
     weights: dict[int, Node] = {}  # storage -> the gather
-    for node in graph.nodes:
-        target = getattr(node.target, "overloadpacket", node.target)
-        if target is torch.ops.lightning_zero.gather and _storage(node) is not None:
-            weights[_storage(node)] = node  # type: ignore[index]
+    for node in _gathers(graph):
+        storage = _storage(node)
+        if storage is not None:
+            weights[storage] = node
     if not weights:
         return
     for node in graph.nodes:

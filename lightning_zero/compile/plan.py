@@ -1,0 +1,157 @@
+"""What compiled graphs gather and reduce, in which order, and when.
+
+A plan is read off a graph after the passes have run. It prints as a table, saves as JSON, and its
+:meth:`GraphPlan.collectives` are what all ranks must have in common: nothing in them depends on the sizes of
+activations, so ranks may run graphs for batches of different lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Gather", "GraphPlan", "Plan", "Reduce"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One launch of all-gathers.
+
+    Attributes:
+        weights: names of the parameters, in the order in which they arrive in memory.
+        dtype: on the wire, e.g. ``"bfloat16"``.
+        bytes: of the whole weights, padding included.
+        started: index, among the graph's nodes, of the launch.
+        before: name of the node that it is started before.
+        waited: index of the node that waits for it.
+        used: name of the first node that reads one of the weights.
+        until: what ends the weights' life: ``"last use"``, ``"backward"`` (kept for it) or ``"step"`` (kept until the
+            optimizer steps).
+    """
+
+    weights: tuple[str, ...]
+    dtype: str
+    bytes: int
+    started: int
+    before: str
+    waited: int
+    used: str
+    until: str = "last use"
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """One gradient handed over to the reduce buckets, or several at once. ``bytes``: of the whole gradients."""
+
+    weights: tuple[str, ...]
+    dtype: str
+    bytes: int
+    at: int
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """The plan of one graph: ``kind`` is ``"forward"`` or ``"backward"``; ``nodes``, how many nodes the graph has."""
+
+    kind: str
+    nodes: int
+    gathers: tuple[Gather, ...]
+    reduces: tuple[Reduce, ...]
+
+    def collectives(self) -> tuple[str, ...]:
+        """A line for each collective, in order: what must be the same on every rank."""
+        lines = [f"{self.kind}: gather {' + '.join(g.weights)} as {g.dtype}, {g.bytes} bytes" for g in self.gathers]
+        # Gradients may arrive in another order on each rank: the executor sorts them.
+        handed = sorted({weight for reduce in self.reduces for weight in reduce.weights})
+        return (*lines, *(f"{self.kind}: reduce {weight}" for weight in handed))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(self.collectives()).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> GraphPlan:
+        return cls._from(json.loads(text))
+
+    @classmethod
+    def _from(cls, data: dict[str, Any]) -> GraphPlan:
+        def made(kind: Any, entries: list[dict[str, Any]]) -> tuple[Any, ...]:
+            return tuple(kind(**{**entry, "weights": tuple(entry["weights"])}) for entry in entries)
+
+        gathers, reduces = made(Gather, data["gathers"]), made(Reduce, data["reduces"])
+        return cls(data["kind"], data["nodes"], gathers, reduces)
+
+    def __str__(self) -> str:
+        gathered, reduced = (sum(entry.bytes for entry in entries) for entries in (self.gathers, self.reduces))
+        title = (
+            f"{self.kind} graph of {self.nodes} nodes: {len(self.gathers)} gathers of {_mib(gathered)} MiB, "
+            f"{sum(len(reduce.weights) for reduce in self.reduces)} gradients of {_mib(reduced)} MiB"
+        )
+        rows = [("bucket", "weights", "dtype", "MiB", "started before", "waited for by", "kept until")]
+        for number, gather in enumerate(self.gathers):
+            before = f"{gather.before} (node {gather.started})"
+            used = f"{gather.used} (node {gather.waited})"
+            rows.append(
+                (str(number), _some(gather.weights), gather.dtype, _mib(gather.bytes), before, used, gather.until)
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([title, *lines])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plans of all graphs that an engine runs, in the order in which they first ran."""
+
+    graphs: tuple[GraphPlan, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.graphs)) or "(nothing compiled yet)"
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON."""
+        text = json.dumps({"format": FORMAT, "graphs": [asdict(graph) for graph in self.graphs]}, indent=1)
+        Path(path).write_text(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: the file is no plan, or one of another version.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']}, not {FORMAT}")
+            return cls(tuple(GraphPlan._from(graph) for graph in data["graphs"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no plan that this version of lightning_zero can read: {error}.") from error
+
+
+def first_difference(mine: Iterable[str], theirs: Iterable[str]) -> tuple[int, str, str]:
+    """Position and text of the first line in which two lists of collectives differ."""
+    a, b = list(mine), list(theirs)
+    for position in range(max(len(a), len(b))):
+        left, right = (lines[position] if position < len(lines) else "(nothing)" for lines in (a, b))
+        if left != right:
+            return position, left, right
+    return len(a), "(nothing)", "(nothing)"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.2f}"
+
+
+def _some(names: tuple[str, ...], most: int = 2) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,151 @@
+"""Ranks that see batches of different lengths train; ranks that gather different weights are told so, and do not hang."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import Graph
+
+from lightning_zero.errors import RankMismatchError
+from tests.helpers.models import TinyTransformer, build, make_batches
+from tests.helpers.oracle import assert_close_relative
+from tests.helpers.sharded import engine_for, sgd, whole_params
+from tests.ranks.pool import RankFailure, Ranks
+
+STEPS = 20
+LENGTHS = [[8, 3, 8, 8, 5, 1], [8, 8, 8, 6, 8, 2], [4, 8, 7, 8, 8, 8]]  # [rank][step]
+
+
+def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Another number of samples and another length on each rank, changing at different steps."""
+    ids, target = make_batches("TinyTransformer", STEPS, 12)[step]
+    length = LENGTHS[rank][step % 6]
+    rows = 2 + (step * (rank + 1)) % 3
+    return ids[rank : rank + rows, :length], target[rank : rank + rows, :length]
+
+
+class OneBlock(TinyTransformer):
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+
+
+def train_on_all_lengths() -> tuple[list[dict[str, Tensor]], int]:
+    model = build(OneBlock)
+    graphs = 0
+
+    def count(what: str, graph: Graph) -> None:
+        nonlocal graphs
+        graphs += what == "after"
+
+    params = []
+    with engine_for(model, "aot_eager", observe=count) as engine:
+        optimizer = sgd(model)
+        for step in range(STEPS):
+            with engine.train_step():
+                loss = model.loss(batch_of(step, engine.rank))
+            loss.backward()
+            engine.before_step()
+            optimizer.step()
+            optimizer.zero_grad()
+            params.append(whole_params(engine, model))
+        assert len({plan.digest for plan in engine.plan.graphs}) == len(engine.plan.graphs)
+    return params, graphs
+
+
+def test_ranks_with_batches_of_different_lengths_train(ranks: Ranks) -> None:
+    world_size, model = 3, build(OneBlock)
+    optimizer = sgd(model)
+    expected = []
+    for step in range(STEPS):
+        for rank in range(world_size):
+            (model.loss(batch_of(step, rank)) / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append({name: param.detach().clone() for name, param in model.named_parameters()})
+    for params, graphs in ranks.run(world_size, train_on_all_lengths, deadline=120):
+        assert_close_relative(params, expected, 2e-5, what="params")
+        # A forward and a backward for fixed sizes, then for variable ones; a size of one is a case of its own.
+        assert graphs <= 10
+
+
+class Forks(nn.Module):
+    """Uses two weights in an order of the caller's choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: Tensor, swap: bool) -> Tensor:
+        first, second = (self.right, self.left) if swap else (self.left, self.right)
+        return second(torch.tanh(first(x)))
+
+
+def run_forks(swaps: dict[int, list[bool]], patience_s: float, delay: dict[int, float]) -> Any:
+    """Steps in the orders given for each rank. What a mismatch said, and after how many seconds."""
+    model = build(Forks)
+    with engine_for(model, "aot_eager", agreement_timeout_s=patience_s) as engine:
+        begun = time.monotonic()
+        for step, swap in enumerate(swaps[engine.rank]):
+            if step == 1:
+                time.sleep(delay.get(engine.rank, 0.0))
+                begun = time.monotonic()
+            try:
+                with engine.train_step():
+                    loss = model(torch.ones(4, 9), swap).square().mean()
+                loss.backward()
+            except RankMismatchError as error:
+                return str(error), time.monotonic() - begun
+            engine.before_step()
+    return None
+
+
+def test_ranks_that_compile_different_graphs_are_told_the_first_difference(ranks: Ranks) -> None:
+    swaps = {0: [False, False], 1: [False, True]}
+    for rank, (message, seconds) in enumerate(ranks.run(2, run_forks, swaps, 25.0, {})):
+        assert seconds < 25
+        assert f"Ranks {rank} and {1 - rank} compiled graphs that gather different weights" in message
+        assert "forward: gather left.weight" in message, message
+        assert "forward: gather right.weight" in message, message
+
+
+def test_a_rank_that_compiles_other_gathers_alone_is_told_who_is_missing(ranks: Ranks) -> None:
+    swaps = {0: [False, False, False], 1: [False, False, True]}
+    with pytest.raises(RankFailure, match=r"(?s)Rank 1 is about to run a newly compiled graph.*rank 0 did not come"):
+        ranks.run(2, run_and_raise, swaps, 2.0, {})
+
+
+def test_a_late_rank_is_named(ranks: Ranks) -> None:
+    swaps = {0: [False, False], 1: [False, False]}
+    with pytest.raises(
+        RankFailure, match=r"(?s)Rank 0 is about to run.*rank 1 did not come.*raise agreement_timeout_s"
+    ):
+        ranks.run(2, run_and_raise, swaps, 1.0, {1: 20.0})
+
+
+def run_and_raise(*args: Any) -> None:
+    found = run_forks(*args)
+    if found is not None:
+        raise RankMismatchError(found[0])
+
+
+def evaluate_other_parts() -> None:
+    """What only some graphs use, and what is compiled in evaluation, is agreed on as well."""
+    model = build(Forks)
+    with engine_for(model, "aot_eager") as engine:
+        for step in range(4):
+            with engine.train_step():
+                loss = model(torch.ones(4 + dist.get_rank(), 9), step > 2).square().mean()
+            loss.backward()
+            engine.before_step()
+            engine.eval_step()
+            with torch.no_grad():
+                model(torch.ones(2, 9), False)
+        kinds = [plan.kind for plan in engine.plan.graphs]
+        assert kinds.count("backward") == 2
+
+
+def test_all_graphs_are_agreed_on(ranks: Ranks) -> None:
+    ranks.run(3, evaluate_other_parts)

@@ -1,0 +1,139 @@
+"""What a graph announces of itself, and what can be done with it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from lightning_zero.compile.graph import WEIGHT
+from lightning_zero.compile.passes import default_passes, run_passes
+from lightning_zero.compile.passes.announce import announce_plan, read_plan
+from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce, first_difference
+from lightning_zero.config import CompileConfig
+from tests.unit.compile.graphs import Builder, order
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def no_weight_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.compile.passes.SMALL_BYTES", 0)
+
+
+def step(names: str = "abc", rows: int = 64, backward: bool = False) -> Graph:
+    """x @ a @ b @ ...; in a backward, each weight also gets a gradient."""
+    b = Builder()
+    shards = {name: b.shard(f"primals_{name}", 2048) for name in names}
+    x = b.input("tangents_1" if backward else "x", rows, 64)
+    grads = []
+    for name in names:
+        whole = b.gather(shards[name], 64, 64)
+        whole.meta["custom"] = {WEIGHT: f"layer.{name}"}
+        x = b.call(aten.mm.default, x, whole)
+        if backward:
+            grads.append(b.reduce(b.call(aten.mm.default, b.call(aten.t.default, x), x), shards[name]))
+            grads[-1].meta["custom"] = {WEIGHT: f"layer.{name}"}
+    return b.done(x, *grads)
+
+
+def planned(graph: Graph, prefetch: bool = True, agreed: tuple[GraphPlan, ...] = ()) -> GraphPlan:
+    config = CompileConfig(prefetch=prefetch, gather_group_mb=0.04)
+    return read_plan(run_passes(graph, default_passes(config, 2, agreed)))
+
+
+def test_the_plan_says_what_is_gathered_when_and_for_whom() -> None:
+    plan = planned(step())
+    assert plan.kind == "forward"
+    assert [g.weights for g in plan.gathers] == [("layer.a",), ("layer.b",), ("layer.c",)]
+    assert {(g.dtype, g.bytes, g.until) for g in plan.gathers} == {("float32", 64 * 64 * 4, "last use")}
+    assert [g.used for g in plan.gathers] == ["mm_default", "mm_default_1", "mm_default_2"]
+    # One ahead: each is started before the product that uses the one before it, and waited for after that.
+    assert [g.before for g in plan.gathers] == ["mm_default", "mm_default", "mm_default_1"]
+    assert all(g.started < g.waited for g in plan.gathers)
+    assert plan.nodes == 3 + 3 * 4
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_gradients_are_in_the_plan(prefetch: bool) -> None:
+    plan = planned(step(backward=True), prefetch)
+    assert plan.kind == "backward"
+    names = [name for reduce in plan.reduces for name in reduce.weights]
+    assert names == ["layer.a", "layer.b", "layer.c"]
+    assert sum(reduce.bytes for reduce in plan.reduces) == 3 * 64 * 64 * 4
+
+
+def test_the_graph_announces_its_plan_before_its_first_collective() -> None:
+    graph = run_passes(step(), default_passes(CompileConfig(), 2))
+    assert order(graph).startswith("enter(primals_a) gather_group(")
+    enter = next(node for node in graph.nodes if "enter" in str(node.target))
+    assert enter.args[1] == read_plan(graph).digest
+    assert GraphPlan.from_json(str(enter.args[2])) == read_plan(graph)
+
+
+def test_a_graph_without_collectives_announces_nothing() -> None:
+    b = Builder()
+    x = b.input("x", 2, 2)
+    assert "enter" not in order(announce_plan(b.done(b.call(aten.mm.default, x, x))))
+
+
+def test_what_ranks_compare_does_not_depend_on_the_batch() -> None:
+    assert planned(step(rows=64)).digest == planned(step(rows=3)).digest
+    assert planned(step("abc")).digest != planned(step("abd")).digest
+    assert planned(step("abc")).digest != planned(step("acb")).digest
+    assert planned(step()).digest != planned(step(backward=True)).digest
+
+
+def test_gradients_may_come_in_another_order() -> None:
+    gathers = (Gather(("a",), "float32", 8, 0, "mm", 1, "mm"),)
+    plans = [
+        GraphPlan("backward", 9, gathers, tuple(Reduce((name,), "float32", 8, at) for at, name in enumerate(names)))
+        for names in ("xy", "yx", "xz")
+    ]
+    assert plans[0].digest == plans[1].digest != plans[2].digest
+
+
+def test_a_later_graph_follows_the_plan_that_was_agreed_on() -> None:
+    first = planned(step("abcd"))
+    # The same weights in another order of use: a and b change places.
+    graph = run_passes(step("bacd"), default_passes(CompileConfig(gather_group_mb=0.04), 2, [first]))
+    assert [g.weights for g in read_plan(graph).gathers] == [g.weights for g in first.gathers]
+    assert read_plan(graph).digest == first.digest
+    # Nothing is used before it is waited for, and launches keep their order.
+    graph.lint()
+    starts = [g.started for g in read_plan(graph).gathers]
+    assert starts == sorted(starts)
+
+
+def test_a_plan_for_other_weights_is_not_followed() -> None:
+    first = planned(step("abc"))
+    assert planned(step("abd"), agreed=(first,)) == planned(step("abd"))
+    # Nor is a forward's in a backward.
+    assert planned(step("cba", backward=True), agreed=(first,)) == planned(step("cba", backward=True))
+
+
+def test_a_plan_prints_as_a_table() -> None:
+    lines = str(planned(step())).splitlines()
+    assert lines[0] == "forward graph of 15 nodes: 3 gathers of 0.05 MiB, 0 gradients of 0.00 MiB"
+    assert " ".join(lines[1].split()) == "bucket weights dtype MiB started before waited for by kept until"
+    assert lines[2].split()[:4] == ["0", "layer.a", "float32", "0.02"]
+    assert len(lines) == 5
+
+
+def test_a_plan_survives_a_file(tmp_path: Path) -> None:
+    plan = Plan((planned(step()), planned(step(backward=True))))
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99, "graphs": []}', '{"format": 1, "graphs": [{}]}'])
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json holds no plan that this version"):
+        Plan.load(path)
+
+
+def test_the_first_difference_of_two_lists() -> None:
+    assert first_difference("ab", "ac") == (1, "b", "c")
+    assert first_difference("ab", "a") == (1, "b", "(nothing)")
