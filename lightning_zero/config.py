@@ -58,6 +58,9 @@ class CompileConfig:
         prefetch: gather weights in groups, in the dtype they are used in, one group ahead of their use; otherwise one
             by one.
         gather_group_mb: at most so many MiB of whole weights in a group.
+        reduce_group_mb: at most so many MiB of gradients wait until they are handed over together.
+        persist_mb: so many MiB of whole weights, in the dtype they are used in, live from forward to backward on every
+            rank instead of being gathered twice; ``math.inf`` for all.
     """
 
     enabled: bool = True
@@ -65,9 +68,17 @@ class CompileConfig:
     dynamic: bool | None = None
     prefetch: bool = True
     gather_group_mb: float = 128.0
+    reduce_group_mb: float = 64.0
+    persist_mb: float = 0.0
 
     def __post_init__(self) -> None:
         _check_size("gather_group_mb", self.gather_group_mb, 128)
+        _check_size("reduce_group_mb", self.reduce_group_mb, 64)
+        if not isinstance(self.persist_mb, int | float) or not self.persist_mb >= 0:
+            raise ValueError(
+                f"persist_mb={self.persist_mb!r} must be a number of MiB: 0 to keep no weight for backward, "
+                "float('inf') to keep all."
+            )
         if self.backend not in BACKENDS:
             raise ValueError(f"compile_backend={self.backend!r} is unknown. Choose one of {', '.join(BACKENDS)}.")
 

@@ -60,6 +60,8 @@ class ZeroStrategy(ProcessStrategy):
         compile_dynamic: as in ``torch.compile(dynamic=...)``.
         prefetch: gather weights in groups, one group ahead of their use; otherwise one by one, where they are used.
         gather_group_mb: at most so many MiB of whole weights in a group.
+        persist_mb: so many MiB of whole weights, in the dtype they are used in, live from forward to backward on every
+            rank instead of being gathered twice: faster, for memory. ``float("inf")`` for all.
         reduce_dtype: dtype of gradients on the wire: ``"bf16"``, ``"16"``, ``"32"``; by default ``"bf16"`` for
             ``precision="bf16-mixed"`` and otherwise each parameter's own.
         reduce_bucket_mb: capacity of a reduce bucket in MiB.
@@ -84,6 +86,7 @@ class ZeroStrategy(ProcessStrategy):
         compile_dynamic: bool | None = None,
         prefetch: bool = True,
         gather_group_mb: float = 128.0,
+        persist_mb: float = 0.0,
         reduce_dtype: str | None = None,
         reduce_bucket_mb: float = 64.0,
         reduce_double_buffer: bool = True,
@@ -102,7 +105,9 @@ class ZeroStrategy(ProcessStrategy):
             raise ValueError(
                 f"reduce_dtype={reduce_dtype!r} is unknown. Choose one of {', '.join(map(repr, _DTYPES))}."
             )
-        self._compile = CompileConfig(compile, compile_backend, compile_dynamic, prefetch, gather_group_mb)
+        self._compile = CompileConfig(
+            compile, compile_backend, compile_dynamic, prefetch, gather_group_mb, persist_mb=persist_mb
+        )
         self._reduce_dtype = reduce_dtype
         self._reduce = ReduceConfig(
             bucket_mb=reduce_bucket_mb, double_buffer=reduce_double_buffer, free_buckets=reduce_free_buckets

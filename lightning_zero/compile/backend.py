@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
+from torch.fx.graph import _BoxedCodeGen
 
 from lightning_zero.compile.frontend import name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.passes import PassSpec, default_passes, run_passes
+from lightning_zero.compile.passes import PassSpec, default_passes, run_passes, small_weight_bytes
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.tagging import tag_gathers
 from lightning_zero.config import CompileConfig
@@ -84,7 +84,7 @@ class Compiler:
 
     def _tag(self, graph: Graph) -> Graph:
         self._events.graph("joint", graph)
-        return tag_gathers(graph)
+        return tag_gathers(graph, small_weight_bytes(self._config), self._config.persist_mb * 2**20)
 
     def _rewrite(self, graph: Graph) -> Graph:
         self._events.graph("before", graph)
@@ -120,12 +120,24 @@ class Compiler:
 
         def compiler(module: GraphModule, inputs: Any) -> Any:
             self._rewrite(module.graph)
-            module.recompile()
-            return make_boxed_func(module.forward)
+            return _boxed(module)
 
         return aot_autograd(
             fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition
         )
+
+
+def _boxed(module: GraphModule) -> Callable[[list[Any]], Any]:
+    """Runs the graph on a list of inputs, which it empties: what a forward saved is freed after its last use, and not
+    at the end of the backward."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+
+    def run(inputs: list[Any]) -> Any:
+        return module.forward(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 class _Pass(CustomGraphPass):

@@ -2,7 +2,7 @@
 
 The partitioner decides what a forward graph saves for its backward. Left alone it saves gathered weights, and the
 memory of ZeRO-3 is that of ZeRO-2. Tagging each gather, and every view and cast of one, as to be recomputed makes the
-backward gather again.
+backward gather again. A few weights are worth their memory: they are tagged as to be saved.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compile.graph import gathers, is_view_or_cast, reduces
+from lightning_zero.compile.passes.persist import choose_kept
 
 __all__ = ["tag_gathers"]
 
 
-def tag_gathers(graph: Graph) -> Graph:
-    """Tags a joint forward and backward graph, in place."""
+def tag_gathers(graph: Graph, small_bytes: int = 0, budget_bytes: float = 0.0) -> Graph:
+    """Tags a joint forward and backward graph, in place.
+
+    ``small_bytes`` and ``budget_bytes``: what is kept all the same, see :func:`choose_kept`.
+    """
     tagged: set[Node] = set(gathers(graph))
     if not tagged:
         return graph
+    kept = set(choose_kept(graph, small_bytes, budget_bytes))
     for node in graph.nodes:
         # The partitioner honours tags only among nodes that carry a region number; activation checkpointing uses
         # others.
@@ -27,7 +32,9 @@ def tag_gathers(graph: Graph) -> Graph:
             node.meta.setdefault("ac_graph_id", 1)
         if is_view_or_cast(node) and node.args and node.args[0] in tagged:
             tagged.add(node)
-        if node in tagged:
+        if node in kept:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif node in tagged:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     for node in reduces(graph):
         # A gradient that does not depend on the loss (zeros, what a custom function makes up) could else be handed over

@@ -63,7 +63,7 @@ def engine_for(
         with patch("lightning_zero.compile.passes.SMALL_BYTES", small_bytes):
             if model is not None:
                 engine.shard(model)
-        yield engine
+            yield engine
     finally:
         engine.close()
 

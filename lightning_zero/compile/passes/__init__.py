@@ -9,13 +9,14 @@ from lightning_zero.compile.passes.announce import announce_plan
 from lightning_zero.compile.passes.base import PassSpec, run_passes
 from lightning_zero.compile.passes.cast import fuse_casts
 from lightning_zero.compile.passes.group import group_gathers
-from lightning_zero.compile.passes.reduce import hand_over_gradients
+from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
+from lightning_zero.compile.passes.reduce import group_reduces, hand_over_gradients
 from lightning_zero.compile.passes.sink import sink_gathers
 from lightning_zero.compile.passes.split import split_gathers
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.config import CompileConfig
 
-__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "run_passes"]
+__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "run_passes", "small_weight_bytes"]
 
 ANNOUNCE = PassSpec(
     "announce_plan", announce_plan, requires=frozenset({"started", "handed over"}), provides=frozenset({"announced"})
@@ -29,6 +30,11 @@ MINIMAL_PASSES = (
 )
 
 
+def small_weight_bytes(config: CompileConfig) -> int:
+    """Up to this size weights are gathered all together, and kept for backward."""
+    return SMALL_BYTES if config.prefetch else 0
+
+
 def default_passes(config: CompileConfig, world_size: int, agreed: Sequence[GraphPlan] = ()) -> tuple[PassSpec, ...]:
     """The passes for these options: without ``prefetch`` each weight is gathered by itself, where it is used.
 
@@ -36,26 +42,34 @@ def default_passes(config: CompileConfig, world_size: int, agreed: Sequence[Grap
     """
     if not config.prefetch:
         return MINIMAL_PASSES
+    group_bytes, small_bytes = int(config.gather_group_mb * 2**20), small_weight_bytes(config)
+    unstarted = frozenset({"started"})
     group = partial(
         group_gathers,
         world_size=world_size,
-        group_bytes=int(config.gather_group_mb * 2**20),
-        small_bytes=SMALL_BYTES,
+        group_bytes=group_bytes,
+        small_bytes=small_bytes,
         parts=GROUPS_PER_GRAPH,
         ahead=1,
         agreed=tuple(agreed),
     )
     return (
-        PassSpec("fuse_casts", fuse_casts, provides=frozenset({"cast"}), conflicts=frozenset({"started"})),
-        PassSpec("sink_gathers", sink_gathers, provides=frozenset({"ordered"}), conflicts=frozenset({"started"})),
+        PassSpec("fuse_casts", fuse_casts, provides=frozenset({"cast"}), conflicts=unstarted),
+        PassSpec("sink_gathers", sink_gathers, provides=frozenset({"ordered"}), conflicts=unstarted),
         PassSpec(
-            "group_gathers",
-            group,
+            "share_gathers",
+            partial(share_gathers, within_bytes=group_bytes, small_bytes=small_bytes),
             requires=frozenset({"ordered"}),
-            provides=frozenset({"started"}),
-            conflicts=frozenset({"started"}),
+            conflicts=unstarted,
         ),
+        PassSpec("group_gathers", group, requires=frozenset({"ordered"}), provides=unstarted, conflicts=unstarted),
+        PassSpec("merge_reduces", merge_reduces, conflicts=frozenset({"handed over"})),
         HAND_OVER,
+        PassSpec(
+            "group_reduces",
+            partial(group_reduces, group_bytes=int(config.reduce_group_mb * 2**20), parts=GROUPS_PER_GRAPH),
+            requires=frozenset({"handed over"}),
+        ),
         ANNOUNCE,
     )
 

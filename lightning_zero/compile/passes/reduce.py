@@ -1,12 +1,12 @@
-"""Gradients belong to the executor: backward graphs hand them over and return none to autograd."""
+"""Gradients belong to the executor: backward graphs hand them over, and return none to autograd."""
 
 from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import cast_dtype, ops, output_node, reduces
+from lightning_zero.compile.graph import cast_dtype, ops, output_node, reduces, weight_name
 
-__all__ = ["hand_over_gradients"]
+__all__ = ["group_reduces", "hand_over_gradients"]
 
 
 def hand_over_gradients(graph: Graph) -> Graph:
@@ -42,6 +42,43 @@ def hand_over_gradients(graph: Graph) -> Graph:
         void.meta["val"] = None
         graph.erase_node(node)
     return graph
+
+
+def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
+    """Hands gradients over several at a time, in place: one call of the host for a block of the model.
+
+    Args:
+        group_bytes: at most so many bytes of gradients wait for the last of their group.
+        parts: smaller groups where there are few gradients: about this many for the whole graph.
+    """
+    nodes = graph.find_nodes(op="call_function", target=ops("reduce_add"))
+    limit = min(group_bytes, sum(map(_bytes, nodes)) // parts)
+    groups: list[list[Node]] = []
+    held = 0
+    for node in nodes:
+        if not groups or held + _bytes(node) > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(node)
+        held += _bytes(node)
+    for group in groups:
+        if len(group) == 1:
+            continue
+        with graph.inserting_before(group[-1]):
+            grouped = graph.call_function(
+                ops("reduce_group"), ([node.args[0] for node in group], [node.args[1] for node in group])
+            )
+        grouped.meta["val"] = None
+        grouped.meta["weights"] = tuple(weight_name(node) for node in group)
+        for node in group:
+            graph.erase_node(node)
+    return graph
+
+
+def _bytes(node: Node) -> int:
+    grad = node.args[0]
+    assert isinstance(grad, Node)
+    return int(grad.meta["val"].numel()) * grad.meta["val"].dtype.itemsize
 
 
 def _skip_widening(node: Node) -> None:

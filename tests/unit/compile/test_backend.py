@@ -1,0 +1,58 @@
+"""What the compiler is given, and how its debugging backend runs graphs."""
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from lightning_zero.compile.backend import Compiler, _boxed
+from lightning_zero.compile.passes import run_passes
+from lightning_zero.compile.passes.announce import read_plan
+from lightning_zero.config import CompileConfig
+from tests.unit.compile.test_plan import step
+
+
+class Silent:
+    wants_graphs = False
+
+    def graph(self, what: str, graph: Graph) -> None:
+        pass
+
+    def compiling(self, name: str, busy: bool, seconds: float) -> None:
+        pass
+
+
+def test_inputs_are_freed_after_their_last_use() -> None:
+    alive: list[bool] = []
+    reference: list[weakref.ref[Tensor]] = []
+
+    def look(value: Tensor) -> Tensor:
+        alive.append(reference[0]() is not None)
+        return value
+
+    graph = Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.mul, (x, 2))
+    graph.output((graph.call_function(look, (y,)),))
+    run = _boxed(GraphModule(torch.nn.Module(), graph))
+    inputs = [torch.ones(3)]
+    reference.append(weakref.ref(inputs[0]))
+    (result,) = run(inputs)
+    assert result.tolist() == [2, 2, 2]
+    assert inputs == []
+    assert alive == [False]
+
+
+def compiler(**options: object) -> Compiler:
+    return Compiler(CompileConfig(**options), 2, Silent())  # type: ignore[arg-type]
+
+
+def test_what_decides_how_graphs_are_rewritten_decides_what_a_cache_may_return() -> None:
+    digest = compiler()._digest()
+    assert digest == compiler()._digest()
+    assert digest != compiler(persist_mb=1)._digest()
+    assert digest != Compiler(CompileConfig(), 3, Silent())._digest()
+    later = compiler()
+    later.agreed.append(read_plan(run_passes(step(), later.passes())))
+    assert later._digest() != digest

@@ -1,0 +1,83 @@
+"""Which weights live from forward to backward."""
+
+import math
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_zero.compile.passes.persist import choose_kept
+from lightning_zero.compile.tagging import tag_gathers
+from tests.unit.compile.graphs import Builder
+
+aten = torch.ops.aten
+BF16 = torch.bfloat16
+
+
+def joint(*widths: int, cast: bool = False) -> tuple[Graph, list[Node]]:
+    """x through one weight after the other and back; gathers named by number."""
+    b = Builder()
+    shards = [b.shard(f"s{i}", 4096) for i in range(len(widths))]
+    x, g = b.input("x", 8, widths[0]), b.input("tangents_1", 8, widths[-1])
+    gathers, used = [], []
+    for shard, into, out in zip(shards, widths, [*widths[1:], widths[-1]], strict=True):
+        gathers.append(b.gather(shard, into, out))
+        used.append(b.call(aten._to_copy.default, gathers[-1], dtype=BF16) if cast else gathers[-1])
+        x = b.call(aten.mm.default, x if not cast else b.call(aten._to_copy.default, x, dtype=BF16), used[-1])
+    grads = []
+    for weight in reversed(used):
+        g = b.call(aten._to_copy.default, g, dtype=BF16) if cast else g
+        g = b.call(aten.mm.default, g, b.call(aten.t.default, weight))
+        grads.append(g)
+    return b.done(x, *grads), gathers
+
+
+def names(nodes: list[Node]) -> list[str]:
+    return [node.name for node in nodes]
+
+
+def test_small_weights_are_kept_whatever_the_budget() -> None:
+    graph, _ = joint(4, 40, 2)
+    assert names(choose_kept(graph, 4 * 80, 0)) == ["gather_default_2", "gather_default_1"]
+    assert choose_kept(graph, 0, 0) == []
+
+
+def test_the_last_weights_are_kept_first_and_what_does_not_fit_is_skipped() -> None:
+    graph, gathers = joint(4, 40, 8, 8)  # of 160, 320, 64 and 64 elements
+    assert choose_kept(graph, 0, 4 * 64) == [gathers[3]]
+    assert choose_kept(graph, 0, 4 * 64 * 2) == [gathers[3], gathers[2]]
+    assert choose_kept(graph, 0, 4 * (64 * 2 + 160)) == [gathers[3], gathers[2], gathers[0]]
+    assert choose_kept(graph, 0, math.inf) == gathers[::-1]
+
+
+def test_what_is_kept_is_the_cast_that_is_used_and_counts_as_such() -> None:
+    graph, gathers = joint(8, 8, cast=True)
+    kept = choose_kept(graph, 0, 2 * 64 * 2)
+    assert [str(node.target) for node in kept] == ["aten._to_copy.default"] * 2
+    assert [node.args[0] for node in kept] == gathers[::-1]
+
+
+def test_a_weight_that_backward_does_not_need_is_not_kept() -> None:
+    b = Builder()
+    table, ids, g = b.shard("table"), b.input("ids", 8, 5), b.input("tangents_1", 8, 5)
+    graph = b.done(b.call(aten.add.Tensor, ids, b.gather(table, 5)), b.call(aten.neg.default, g))
+    assert choose_kept(graph, 10**6, math.inf) == []
+
+
+def test_a_tied_weight_counts_once_and_is_kept_in_all_places_or_none() -> None:
+    b = Builder()
+    shard, x, g = b.shard("shard", 64), b.input("x", 8, 8), b.input("tangents_1", 8, 8)
+    first, second = b.gather(shard, 8, 8), b.gather(shard, 8, 8)
+    y = b.call(aten.mm.default, b.call(aten.mm.default, x, first), second)
+    graph = b.done(y, b.call(aten.mm.default, g, b.call(aten.t.default, second)))
+    assert set(choose_kept(graph, 0, 4 * 64)) == {first, second}
+    assert choose_kept(graph, 0, 4 * 64 - 1) == []
+
+
+def test_kept_weights_are_saved_and_their_views_are_not() -> None:
+    graph, gathers = joint(8, 8)
+    tag_gathers(graph, small_bytes=0, budget_bytes=4 * 64)
+    assert gathers[1].meta["recompute"] is CheckpointPolicy.MUST_SAVE
+    assert gathers[0].meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
+    views = [node for node in graph.nodes if node.target is aten.t.default]
+    assert {node.meta["recompute"] for node in views} == {CheckpointPolicy.MUST_RECOMPUTE}
