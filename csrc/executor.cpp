@@ -121,6 +121,7 @@ void Executor::close() {
   }
   tracked_.clear();
   outdated_.clear();
+  arriving_.clear();
   gathered_.clear();
   buckets_.clear();
   late_.clear();

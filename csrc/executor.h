@@ -65,6 +65,7 @@ class Executor : public torch::CustomClassHolder {
   // Backward raises when autograd brings this shard a gradient: something was computed with the shard itself.
   void guard_gradient(int64_t index);
   void set_grad(int64_t index, at::Tensor grad) { at(index).grad = std::move(grad); }
+  void set_kept(int64_t index, at::Tensor kept) { at(index).kept = std::move(kept); }
   void set_shadow(int64_t index, at::Tensor shadow) { at(index).shadow = std::move(shadow); }
   // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again before use.
   void expire_shadows() { ++epoch_; }
@@ -76,6 +77,9 @@ class Executor : public torch::CustomClassHolder {
   at::Tensor gather_start(int64_t index, at::IntArrayRef shape, at::ScalarType dtype);
   // Several weights in one launch into one tensor of `numel` elements: weight i, padded, behind weight i - 1.
   at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel);
+  // Weights that stay until the optimizer steps: gathers them into their memory unless they are there.
+  void keep_start(at::TensorList kept, at::TensorList shards);
+  void keep_wait(at::TensorList shards);
   void reduce(int64_t index, const at::Tensor& grad);
   // A compiled graph begins that gathers and reduces as `plan` says.
   void enter(const std::string& digest, const std::string& plan);
@@ -149,6 +153,12 @@ class Executor : public torch::CustomClassHolder {
   std::vector<std::unique_ptr<ParamRecord>> records_;
   GatheredTable gathered_;
   std::vector<Tracked> tracked_;
+  // All-gathers into kept memory that have not been waited for, by parameter.
+  struct Arriving {
+    Pending pending;
+    std::vector<at::Tensor> sources;
+  };
+  std::unordered_map<int64_t, std::shared_ptr<Arriving>> arriving_;
   std::vector<Tracked> outdated_;  // still held although their shards have changed
 
   std::vector<int64_t> order_;         // trainable parameters in the order their gradients are sent

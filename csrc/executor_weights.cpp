@@ -135,6 +135,49 @@ at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, i
   return buffer;
 }
 
+void Executor::keep_start(at::TensorList kept, at::TensorList shards) {
+  std::lock_guard lock(mutex_);
+  if (!tracked_.empty()) sync_edits(/*forget=*/false);
+  std::vector<ParamRecord*> records;
+  bool stale = false;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    auto& record = at(ShardTable::instance().find(shards[i], "keep_start").index);
+    TORCH_INTERNAL_ASSERT(record.kept.defined() && record.kept.const_data_ptr() == kept[i].const_data_ptr(), record.name);
+    // The same on every rank: whether a weight is gathered must not depend on what one of them happens to hold.
+    stale = stale || record.kept_epoch != epoch_ || record.kept_version != static_cast<int64_t>(record.param._version());
+    records.push_back(&record);
+  }
+  if (!stale) return;
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  auto arriving = std::make_shared<Arriving>();
+  std::vector<at::Tensor> outputs;
+  int64_t bytes = 0;
+  for (auto* record : records) {
+    auto source = source_in(*record, record->kept.scalar_type());
+    arriving->sources.push_back(source.defined() ? source : record->shard.to(record->kept.scalar_type()));
+    outputs.push_back(record->kept);
+    bytes += static_cast<int64_t>(record->kept.nbytes());
+    record->kept_epoch = epoch_;
+    record->kept_version = static_cast<int64_t>(record->param._version());
+  }
+  count("gathers", static_cast<int64_t>(records.size()));
+  count("gather_bytes", bytes);
+  count("kept_gathers", static_cast<int64_t>(records.size()));
+  arriving->pending = gather_comm_.all_gather_group(std::move(outputs), arriving->sources);
+  for (auto* record : records) arriving_[record->index] = arriving;
+}
+
+void Executor::keep_wait(at::TensorList shards) {
+  std::lock_guard lock(mutex_);
+  if (arriving_.empty()) return;
+  for (const auto& shard : shards) {
+    const auto found = arriving_.find(ShardTable::instance().find(shard, "keep_wait").index);
+    if (found == arriving_.end()) continue;
+    found->second->pending.wait(device_);
+    arriving_.erase(found);
+  }
+}
+
 bool Executor::Tracked::held() {
   // A tensor that Python has seen is kept alive, with its Python object, by our reference: let go of it for a moment to see
   // who else holds it.

@@ -8,7 +8,9 @@ namespace {
 using lightning_zero::Executor;
 using lightning_zero::ShardTable;
 
-at::Tensor gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
+// `kept`: memory in which passes may keep the weight; not used here.
+at::Tensor gather(
+    const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const std::optional<at::Tensor>& kept) {
   auto [executor, index] = ShardTable::instance().find(shard, "gather");
   return executor->gather(index, shape, dtype, /*tracked=*/false);
 }
@@ -29,6 +31,16 @@ at::Tensor gather_start(const at::Tensor& shard, at::IntArrayRef shape, at::Scal
 at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
   auto [executor, index] = ShardTable::instance().find(shards[0], "gather_group");
   return executor->gather_group(shards, dtype, numel);
+}
+
+void keep_start(at::TensorList kept, at::TensorList shards) {
+  auto [executor, index] = ShardTable::instance().find(shards[0], "keep_start");
+  executor->keep_start(kept, shards);
+}
+
+void keep_wait(at::TensorList kept, at::TensorList shards) {
+  auto [executor, index] = ShardTable::instance().find(shards[0], "keep_wait");
+  executor->keep_wait(shards);
 }
 
 void reduce_add(const at::Tensor& grad, const at::Tensor& shard) {
@@ -74,6 +86,7 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("drop_parameter", &Executor::drop_parameter)
       .def("guard_gradient", &Executor::guard_gradient)
       .def("set_grad", &Executor::set_grad)
+      .def("set_kept", &Executor::set_kept)
       .def("set_shadow", &Executor::set_shadow)
       .def("expire_shadows", &Executor::expire_shadows)
       .def("shadows_written", &Executor::shadows_written)
@@ -95,10 +108,13 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("size", &Executor::size)
       .def("rank", &Executor::rank);
 
-  m.def("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
+  m.def("gather(Tensor shard, int[] shape, ScalarType dtype, Tensor? kept=None) -> Tensor");
   m.def("gather_eager(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
   m.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor");
   m.def("gather_group(Tensor[] shards, ScalarType dtype, int numel) -> Tensor");
+  // Both write: what reads a kept weight must come after them.
+  m.def("keep_start(Tensor(a!)[] kept, Tensor[] shards) -> ()");
+  m.def("keep_wait(Tensor(a!)[] kept, Tensor[] shards) -> ()");
   m.def("reduce(Tensor grad, Tensor shard) -> Tensor");
   m.def("reduce_add(Tensor grad, Tensor shard) -> ()");
   m.def("reduce_group(Tensor[] grads, Tensor[] shards) -> ()");
@@ -110,6 +126,8 @@ TORCH_LIBRARY_IMPL(lightning_zero, CompositeExplicitAutograd, m) {
   m.impl("gather_eager", gather_eager);
   m.impl("gather_start", gather_start);
   m.impl("gather_group", gather_group);
+  m.impl("keep_start", keep_start);
+  m.impl("keep_wait", keep_wait);
   m.impl("reduce", reduce);
   m.impl("reduce_add", reduce_add);
   m.impl("reduce_group", reduce_group);

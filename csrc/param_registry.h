@@ -29,6 +29,10 @@ struct ParamRecord {
   at::Tensor shadow;
   int64_t shadow_epoch = -1;      // as Executor::epoch_ and param._version() were when it was written
   int64_t shadow_version = -1;
+  // Memory for the whole parameter, padded, in which it stays until the optimizer steps; undefined where it does not.
+  at::Tensor kept;
+  int64_t kept_epoch = -1;
+  int64_t kept_version = -1;
   std::vector<int64_t> shape;  // the whole parameter's
   int64_t numel = 0;           // the whole parameter's, without padding
   bool live = true;            // false once no module reads it

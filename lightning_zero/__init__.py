@@ -13,12 +13,16 @@ from contextlib import AbstractContextManager
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from lightning_zero.callbacks.report import PlanReport
+from lightning_zero.compile.plan import Plan
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import NativeBuildError, RankMismatchError, UnsupportedError
 from lightning_zero.strategy import ZeroStrategy
 
 __all__ = [
     "NativeBuildError",
+    "Plan",
+    "PlanReport",
     "RankMismatchError",
     "UnsupportedError",
     "ZeroStrategy",

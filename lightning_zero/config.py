@@ -61,6 +61,8 @@ class CompileConfig:
         reduce_group_mb: at most so many MiB of gradients wait until they are handed over together.
         persist_mb: so many MiB of whole weights, in the dtype they are used in, live from forward to backward on every
             rank instead of being gathered twice; ``math.inf`` for all.
+        persist_until: ``"backward"``; or ``"step"``: the weights within ``persist_mb`` stay until the optimizer steps,
+            so that of all gathers in a window of accumulated micro-batches only the first forward's remain.
     """
 
     enabled: bool = True
@@ -70,6 +72,7 @@ class CompileConfig:
     gather_group_mb: float = 128.0
     reduce_group_mb: float = 64.0
     persist_mb: float = 0.0
+    persist_until: str = "backward"
 
     def __post_init__(self) -> None:
         _check_size("gather_group_mb", self.gather_group_mb, 128)
@@ -78,6 +81,13 @@ class CompileConfig:
             raise ValueError(
                 f"persist_mb={self.persist_mb!r} must be a number of MiB: 0 to keep no weight for backward, "
                 "float('inf') to keep all."
+            )
+        if self.persist_until not in ("backward", "step"):
+            raise ValueError(f"persist_until={self.persist_until!r} must be 'backward' or 'step'.")
+        if self.persist_until == "step" and not (self.persist_mb and self.prefetch):
+            raise ValueError(
+                "persist_until='step' keeps nothing without a budget and the passes. Set persist_mb, to float('inf') "
+                "for all weights, and leave prefetch on."
             )
         if self.backend not in BACKENDS:
             raise ValueError(f"compile_backend={self.backend!r} is unknown. Choose one of {', '.join(BACKENDS)}.")

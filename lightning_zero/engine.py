@@ -25,6 +25,7 @@ from lightning_zero.compile.agreement import Agreement
 from lightning_zero.compile.backend import GraphObserver
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.eager import regather_saved_weights
+from lightning_zero.compile.passes import small_weight_bytes
 from lightning_zero.compile.plan import Plan
 from lightning_zero.compile.supervisor import Supervisor
 from lightning_zero.config import EngineConfig
@@ -37,7 +38,7 @@ from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.hooks import GradientHooks
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
-from lightning_zero.sharding.surgery import ClassCache, engine_of_class, is_sharded
+from lightning_zero.sharding.surgery import KEPT, SHAPES, ClassCache, engine_of_class, is_sharded
 
 __all__ = ["Engine", "engine_of"]
 
@@ -185,7 +186,8 @@ class Engine:
             record.param.data = value
             for owner, _ in record.owners:
                 if is_sharded(owner):
-                    del owner.__dict__["_zero_shapes"]
+                    del owner.__dict__[SHAPES]
+                    owner.__dict__.pop(KEPT, None)
                     ClassCache.restore(owner)
         self._gradient_hooks.give_back()
         del module.__dict__[_ATTRIBUTE]
@@ -214,6 +216,12 @@ class Engine:
         if self.config.compute_dtype is not None and self.config.compile.enabled:
             self.sharder.allocate_shadows(self.config.compute_dtype)
             self.sharder.write_shadows()
+        if self.config.compile.enabled and self.config.compile.persist_until == "step":
+            self.sharder.allocate_kept(
+                self.config.compute_dtype,
+                small_weight_bytes(self.config.compile),
+                self.config.compile.persist_mb * 2**20,
+            )
         self._gradient_hooks.adopt()
         first = self.config.compile.enabled and not self.calls.modules
         reads = self._count_eager_reads()

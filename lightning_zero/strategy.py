@@ -62,6 +62,9 @@ class ZeroStrategy(ProcessStrategy):
         gather_group_mb: at most so many MiB of whole weights in a group.
         persist_mb: so many MiB of whole weights, in the dtype they are used in, live from forward to backward on every
             rank instead of being gathered twice: faster, for memory. ``float("inf")`` for all.
+        persist_until: ``"backward"``, or ``"step"``: the weights within ``persist_mb`` stay until the optimizer steps,
+            so that accumulated micro-batches gather them once. What is changed between micro-batches by writing to
+            ``param.data`` counts from the next optimizer step on.
         reduce_dtype: dtype of gradients on the wire: ``"bf16"``, ``"16"``, ``"32"``; by default ``"bf16"`` for
             ``precision="bf16-mixed"`` and otherwise each parameter's own.
         reduce_bucket_mb: capacity of a reduce bucket in MiB.
@@ -87,6 +90,7 @@ class ZeroStrategy(ProcessStrategy):
         prefetch: bool = True,
         gather_group_mb: float = 128.0,
         persist_mb: float = 0.0,
+        persist_until: str = "backward",
         reduce_dtype: str | None = None,
         reduce_bucket_mb: float = 64.0,
         reduce_double_buffer: bool = True,
@@ -106,7 +110,13 @@ class ZeroStrategy(ProcessStrategy):
                 f"reduce_dtype={reduce_dtype!r} is unknown. Choose one of {', '.join(map(repr, _DTYPES))}."
             )
         self._compile = CompileConfig(
-            compile, compile_backend, compile_dynamic, prefetch, gather_group_mb, persist_mb=persist_mb
+            compile,
+            compile_backend,
+            compile_dynamic,
+            prefetch,
+            gather_group_mb,
+            persist_mb=persist_mb,
+            persist_until=persist_until,
         )
         self._reduce_dtype = reduce_dtype
         self._reduce = ReduceConfig(

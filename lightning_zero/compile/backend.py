@@ -80,11 +80,14 @@ class Compiler:
             finally:
                 self._events.compiling(name, False, time.monotonic() - begun)
 
+        compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
 
     def _tag(self, graph: Graph) -> Graph:
         self._events.graph("joint", graph)
-        return tag_gathers(graph, small_weight_bytes(self._config), self._config.persist_mb * 2**20)
+        config = self._config
+        budget = config.persist_mb * 2**20 if config.persist_until == "backward" else 0.0
+        return tag_gathers(graph, small_weight_bytes(config), budget)
 
     def _rewrite(self, graph: Graph) -> Graph:
         self._events.graph("before", graph)

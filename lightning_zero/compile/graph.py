@@ -69,7 +69,7 @@ def weight_name(node: Node) -> str:
 
 def is_start(node: Node) -> bool:
     """Whether a node launches all-gathers."""
-    return node.target in (ops("gather_group"), ops("gather_start"))
+    return node.target in (ops("gather_group"), ops("gather_start"), ops("keep_start"))
 
 
 def is_reduce(node: Node) -> bool:

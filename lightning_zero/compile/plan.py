@@ -27,7 +27,7 @@ class Gather:
         weights: names of the parameters, in the order in which they arrive in memory.
         dtype: on the wire, e.g. ``"bfloat16"``.
         bytes: of the whole weights, padding included.
-        started: index, among the graph's nodes, of the launch.
+        started: index of the launch, among the graph's nodes other than inputs and output.
         before: name of the node that it is started before.
         waited: index of the node that waits for it.
         used: name of the first node that reads one of the weights.

@@ -102,6 +102,10 @@ class Executor:
         """Gives a parameter its 1-D part of the gradient arena, of the shard's size and dtype."""
         self._native.set_grad(index, grad)
 
+    def set_kept(self, index: int, kept: Tensor) -> None:
+        """Memory for the whole parameter, 1-D with padding, where it stays until the optimizer steps."""
+        self._native.set_kept(index, kept)
+
     def set_shadow(self, index: int, shadow: Tensor) -> None:
         """Memory for the shard's values in another dtype, 1-D, of the shard's size; what gathers in that dtype read."""
         self._native.set_shadow(index, shadow)

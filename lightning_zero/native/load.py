@@ -39,19 +39,21 @@ def load() -> None:
         ) from error
     for name in ("gather", "gather_eager", "gather_start"):
         torch.library.register_fake(f"lightning_zero::{name}", _gather_shape)
-    for name in ("gather", "gather_eager"):
-        torch.library.register_autograd(f"lightning_zero::{name}", _gather_backward, setup_context=_keep_shard)
+    torch.library.register_autograd("lightning_zero::gather", _backward_of_four, setup_context=_keep_shard)
+    torch.library.register_autograd("lightning_zero::gather_eager", _gather_backward, setup_context=_keep_shard)
     torch.library.register_fake("lightning_zero::gather_group", _group_shape)
     torch.library.register_fake("lightning_zero::reduce", lambda grad, shard: shard.new_empty(shard.shape))
     torch.library.register_fake("lightning_zero::reduce_add", lambda grad, shard: None)
     torch.library.register_fake("lightning_zero::reduce_group", lambda grads, shards: None)
     torch.library.register_fake("lightning_zero::enter", lambda shard, digest, plan: None)
     # Without these a graph would lose the ops whose results nobody reads.
-    for name in ("reduce", "reduce_add", "reduce_group", "enter"):
+    for name in ("keep_start", "keep_wait"):
+        torch.library.register_fake(f"lightning_zero::{name}", lambda kept, shards: None)
+    for name in ("reduce", "reduce_add", "reduce_group", "enter", "keep_start", "keep_wait"):
         torch.fx.node.has_side_effect(getattr(torch.ops.lightning_zero, name).default)
 
 
-def _gather_shape(shard: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+def _gather_shape(shard: Tensor, shape: list[int], dtype: torch.dtype, kept: Tensor | None = None) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
 
 
@@ -59,7 +61,7 @@ def _group_shape(shards: list[Tensor], dtype: torch.dtype, numel: int) -> Tensor
     return shards[0].new_empty(numel, dtype=dtype)
 
 
-def _keep_shard(ctx: Any, inputs: tuple[Tensor, list[int], torch.dtype], output: Tensor) -> None:
+def _keep_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # Not save_for_backward: it would refuse a bias that an optimizer stepped between two backward passes, which a plain
     # module allows. Where the weight's values matter, the saved weight itself is checked.
     ctx.shard = inputs[0]
@@ -74,3 +76,7 @@ def _gather_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None
         return torch.ops.lightning_zero.reduce(grad, ctx.shard), None, None
     torch.ops.lightning_zero.reduce_add(grad, ctx.shard)
     return None, None, None
+
+
+def _backward_of_four(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    return *_gather_backward(ctx, grad), None

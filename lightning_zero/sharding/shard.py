@@ -19,7 +19,7 @@ from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.native import Executor
 from lightning_zero.sharding.arena import Arena
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.surgery import SHAPES, ClassCache, is_sharded
+from lightning_zero.sharding.surgery import KEPT, SHAPES, ClassCache, is_sharded
 
 __all__ = ["Sharder", "ShardedParameter"]
 
@@ -58,6 +58,7 @@ class Sharder:
         self.parameters: list[ShardedParameter] = []
         self.arena: Arena | None = None
         self.grad_arena: Arena | None = None
+        self._kept: Arena | None = None
         self._shadows: list[tuple[Tensor, Tensor]] = []  # (low-precision copy, masters), one pair for each master dtype
         self._by_param: dict[int, ShardedParameter] = {}
 
@@ -258,6 +259,33 @@ class Sharder:
             for copy, masters in self._shadows:
                 copy.copy_(masters)
             self.executor.shadows_written()
+
+    def allocate_kept(self, dtype: torch.dtype | None, small_bytes: int, budget_bytes: float) -> None:
+        """Memory for whole parameters, in which compiled code keeps them until the optimizer steps. Harmless when
+        repeated.
+
+        Args:
+            dtype: that floating point parameters of a wider one are used in; None for their own.
+            small_bytes: parameters of at most this size are left out.
+            budget_bytes: for all together; one that does not fit is skipped.
+        """
+        if self._kept:
+            return
+        layouts: list[tuple[ShardedParameter, ShardLayout, torch.dtype]] = []
+        for record in self.live:
+            own = record.param.dtype
+            used = dtype if dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize else own
+            whole = ShardLayout(record.layout.shape, record.layout.shard_numel * record.layout.world_size, 1)
+            size = whole.shard_numel * used.itemsize
+            if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
+                budget_bytes -= size
+                layouts.append((record, whole, used))
+        self._kept = Arena([(whole, used) for _, whole, used in layouts], self.executor.device)
+        for (record, whole, _), flat in zip(layouts, self._kept.views, strict=True):
+            self.executor.set_kept(record.index, flat)
+            view = flat[: whole.numel].view(whole.shape)
+            for owner, key in record.owners:
+                owner.__dict__.setdefault(KEPT, {})[key] = view
 
     @property
     def live(self) -> list[ShardedParameter]:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["SHAPES", "ClassCache", "engine_of_class", "is_sharded"]
+__all__ = ["KEPT", "SHAPES", "ClassCache", "engine_of_class", "is_sharded"]
 
-SHAPES = (
-    "_zero_shapes"  # module attribute: parameter name -> whole shape, or None while the whole parameter is in place
-)
+# Module attributes: parameter name -> whole shape, or None while the whole parameter is in place;
+SHAPES = "_zero_shapes"
+# and parameter name -> memory in which compiled code keeps the whole parameter until the optimizer steps.
+KEPT = "_zero_kept"
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -54,7 +55,8 @@ def _weight_property(name: str) -> property:
         if shape is None:
             return param
         if torch.compiler.is_compiling():
-            return torch.ops.lightning_zero.gather(param, shape, param.dtype)
+            kept = cast("dict[str, Tensor]", self._zero_kept).get(name)
+            return torch.ops.lightning_zero.gather(param, shape, param.dtype, kept)
         cache = cast(Any, self)._zero_cache
         if cache.as_shards:
             return param
@@ -120,6 +122,7 @@ def _subclass(original: type, names: tuple[str, ...], cache: ClassCache) -> type
     members.update(
         _zero_original_class=original,
         _zero_cache=cache,
+        _zero_kept={},
         __module__=original.__module__,
         __qualname__=original.__qualname__,
         __doc__=original.__doc__,

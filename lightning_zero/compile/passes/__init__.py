@@ -9,6 +9,7 @@ from lightning_zero.compile.passes.announce import announce_plan
 from lightning_zero.compile.passes.base import PassSpec, run_passes
 from lightning_zero.compile.passes.cast import fuse_casts
 from lightning_zero.compile.passes.group import group_gathers
+from lightning_zero.compile.passes.kept import use_kept
 from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
 from lightning_zero.compile.passes.reduce import group_reduces, hand_over_gradients
 from lightning_zero.compile.passes.sink import sink_gathers
@@ -59,6 +60,12 @@ def default_passes(config: CompileConfig, world_size: int, agreed: Sequence[Grap
         PassSpec(
             "share_gathers",
             partial(share_gathers, within_bytes=group_bytes, small_bytes=small_bytes),
+            requires=frozenset({"ordered"}),
+            conflicts=unstarted,
+        ),
+        PassSpec(
+            "use_kept",
+            partial(use_kept, group_bytes=group_bytes, parts=GROUPS_PER_GRAPH, ahead=1, agreed=tuple(agreed)),
             requires=frozenset({"ordered"}),
             conflicts=unstarted,
         ),

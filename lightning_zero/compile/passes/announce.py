@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import is_backward, is_reduce, is_start, ops, weight_name
+from lightning_zero.compile.passes.grouping import word
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
 
 __all__ = ["announce_plan", "read_plan"]
@@ -26,10 +27,12 @@ def announce_plan(graph: Graph) -> Graph:
     first = next((node for node in graph.nodes if is_start(node) or is_reduce(node)), None)
     if first is None:
         return graph
-    inputs = first.all_input_nodes if is_start(first) else first.all_input_nodes[-1:]
+    gathers = first.target in (ops("gather_group"), ops("gather_start"))
+    shards: Any = first.args[0 if gathers else 1]
+    shard = shards[0] if isinstance(shards, list | tuple) else shards
     beginning = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(beginning):
-        enter = graph.call_function(ops("enter"), (inputs[0], plan.digest, plan.to_json()))
+        enter = graph.call_function(ops("enter"), (shard, plan.digest, plan.to_json()))
     enter.meta["val"] = None
     return graph
 
@@ -45,31 +48,43 @@ def read_plan(graph: Graph) -> GraphPlan:
 
 
 def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather:
-    waits = [user for user in start.users if user.target is _wait]
+    kept = start.target is ops("keep_start")
+    if kept:
+        waits = [node for node in nodes if node.target is ops("keep_wait") and node.args == start.args][:1]
+        values = [memory.meta["val"] for memory in start.args[0]]  # type: ignore[union-attr]
+    else:
+        waits = [user for user in start.users if user.target is _wait]
+        values = [start.meta["val"]]
     waited = position[waits[0]] if waits else position[start]
-    following = (node for node in nodes[position[start] + 1 :] if not is_start(node) and node.target not in _PARTS)
-    uses = sorted((user for wait in waits for user in _uses(wait)), key=position.__getitem__)
-    value = start.meta["val"]
+    following = (node for node in nodes[position[start] + 1 :] if not _is_ours(node))
+    readers = [
+        user for wait in waits for memory in (start.all_input_nodes if kept else [wait]) for user in _uses(memory)
+    ]
+    uses = sorted((user for user in readers if position[user] > waited), key=position.__getitem__)
     return Gather(
         weights=start.meta.get("weights") or (weight_name(start),),
-        dtype=_word(value.dtype),
-        bytes=value.numel() * value.dtype.itemsize,
+        dtype=word(values[0].dtype),
+        bytes=sum(int(value.numel()) * value.dtype.itemsize for value in values),
         started=position[start],
         before=next((node.name for node in following), "the end"),
         waited=waited,
         used=uses[0].name if uses else "nothing",
-        until=start.meta.get("until", "last use"),
+        until="step" if kept else start.meta.get("until", "last use"),
     )
 
 
-def _uses(wait: Node) -> list[Node]:
-    """What reads the weights behind a wait: through the views that cut a group into weights."""
-    found, pending = [], [wait]
+def _is_ours(node: Node) -> bool:
+    return is_start(node) or node.target in _PARTS or node.target is ops("keep_wait")
+
+
+def _uses(memory: Node) -> list[Node]:
+    """What reads weights in this memory: through the views that cut a group into weights."""
+    found, pending = [], [memory]
     while pending:
         for user in pending.pop().users:
             if user.target in _PARTS:
                 pending.append(user)
-            elif user.op != "output":
+            elif user.op != "output" and not _is_ours(user):
                 found.append(user)
     return found
 
@@ -78,8 +93,4 @@ def _reduce(node: Node, position: dict[Node, int]) -> Reduce:
     grads: Any = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
     names = node.meta.get("weights") or (weight_name(node),)
     size = sum(int(grad.meta["val"].numel()) * grad.meta["val"].dtype.itemsize for grad in grads)
-    return Reduce(tuple(names), _word(grads[0].meta["val"].dtype), size, position[node])
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Reduce(tuple(names), word(grads[0].meta["val"].dtype), size, position[node])

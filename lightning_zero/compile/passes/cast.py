@@ -21,7 +21,7 @@ def fuse_casts(graph: Graph) -> Graph:
     A weight that is used in both dtypes (an embedding tied to the head) is gathered in both.
     """
     for node in gathers(graph):
-        shard, shape, own = node.args
+        shard, shape, own, *kept = node.args
         assert isinstance(own, torch.dtype)
         narrow: dict[torch.dtype, Node] = {}
         for user in list(node.users):
@@ -30,8 +30,9 @@ def fuse_casts(graph: Graph) -> Graph:
                 continue
             if dtype not in narrow:
                 with graph.inserting_before(node):
-                    narrow[dtype] = graph.call_function(ops("gather"), (shard, shape, dtype))
+                    narrow[dtype] = graph.call_function(ops("gather"), (shard, shape, dtype, *kept))
                 narrow[dtype].meta.update({key: value for key, value in user.meta.items() if key != "recompute"})
+                narrow[dtype].meta["custom"] = node.meta.get("custom", {})  # the weight's name
             user.replace_all_uses_with(narrow[dtype])
             graph.erase_node(user)
         if not node.users:

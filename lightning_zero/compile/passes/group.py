@@ -10,13 +10,13 @@ the same groups in the same order, so a graph follows the plan that the ranks ha
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import cast_dtype, gathers, is_backward, is_view_or_cast, ops, shard_of, weight_name
+from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, ops, shard_of, weight_name
+from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, size_of, starts
 from lightning_zero.compile.plan import GraphPlan
 
 __all__ = ["group_gathers"]
@@ -50,19 +50,19 @@ def group_gathers(
     nodes = gathers(graph)
     if not nodes:
         return graph
-    groups = _follow(graph, nodes, agreed)
+    groups = follow(graph, nodes, agreed, kept=False)
     if groups is None:
-        small = [node for node in nodes if _bytes(node) <= small_bytes]
-        large = [node for node in nodes if _bytes(node) > small_bytes]
-        limit = min(group_bytes, max(sum(map(_bytes, large)) // parts, 1))
-        groups = [*_by_dtype(small), *_consecutive(large, limit)]
+        small = [node for node in nodes if size_of(node) <= small_bytes]
+        large = [node for node in nodes if size_of(node) > small_bytes]
+        limit = min(group_bytes, max(sum(map(size_of, large)) // parts, 1))
+        groups = [*_by_dtype(small), *consecutive(large, limit, _kind)]
     position = {node: number for number, node in enumerate(graph.nodes)}
     anchors = list(graph.nodes)
     beginning = next(i for i, node in enumerate(anchors) if node.op not in ("placeholder", "get_attr"))
     waits = [min(position[node] for node in group) for group in groups]
-    at_once = [all(_bytes(node) <= small_bytes for node in group) for group in groups]
-    starts = _starts(waits, at_once, beginning, ahead)
-    launches = [_start(graph, group, anchors[start], world_size) for group, start in zip(groups, starts, strict=True)]
+    at_once = [all(size_of(node) <= small_bytes for node in group) for group in groups]
+    begin = starts(waits, at_once, beginning, ahead)
+    launches = [_start(graph, group, anchors[start], world_size) for group, start in zip(groups, begin, strict=True)]
     for group, start, wait in zip(groups, launches, waits, strict=True):
         _use(graph, group, start, anchors[wait], world_size)
     for node in nodes:
@@ -70,61 +70,22 @@ def group_gathers(
     return graph
 
 
-def _starts(waits: list[int], at_once: list[bool], beginning: int, ahead: int) -> list[int]:
-    """Where each group is started: in the order of the groups, and never behind where it is waited for."""
-    large = [number for number, small in enumerate(at_once) if not small]
-    starts = [beginning] * len(waits)
-    for rank, number in enumerate(large):
-        if rank >= ahead:
-            starts[number] = min(waits[large[rank - ahead]], waits[number])
-    for number in reversed(range(len(starts) - 1)):
-        starts[number] = min(starts[number], starts[number + 1])
-    return starts
-
-
 def _by_dtype(nodes: list[Node]) -> list[Group]:
     groups: dict[torch.dtype, Group] = {}
     for node in nodes:
-        groups.setdefault(_dtype(node), []).append(node)
+        groups.setdefault(dtype_of(node), []).append(node)
     return list(groups.values())
-
-
-def _consecutive(nodes: list[Node], limit: int) -> list[Group]:
-    groups: list[Group] = []
-    held = 0
-    for node in nodes:
-        first = groups[-1][0] if groups else None
-        if first is None or held + _bytes(node) > limit or _kind(first) != _kind(node):
-            groups.append([])
-            held = 0
-        groups[-1].append(node)
-        held += _bytes(node)
-    return groups
-
-
-def _follow(graph: Graph, nodes: list[Node], agreed: Sequence[GraphPlan]) -> list[Group] | None:
-    """The agreed groups of exactly these weights, or None when there are none."""
-    kind = "backward" if is_backward(graph) else "forward"
-    mine = Counter((weight_name(node), _word(_dtype(node))) for node in nodes)
-    for plan in agreed:
-        if plan.kind != kind or mine != Counter((name, g.dtype) for g in plan.gathers for name in g.weights):
-            continue
-        waiting: dict[tuple[str, str], deque[Node]] = {}
-        for node in nodes:
-            waiting.setdefault((weight_name(node), _word(_dtype(node))), deque()).append(node)
-        return [[waiting[name, g.dtype].popleft() for name in g.weights] for g in plan.gathers]
-    return None
 
 
 def _start(graph: Graph, group: Group, before: Node, world_size: int) -> Node:
     lengths = [world_size * shard_of(node).meta["val"].numel() for node in group]
     with graph.inserting_before(before):
         start = graph.call_function(
-            ops("gather_group"), ([shard_of(node) for node in group], _dtype(group[0]), sum(lengths))
+            ops("gather_group"), ([shard_of(node) for node in group], dtype_of(group[0]), sum(lengths))
         )
     start.meta["val"] = group[0].meta["val"].new_empty(sum(lengths))
     start.meta["weights"] = tuple(weight_name(node) for node in group)
-    start.meta["until"] = "backward" if _kept(group[0]) else "last use"
+    start.meta["until"] = "backward" if any(map(_kept, group)) else "last use"
     return start
 
 
@@ -159,18 +120,4 @@ def _kept(node: Node) -> bool:
 
 
 def _kind(node: Node) -> tuple[torch.dtype, bool]:
-    return _dtype(node), _kept(node)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(node: Node) -> torch.dtype:
-    dtype = node.args[2]
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _bytes(node: Node) -> int:
-    return node.meta["val"].numel() * _dtype(node).itemsize
+    return dtype_of(node), _kept(node)

@@ -20,7 +20,7 @@ def split_gathers(graph: Graph) -> Graph:
     wait = torch.ops._c10d_functional.wait_tensor.default
     for node in gathers(graph):
         with graph.inserting_before(node):
-            start = graph.call_function(ops("gather_start"), node.args, node.kwargs)
+            start = graph.call_function(ops("gather_start"), node.args[:3])
             ready = graph.call_function(wait, (start,))
         for new in (start, ready):
             new.meta.update({key: value for key, value in node.meta.items() if key != "recompute"})

@@ -1,0 +1,63 @@
+"""Weights that stay until the optimizer steps are read where they lie.
+
+Their memory is an input of the graph. The first forward after a step starts gathering them, group after group, while
+the group before is in use; later graphs find them there, and the same two calls do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.fx import Graph, Node
+
+from lightning_zero.compile.graph import gathers, ops, shard_of, weight_name
+from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, size_of, starts
+from lightning_zero.compile.plan import GraphPlan
+
+__all__ = ["use_kept"]
+
+
+def use_kept(graph: Graph, group_bytes: int, parts: int, ahead: int, agreed: Sequence[GraphPlan] = ()) -> Graph:
+    """``gather(shard, shape, dtype, kept)`` becomes ``kept``, in place, behind calls that see that it is filled.
+
+    A gather in another dtype than the memory's stays a gather. Arguments: see :func:`group_gathers`.
+    """
+    firsts: dict[Node, Node] = {}  # memory -> its first reader
+    for node in gathers(graph):
+        kept = _memory(node)
+        if kept is not None and kept.meta["val"].dtype == dtype_of(node):
+            firsts.setdefault(kept, node)
+        else:
+            node.args = node.args[:3]
+    if not firsts:
+        return graph
+    nodes = list(firsts.values())
+    groups = follow(graph, nodes, agreed, kept=True)
+    if groups is None:
+        limit = min(group_bytes, max(sum(map(size_of, nodes)) // parts, 1))
+        groups = consecutive(nodes, limit, dtype_of)
+    anchors = list(graph.nodes)
+    position = {node: number for number, node in enumerate(anchors)}
+    beginning = next(i for i, node in enumerate(anchors) if node.op not in ("placeholder", "get_attr"))
+    waits = [min(position[node] for node in group) for group in groups]
+    begin = starts(waits, [False] * len(groups), beginning, ahead)
+    for op, places in (("keep_start", begin), ("keep_wait", waits)):
+        for group, place in zip(groups, places, strict=True):
+            with graph.inserting_before(anchors[place]):
+                call = graph.call_function(
+                    ops(op), ([_memory(node) for node in group], [shard_of(node) for node in group])
+                )
+            call.meta["val"] = None
+            call.meta["weights"] = tuple(weight_name(node) for node in group)
+    for node in gathers(graph):
+        memory = _memory(node)
+        if memory is not None:
+            node.replace_all_uses_with(memory)
+            graph.erase_node(node)
+    return graph
+
+
+def _memory(node: Node) -> Node | None:
+    kept = node.args[3] if len(node.args) > 3 else None
+    assert kept is None or isinstance(kept, Node)
+    return kept

@@ -1,0 +1,137 @@
+"""What the nodes of an FX graph hold: sizes of tensors, and which nodes share memory.
+
+Everything is read off ``node.meta["val"]`` and the ops' schemas. Symbolic sizes count as the size that was seen when
+the graph was traced. Nothing here adds a guard: looking at a graph must not change what is compiled.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental import symbolic_shapes
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Storage", "is_view", "nbytes", "read_bytes", "size_hint", "storages", "tensors_of", "viewed"]
+
+UNKNOWN_SIZE = 1024  # stands for a size that only running the graph would tell
+
+# Their results are their inputs' memory, though their schemas do not say so.
+_SAME_MEMORY = {"aten::_unsafe_view", "_c10d_functional::wait_tensor"}
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """Memory that one node allocates, or that comes in with a graph's input. Compared by identity.
+
+    Attributes:
+        name: of the node; ``node[1]`` for the second of several results.
+        nbytes: its size.
+        made: index, among the graph's nodes, of the node.
+    """
+
+    name: str
+    nbytes: int
+    made: int
+
+
+def size_hint(size: Any) -> int:
+    """A size as a number."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(size.node, "hint", None)
+    if isinstance(hint, int):
+        return hint
+    # torch 2.11 calls it size_hint, torch 2.13 optimization_hint.
+    estimate = getattr(symbolic_shapes, "optimization_hint", None) or getattr(symbolic_shapes, "size_hint", None)
+    try:
+        return int(estimate(size, fallback=UNKNOWN_SIZE)) if estimate else UNKNOWN_SIZE
+    except Exception:  # a size that nobody can tell must not end a compilation
+        return UNKNOWN_SIZE
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """All tensors in a node's value or in its arguments' values."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def nbytes(value: object) -> int:
+    """Bytes of the elements of all tensors in a node's value."""
+    total = 0
+    for tensor in tensors_of(value):
+        elements = tensor.dtype.itemsize
+        for size in tensor.shape:
+            elements *= size_hint(size)
+        total += elements
+    return total
+
+
+def is_view(node: Node) -> bool:
+    """Whether running the node moves nothing: its result is part of what is there already."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    return viewed(node) is not None and not _writes(node)
+
+
+def viewed(node: Node) -> Node | None:
+    """The input that a node's results share memory with, if they do: views, and ops that write in place."""
+    if node.op != "call_function":
+        return None
+    target = node.target
+    if target is operator.getitem:
+        return node.args[0] if isinstance(node.args[0], Node) else None
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    schema = target._schema
+    if schema.name in _SAME_MEMORY:
+        return _argument(node, 0)
+    if not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    return next((_argument(node, i) for i, a in enumerate(schema.arguments) if a.alias_info is not None), None)
+
+
+def storages(graph: Graph) -> dict[Node, tuple[Storage | None, ...]]:
+    """The memory of each node's results, one entry for each; None for what is no tensor."""
+    held: dict[Node, tuple[Storage | None, ...]] = {}
+    for index, node in enumerate(graph.nodes):
+        value = node.meta.get("val")
+        results = list(value) if isinstance(value, tuple | list) else [value]
+        base = held.get(viewed(node) or node)
+        if base is None or not any(base):
+            held[node] = tuple(_made(node, number, result, index) for number, result in enumerate(results))
+        elif node.target is operator.getitem:
+            chosen = node.args[1]
+            held[node] = (base[chosen] if isinstance(chosen, int) and chosen < len(base) else base[0],)
+        else:
+            held[node] = tuple(base[0] if isinstance(result, Tensor) else None for result in results)
+    return held
+
+
+def read_bytes(node: Node, storage: Storage | None) -> int:
+    """Bytes that reading a node's result takes: an expanded tensor is read once, not once per copy."""
+    size = nbytes(node.meta.get("val"))
+    return size if storage is None else min(size, storage.nbytes)
+
+
+def _made(node: Node, number: int, result: object, index: int) -> Storage | None:
+    if node.op == "output" or not tensors_of(result):
+        return None
+    return Storage(f"{node.name}[{number}]" if number else node.name, nbytes(result), index)
+
+
+def _writes(node: Node) -> bool:
+    target: Any = node.target
+    return any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
+
+
+def _argument(node: Node, position: int) -> Node | None:
+    target: Any = node.target
+    name = target._schema.arguments[position].name
+    value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    return value if isinstance(value, Node) else None

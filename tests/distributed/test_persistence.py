@@ -1,0 +1,117 @@
+"""Weights that stay until the optimizer steps: the same results, fewer gathers, and never an old value."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.models import build, make_batches
+from tests.helpers.oracle import Reference
+from tests.helpers.sharded import engine_for, sgd, train_sharded, whole_params
+from tests.ranks.pool import Ranks
+
+BF16 = torch.bfloat16
+WINDOWS, ACCUMULATE = 3, 4
+STEP: dict[str, Any] = {"persist_mb": float("inf"), "persist_until": "step", "gather_group_mb": 0.02}
+
+
+def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Reference, dict[str, int]]]:
+    options: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16} if mixed else {}
+    context = partial(torch.autocast, "cpu", BF16, enabled=mixed, cache_enabled=False)
+    results = []
+    for chosen in ({"gather_group_mb": 0.02}, STEP):
+        torch._dynamo.reset()
+        model = build(case)
+        with engine_for(model, backend, small_bytes=0, **options, **chosen) as engine:
+            batches = make_batches(case, WINDOWS * ACCUMULATE, 12)
+            # The first window is over once everything is compiled.
+            train_sharded(engine, model, batches[:ACCUMULATE], sgd(model), accumulate=ACCUMULATE, context=context)
+            engine.executor.reset_counters()
+            out = train_sharded(engine, model, batches[ACCUMULATE:], sgd(model), accumulate=ACCUMULATE, context=context)
+            results.append((out, engine.executor.counters()))
+    return results
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [("TinyTransformer", "aot_eager"), ("TiedTransformer", "aot_eager"), ("LoRA", "aot_eager"), ("OddMLP", "inductor")],
+)
+def test_accumulation_is_bitwise_the_same_and_gathers_once(ranks: Ranks, case: str, backend: str, mixed: bool) -> None:
+    for (expected, usual), (out, kept) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
+        assert out.losses == expected.losses
+        for mine, theirs in zip(out.grads + out.params, expected.grads + expected.params, strict=True):
+            for name, value in theirs.items():
+                assert value is None or torch.equal(mine[name], value), name
+        # Kept weights: once in each of the windows; without, twice in each micro-batch.
+        assert kept["kept_gathers"] % (WINDOWS - 1) == 0
+        weights = kept["kept_gathers"] // (WINDOWS - 1)
+        saved = usual["gathers"] - kept["gathers"]
+        forwards = (WINDOWS - 1) * (ACCUMULATE - 1) * weights
+        assert saved >= forwards > 0
+
+
+def change_between() -> list[bool]:
+    """What is read after each kind of change, against what a plain model computes."""
+    model, plain = build("TinyTransformer"), build("TinyTransformer")
+    batch = make_batches("TinyTransformer", 1, 12)[0]
+    other = build("TinyTransformer", seed=3).state_dict()
+    same = []
+    with engine_for(model, "aot_eager", **STEP) as engine:
+
+        def compare() -> None:
+            with engine.train_step():
+                loss = model.loss(batch)
+            loss.backward()
+            with torch.no_grad():
+                same.append(torch.allclose(loss, plain.loss(batch), rtol=1e-5))
+
+        compare()
+        compare()
+        model.load_state_dict(other)
+        plain.load_state_dict(other)
+        compare()
+        with engine.full_parameters(), torch.no_grad():
+            model.head.weight.mul_(1.5)
+        with torch.no_grad():
+            plain.head.weight.mul_(1.5)
+        compare()
+        with torch.no_grad():
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                mine.mul_(0.7)  # as an average of weights is put in place
+                theirs.mul_(0.7)
+        compare()
+        engine.eval_step()
+        with torch.no_grad():
+            same.append(torch.allclose(model.loss(batch), plain.loss(batch), rtol=1e-5))
+        for param in model.parameters():
+            param.grad = None
+        engine.before_step()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            mine.data.mul_(0.9)  # a step that leaves no trace, but is announced
+            theirs.data.mul_(0.9)
+        compare()
+        assert engine.executor.counters()["kept_gathers"] > 0
+        whole_params(engine, model)
+    return same
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_changed_weights_are_gathered_again(ranks: Ranks, world_size: int) -> None:
+    for same in ranks.run(world_size, change_between):
+        assert all(same), same
+
+
+def unshard_and_train() -> None:
+    model = build("OddMLP")
+    with engine_for(model, "aot_eager", **STEP) as engine:
+        train_sharded(engine, model, make_batches("OddMLP", 3, 12), sgd(model))
+        assert any("_zero_kept" in module.__dict__ for module in model.modules())
+        engine.unshard()
+        assert not any("_zero_kept" in module.__dict__ for module in model.modules())
+        model.loss(make_batches("OddMLP", 1, 12)[0]).backward()
+
+
+def test_a_plain_module_keeps_nothing(ranks: Ranks) -> None:
+    ranks.run(2, unshard_and_train)

@@ -1,0 +1,44 @@
+"""A report beside a real training on two ranks."""
+
+from pathlib import Path
+
+from lightning_zero.callbacks import PlanReport
+from lightning_zero.compile.plan import Plan
+from tests.ranks.pool import Ranks
+from tests.trainer.helpers import fitted
+
+
+def _train(folder: str) -> tuple[list[float], str]:
+    with fitted("compiled", callbacks=[PlanReport(folder)]) as (module, trainer):
+        return module.losses, str(trainer.strategy.plan())
+
+
+def _train_plainly() -> list[float]:
+    with fitted("compiled") as (module, _):
+        return module.losses
+
+
+def test_training_is_the_same_and_rank_zero_leaves_a_report(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    told = ranks.run(2, _train, str(folder), deadline=90)
+    assert [losses for losses, _ in told] == ranks.run(2, _train_plainly, deadline=90)
+    names = sorted(path.name for path in folder.iterdir())
+    expected = [
+        f"{stem}_{name}"
+        for stem in ("graph_00_forward", "graph_01_backward")
+        for name in ("after.txt", "before.txt", "memory.png", "overlap.png")
+    ]
+    assert names == [*expected, "plan.json", "plan.txt", "report.html"]
+    plan = Plan.load(folder / "plan.json")
+    assert str(plan) == told[0][1]
+    assert [graph.kind for graph in plan.graphs] == ["forward", "backward"]
+    for number, graph in enumerate(plan.graphs):
+        lines = (folder / f"graph_{number:02}_{graph.kind}_after.txt").read_text().splitlines()
+        numbered = {int(line[:5]): line for line in lines if line[:5].strip()}
+        assert len(numbered) == graph.nodes
+        for gather in graph.gathers:
+            assert "lightning_zero.gather_" in numbered[gather.started]
+            assert "wait_tensor" in numbered[gather.waited]
+        for reduce in graph.reduces:
+            assert "lightning_zero.reduce_" in numbered[reduce.at]
+    assert "0.weight" in (folder / "report.html").read_text()

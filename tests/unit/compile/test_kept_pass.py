@@ -1,0 +1,96 @@
+"""Weights that stay until the optimizer steps are read where they lie, once they are there."""
+
+import torch
+from torch.fx import Graph
+
+from lightning_zero.compile.passes import default_passes, run_passes
+from lightning_zero.compile.passes.announce import read_plan
+from lightning_zero.compile.passes.kept import use_kept
+from lightning_zero.config import CompileConfig
+from tests.unit.compile.graphs import Builder, order
+
+aten = torch.ops.aten
+WEIGHT = 64 * 64 * 4  # bytes of each weight below
+BF16 = torch.bfloat16
+
+
+def chain(uses: str, kept: str, memory: torch.dtype = torch.float32) -> Graph:
+    """x @ a @ b @ ...; there is memory for the weights named in ``kept``."""
+    b = Builder()
+    names = sorted(set(uses))
+    shards = {name: b.shard(name, 2048) for name in names}
+    kepts = {name: b.input(f"kept_{name}", 64, 64, dtype=memory) for name in kept}
+    x = b.input("x", 64, 64)
+    for name in uses:
+        whole = b.gather(shards[name], 64, 64)
+        if name in kepts:
+            whole.args = (*whole.args, kepts[name])
+        x = b.call(aten.mm.default, x, whole)
+    return b.done(x)
+
+
+def rewritten(graph: Graph, group_bytes: int = WEIGHT, ahead: int = 1) -> str:
+    graph = use_kept(graph, group_bytes, 1, ahead)
+    graph.lint()
+    return order(graph)
+
+
+def test_each_group_is_started_while_the_one_before_is_in_use() -> None:
+    assert rewritten(chain("abc", "abc")) == (
+        "keep_start(kept_a, a) keep_start(kept_b, b) keep_wait(kept_a, a) mm "
+        "keep_start(kept_c, c) keep_wait(kept_b, b) mm keep_wait(kept_c, c) mm"
+    )
+
+
+def test_groups_share_a_launch() -> None:
+    assert rewritten(chain("ab", "ab"), group_bytes=2 * WEIGHT) == (
+        "keep_start(kept_a, kept_b, a, b) keep_wait(kept_a, kept_b, a, b) mm mm"
+    )
+
+
+def test_a_weight_that_is_used_twice_is_waited_for_once() -> None:
+    assert rewritten(chain("aba", "a")).count("keep") == 2
+
+
+def test_products_read_the_memory_itself() -> None:
+    graph = use_kept(chain("a", "a"), WEIGHT, 1, 1)
+    (product,) = (node for node in graph.nodes if node.target is aten.mm.default)
+    assert product.args[1].name == "kept_a"
+
+
+def test_others_are_gathered_as_usual() -> None:
+    assert rewritten(chain("ab", "b")) == "keep_start(kept_b, b) gather(a) mm keep_wait(kept_b, b) mm"
+    assert rewritten(chain("ab", "")) == "gather(a) mm gather(b) mm"
+
+
+def test_memory_of_another_dtype_is_left_alone() -> None:
+    assert rewritten(chain("a", "a", memory=BF16)) == "gather(a) mm"
+
+
+def test_the_calls_survive_dead_code_elimination() -> None:
+    graph = use_kept(chain("a", "a"), WEIGHT, 1, 1)
+    before = order(graph)
+    graph.eliminate_dead_code()
+    assert order(graph) == before
+
+
+def test_a_cast_of_a_kept_weight_reads_memory_of_its_dtype() -> None:
+    b = Builder()
+    shard, memory = b.shard("a", 2048), b.input("kept_a", 64, 64, dtype=BF16)
+    x, whole = b.input("x", 64, 64, dtype=BF16), b.gather(shard, 64, 64)
+    whole.args = (*whole.args, memory)
+    graph = b.done(b.call(aten.mm.default, x, b.call(aten._to_copy.default, whole, dtype=BF16)))
+    graph = run_passes(graph, default_passes(CompileConfig(persist_mb=1, persist_until="step"), 2))
+    assert order(graph) == "enter(a) keep_start(kept_a, a) keep_wait(kept_a, a) mm"
+
+
+def test_the_plan_says_how_long_they_stay(monkeypatch: object) -> None:
+    config = CompileConfig(persist_mb=1, persist_until="step")
+    plan = read_plan(run_passes(chain("abca", "a"), default_passes(config, 2)))
+    assert [(g.weights, g.until) for g in plan.gathers if g.until == "step"] == [(("a",), "step")]
+    kept = next(g for g in plan.gathers if g.until == "step")
+    assert (kept.bytes, kept.used) == (WEIGHT, "mm_default")
+    assert kept.started < kept.waited
+    # Another graph of the same weights follows it.
+    again = read_plan(run_passes(chain("bcaa", "a"), default_passes(config, 2, [plan])))
+    assert again.digest == plan.digest
