@@ -14,6 +14,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_zero.callbacks.report import PlanReport
+from lightning_zero.callbacks.schedule import PassSchedule
+from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import NativeBuildError, RankMismatchError, UnsupportedError
@@ -21,6 +23,8 @@ from lightning_zero.strategy import ZeroStrategy
 
 __all__ = [
     "NativeBuildError",
+    "PassSchedule",
+    "PassSpec",
     "Plan",
     "PlanReport",
     "RankMismatchError",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,7 @@ from lightning_zero.compile.agreement import Agreement
 from lightning_zero.compile.backend import GraphObserver
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.eager import regather_saved_weights
-from lightning_zero.compile.passes import small_weight_bytes
+from lightning_zero.compile.passes import PassSpec, small_weight_bytes
 from lightning_zero.compile.plan import Plan
 from lightning_zero.compile.supervisor import Supervisor
 from lightning_zero.config import EngineConfig
@@ -103,6 +103,7 @@ class Engine:
         limit = (timeout or dist.constants.default_pg_timeout).total_seconds()
         agreement = Agreement(store, self.rank, self.world_size, self.config.agreement_timeout_s, limit)
         self._supervisor = Supervisor(agreement, [observe] if observe is not None else [], say)
+        self._compile_arguments = self._supervisor.compiler(self.config.compile, self.world_size)
         self.sharder = Sharder(self.executor, self.gather_group, self.control_group)
         self.sharder.classes.engine = weakref.ref(self)
         self.module: nn.Module | None = None
@@ -127,16 +128,42 @@ class Engine:
         recompile = config.compile != self.config.compile
         self.config = config
         self.executor.configure(config)
+        if recompile:
+            self._compile_arguments = self._supervisor.compiler(config.compile, self.world_size)
         if recompile and self.calls is not None:
             self.calls.restore()
-            self.calls = self._make_calls(self._sharded_module())
-
-    def _make_calls(self, module: nn.Module) -> CompiledCalls:
-        return CompiledCalls(module, self._supervisor.compiler(self.config.compile, self.world_size), self._skip)
+            self.calls = CompiledCalls(self._sharded_module(), self._compile_arguments, self._skip)
 
     def observe(self, observer: GraphObserver) -> None:
         """``observer`` sees every graph that is compiled from now on; it must not keep graphs."""
         self._supervisor.observe(observer)
+
+    def register_pass(self, spec: PassSpec) -> None:
+        """Makes a user's pass known, for :meth:`use_passes`.
+
+        Raises:
+            ValueError: there is a pass of that name.
+        """
+        self._supervisor.register_pass(spec)
+
+    def use_passes(self, names: Sequence[str] | None) -> None:
+        """Graphs go through these passes from now on, None meaning the default ones; what is compiled is compiled again
+        if they are others. The same on every rank.
+
+        Raises:
+            ValueError: unknown names, broken contracts, or passes that leave a graph unfinished.
+        """
+        arguments = self._supervisor.use_passes(names)
+        if arguments is None:
+            return
+        self._compile_arguments = arguments
+        if self.calls is not None:
+            self.calls.compile_again(arguments)
+
+    @property
+    def known_passes(self) -> dict[str, PassSpec]:
+        """All passes that can be used, by name."""
+        return self._supervisor.known_passes
 
     @property
     def plan(self) -> Plan:
@@ -168,7 +195,7 @@ class Engine:
         self.module = module
         module.__dict__[_ATTRIBUTE] = self
         self._hooks = StateDictHooks(self.sharder, module)
-        self.calls = self._make_calls(module)
+        self.calls = CompiledCalls(module, self._compile_arguments, self._skip)
 
     def unshard(self) -> None:
         """Gives the module whole parameters and its own classes back, on this engine's device, and closes the engine.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from lightning_zero.checks import check_adopted, refuse_callbacks, take_apart_compiled
 from lightning_zero.compile.backend import GraphObserver
+from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine, engine_of
@@ -205,6 +206,28 @@ class ZeroStrategy(ProcessStrategy):
         self._observers.append(observer)
         if self._engine is not None:
             self._engine.observe(observer)
+
+    def register_pass(self, spec: PassSpec) -> None:
+        """Makes a graph pass of your own known, for :meth:`use_passes` and ``PassSchedule``. Call it in a hook, on
+        every rank.
+
+        Raises:
+            ValueError: there is a pass of that name.
+        """
+        self._require_engine().register_pass(spec)
+
+    def use_passes(self, names: Sequence[str] | None) -> None:
+        """Graphs go through the passes of these names from now on, None meaning the default ones. Call it between
+        steps, on every rank.
+
+        Raises:
+            ValueError: unknown names, broken contracts, or passes that leave a graph unfinished.
+        """
+        self._require_engine().use_passes(names)
+
+    def known_passes(self) -> dict[str, PassSpec]:
+        """All passes that can be used, by name; the order of the built-in ones is that in which they run by default."""
+        return self._require_engine().known_passes
 
     def plan(self) -> Plan:
         """What the compiled graphs that have run so far gather and reduce, and when; prints as a table."""

@@ -22,7 +22,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from lightning_zero.compile.frontend import name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.passes import PassSpec, default_passes, run_passes, small_weight_bytes
+from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes, run_passes, small_weight_bytes
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.tagging import tag_gathers
 from lightning_zero.config import CompileConfig
@@ -38,8 +38,8 @@ class Events(Protocol):
     def graph(self, what: str, graph: Graph) -> None:
         """A graph, "joint" or "before" or "after" the passes; valid during the call only."""
 
-    def compiling(self, name: str, busy: bool, seconds: float) -> None:
-        """A module's call begins to be compiled (``busy``), or has been, in so many seconds."""
+    def compiling(self, weights: Sequence[str], busy: bool, seconds: float) -> None:
+        """A graph that reads these weights begins to be compiled (``busy``), or has been, in so many seconds."""
 
     @property
     def wants_graphs(self) -> bool:
@@ -51,6 +51,8 @@ class Compiler:
 
     Attributes:
         agreed: plans of the graphs that have run so far, the same on every rank; later graphs follow them.
+        registered: users' passes, by name.
+        chosen: names of the passes that graphs go through; None for the default ones.
     """
 
     def __init__(self, config: CompileConfig, world_size: int, events: Events) -> None:
@@ -58,27 +60,38 @@ class Compiler:
         self._world_size = world_size
         self._events = events
         self.agreed: list[GraphPlan] = []
+        self.registered: dict[str, PassSpec] = {}  # users' own
+        self.chosen: tuple[str, ...] | None = None
 
-    def arguments(self, name: str) -> dict[str, Any]:
-        """Keyword arguments for ``torch.compile`` of the module that is called ``name``."""
-        return {"fullgraph": False, "dynamic": self._config.dynamic, "backend": self._backend(name)}
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for ``torch.compile``; with others for each module, alike ones would not share graphs."""
+        return {"fullgraph": False, "dynamic": self._config.dynamic, "backend": self._backend()}
 
     def passes(self) -> Sequence[PassSpec]:
-        """The passes that the next graph goes through."""
-        return default_passes(self._config, self._world_size, self.agreed)
+        """The passes that the next graph goes through: the chosen ones, or the default ones."""
+        default = default_passes(self._config, self._world_size, self.agreed)
+        if self.chosen is None:
+            return default
+        known = self.known()
+        return [known[name] for name in self.chosen]
 
-    def _backend(self, name: str) -> Callable[..., Any]:
+    def known(self) -> dict[str, PassSpec]:
+        """All passes that can be chosen, by name."""
+        default = default_passes(self._config, self._world_size, self.agreed)
+        return {spec.name: spec for spec in (*MINIMAL_PASSES, *default)} | self.registered
+
+    def _backend(self) -> Callable[..., Any]:
         inner = self._aot_eager() if self._config.backend == "aot_eager" else self._inductor
 
         def compile_graph(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-            name_weights(module.graph)
+            names = name_weights(module.graph)
             refuse_edits(module.graph)
             begun = time.monotonic()
-            self._events.compiling(name, True, 0.0)
+            self._events.compiling(names, True, 0.0)
             try:
                 return inner(module, inputs, **kwargs)
             finally:
-                self._events.compiling(name, False, time.monotonic() - begun)
+                self._events.compiling(names, False, time.monotonic() - begun)
 
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
@@ -97,7 +110,9 @@ class Compiler:
 
     def _inductor(self, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         # Observers must see every graph, so they keep graphs out of the cache.
-        uuid = None if self._events.wants_graphs else self._digest()
+        unversioned = any(spec.name in self.registered and spec.version is None for spec in self.passes())
+        uncached = self._events.wants_graphs or unversioned
+        uuid = None if uncached else self._digest()
         options = {
             "joint_custom_pre_pass": _Pass(self._tag, uuid),
             "post_grad_custom_post_pass": _Pass(self._rewrite, uuid),
@@ -109,7 +124,7 @@ class Compiler:
 
     def _digest(self) -> str:
         """What decides how a graph is rewritten."""
-        names = [spec.name for spec in self.passes()]
+        names = [(spec.name, spec.version) for spec in self.passes()]
         agreed = [plan.collectives() for plan in self.agreed]
         digest = hashlib.sha256(repr((names, self._config, self._world_size, agreed)).encode())
         for path in sorted(Path(__file__).parent.rglob("*.py")):

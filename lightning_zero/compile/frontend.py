@@ -26,10 +26,14 @@ _IN_PLACE = {
 }  # fmt: skip
 
 
-def name_weights(graph: Graph) -> None:
-    """Notes in each gather's meta data which parameter it reads; see ``weight_name`` in ``compile/graph.py``."""
+def name_weights(graph: Graph) -> list[str]:
+    """Notes in each gather's meta data which parameter it reads; see ``weight_name`` in ``compile/graph.py``. Returns
+    the names."""
+    names = []
     for node in _gathers(graph):
-        node.meta["custom"] = {**node.meta.get("custom", {}), WEIGHT: _name(node)}
+        names.append(_name(node))
+        node.meta["custom"] = {**node.meta.get("custom", {}), WEIGHT: names[-1]}
+    return names
 
 
 def _gathers(graph: Graph) -> list[Node]:

@@ -11,7 +11,9 @@ from torch.fx import Graph
 
 from lightning_zero.compile.agreement import Agreement
 from lightning_zero.compile.backend import Compiler, GraphObserver
+from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import GraphPlan, Plan
+from lightning_zero.compile.schedule import check_passes
 from lightning_zero.config import CompileConfig
 
 __all__ = ["Supervisor"]
@@ -38,13 +40,45 @@ class Supervisor:
         self._observers = list(observers)
         self._say = say or log.info
         self._plans: list[GraphPlan] = []
-        self._started: set[str] = set()
         self._compiler: Compiler | None = None
 
-    def compiler(self, config: CompileConfig, world_size: int) -> Callable[[str], dict[str, Any]]:
-        """Arguments of ``torch.compile`` by module name; replaces the compiler before."""
-        self._compiler = Compiler(config, world_size, self)
-        return self._compiler.arguments
+    def compiler(self, config: CompileConfig, world_size: int) -> dict[str, Any]:
+        """Arguments of ``torch.compile``; replaces the compiler before, whose passes stay chosen."""
+        before, self._compiler = self._compiler, Compiler(config, world_size, self)
+        if before is not None:
+            self._compiler.registered, self._compiler.chosen = before.registered, before.chosen
+        return self._compiler.arguments()
+
+    def register_pass(self, spec: PassSpec) -> None:
+        """Makes a user's pass known.
+
+        Raises:
+            ValueError: there is a pass of that name.
+        """
+        assert self._compiler is not None
+        if self._compiler.known().get(spec.name, spec) != spec:
+            raise ValueError(f"There is a pass named {spec.name!r} already. Give yours another name.")
+        self._compiler.registered[spec.name] = spec
+
+    def use_passes(self, names: Sequence[str] | None) -> dict[str, Any] | None:
+        """Arguments of ``torch.compile`` with these passes; None when they are in use already.
+
+        Raises:
+            ValueError: see :func:`check_passes`.
+        """
+        assert self._compiler is not None
+        chosen = None if names is None else check_passes(names, self._compiler.known())
+        if chosen == self._compiler.chosen:
+            return None
+        self._compiler.chosen = chosen
+        # Plans of other passes are not to be followed.
+        self._compiler.agreed = []
+        return self._compiler.arguments()
+
+    @property
+    def known_passes(self) -> dict[str, PassSpec]:
+        assert self._compiler is not None
+        return self._compiler.known()
 
     def observe(self, observer: GraphObserver) -> None:
         """``observer`` sees every graph that is compiled from now on."""
@@ -65,13 +99,12 @@ class Supervisor:
         for observer in self._observers:
             observer(what, graph)
 
-    def compiling(self, name: str, busy: bool, seconds: float) -> None:
-        shown = repr(name) if name else "the LightningModule"
-        if busy and name not in self._started:
-            self._started.add(name)
-            self._say(f"Compiling calls of {shown}: this step takes longer.")
-        elif not busy:
-            self._say(f"Compiled a graph of {shown} in {seconds:.1f} s.")
+    def compiling(self, weights: Sequence[str], busy: bool, seconds: float) -> None:
+        shown = f"{len(weights)} weights, {weights[0]!r} to {weights[-1]!r}" if weights else "no weights"
+        if busy:
+            self._say(f"Compiling a graph of {shown}; this step takes longer.")
+        else:
+            self._say(f"Compiled it in {seconds:.1f} s.")
         with suppress(Exception):  # an exception of the compiler must not be hidden by one of the store
             self._agreement.compiling(busy)
 

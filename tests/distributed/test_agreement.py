@@ -107,8 +107,8 @@ def test_ranks_that_compile_different_graphs_are_told_the_first_difference(ranks
     for rank, (message, seconds) in enumerate(ranks.run(2, run_forks, swaps, 25.0, {})):
         assert seconds < 25
         assert f"Ranks {rank} and {1 - rank} compiled graphs that gather different weights" in message
-        assert "forward: gather left.weight" in message, message
-        assert "forward: gather right.weight" in message, message
+        assert "'forward: gather left.bias + right.bias as float32" in message, message
+        assert "'forward: gather right.bias + left.bias as float32" in message, message
 
 
 def test_a_rank_that_compiles_other_gathers_alone_is_told_who_is_missing(ranks: Ranks) -> None:

@@ -28,6 +28,8 @@ class PassSpec:
         requires: properties that earlier passes must have provided.
         provides: properties that hold afterwards.
         conflicts: properties that must not hold before.
+        version: of a pass of your own: another text whenever it changes, so that graphs it has rewritten may come out
+            of the compiler's cache; None keeps them out.
     """
 
     name: str
@@ -35,10 +37,15 @@ class PassSpec:
     requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset()
     conflicts: frozenset[str] = frozenset()
+    version: str | None = None
 
 
-def check_contracts(passes: Sequence[PassSpec]) -> None:
-    """Raises ``ValueError`` when a pass comes before what it requires, or after what it conflicts with."""
+def check_contracts(passes: Sequence[PassSpec]) -> set[str]:
+    """What the graph provides after all passes.
+
+    Raises:
+        ValueError: a pass comes before what it requires, or after what it conflicts with.
+    """
     held: set[str] = set()
     for spec in passes:
         missing, clashing = spec.requires - held, spec.conflicts & held
@@ -52,6 +59,7 @@ def check_contracts(passes: Sequence[PassSpec]) -> None:
                 "them."
             )
         held |= spec.provides
+    return held
 
 
 def run_passes(graph: Graph, passes: Sequence[PassSpec]) -> Graph:

@@ -1,0 +1,95 @@
+"""Passes change at their step, the training stays the same, and a schedule that cannot run is refused at setup."""
+
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.fx import Graph
+
+from lightning_zero import PassSchedule, PassSpec, ZeroStrategy
+from tests.ranks.pool import Ranks
+from tests.trainer.helpers import fitted, make_trainer
+
+MINIMAL = ["split_gathers", "hand_over_gradients", "announce_plan"]
+STEPS = 7
+
+
+class Count(Callback):
+    """Gathers in groups, and gathers, of each batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int]] = []
+        self.before = (0, 0)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        counters = trainer.strategy._engine.executor.counters()
+        now = (counters.get("gather_groups", 0), counters["gathers"])
+        self.batches.append((now[0] - self.before[0], now[1] - self.before[1]))
+        self.before = now
+
+
+def train(schedule: Any) -> dict[str, Any]:
+    seen: list[int] = []
+
+    def look(graph: Graph) -> Graph:
+        seen.append(len(graph.nodes))
+        return graph
+
+    own = PassSpec("look", look, conflicts=frozenset({"started"}), version="1")
+    counts = Count()
+    callbacks = [PassSchedule(schedule, [own]), counts] if schedule is not None else [counts]
+    with fitted("compiled", steps=STEPS, callbacks=callbacks) as (module, trainer):
+        kinds = [graph.kind for graph in trainer.strategy.plan().graphs]
+        return {"losses": module.losses, "batches": counts.batches, "seen": len(seen), "kinds": kinds}
+
+
+def test_passes_change_at_their_step_and_results_stay(ranks: Ranks) -> None:
+    schedule = [(0, ["look", *MINIMAL]), (3, None), (5, MINIMAL)]
+    for plain, scheduled in zip(ranks.run(2, train, None), ranks.run(2, train, schedule), strict=True):
+        assert scheduled["losses"] == plain["losses"]
+        assert scheduled["seen"] == 2  # a forward and a backward
+        groups = [number for number, _ in scheduled["batches"]]
+        # The first step runs eagerly; one by one until step 3, in groups until step 5.
+        assert groups[:3] == [0, 0, 0]
+        assert all(groups[3:5])
+        assert groups[5:] == [0, 0]
+        assert scheduled["kinds"].count("forward") >= 2
+
+
+def set_up(schedule: Any, kind: str) -> str:
+    callback = PassSchedule(schedule)
+    trainer = make_trainer(kind, callbacks=[callback])
+    try:
+        callback.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    except MisconfigurationException as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind", "words"),
+    [
+        ([(0, ["nothing"])], "compiled", "There is no pass 'nothing'"),
+        ([(0, ["group_gathers", *MINIMAL[1:]])], "compiled", "'group_gathers' requires ['ordered']"),
+        ([(0, None)], "ddp", "this is DDPStrategy. Pass Trainer(strategy='zero3_compile')"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused_at_setup(ranks: Ranks, schedule: Any, kind: str, words: str) -> None:
+    for message in ranks.run(1, set_up, schedule, kind):
+        assert words in message
+
+
+def register(name: str) -> str:
+    strategy = make_trainer("compiled").strategy
+    assert isinstance(strategy, ZeroStrategy)
+    try:
+        strategy.register_pass(PassSpec(name, lambda graph: graph))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_name_that_is_taken_is_refused(ranks: Ranks) -> None:
+    assert "There is a pass named 'fuse_casts' already" in ranks.run(1, register, "fuse_casts")[0]
+    assert ranks.run(1, register, "mine")[0] == ""
