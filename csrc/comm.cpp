@@ -1,9 +1,11 @@
 #include "comm.h"
 
+#include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <limits>
 #include <thread>
 
 #include "compat.h"
@@ -70,19 +72,63 @@ Works Communicator::together(size_t count, Collective&& collective) {
   return works;
 }
 
+void fill_with_poison(at::Tensor tensor) {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  if (at::isFloatingType(tensor.scalar_type())) {
+    tensor.fill_(std::numeric_limits<double>::quiet_NaN());
+  } else {
+    tensor.fill_(tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte ? 0 : -77);
+  }
+}
+
+void Communicator::poison(bool on) {
+  dice_.reset();
+  if (on && !has_streams(device_)) dice_.emplace(17 + rank());
+}
+
+void Communicator::dawdle() {
+  if (dice_) std::this_thread::sleep_for(std::chrono::microseconds((*dice_)() % 2000));
+}
+
+at::Tensor Communicator::aside(const at::Tensor& output, std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
+  if (!dice_) return output;
+  auto elsewhere = at::empty_like(output);
+  fill_with_poison(output);
+  copies.emplace_back(output, elsewhere);
+  return elsewhere;
+}
+
+namespace {
+
+std::function<void()> copy_back(std::vector<std::pair<at::Tensor, at::Tensor>> copies) {
+  if (copies.empty()) return {};
+  return [copies = std::move(copies)] {
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    for (const auto& [output, elsewhere] : copies) output.copy_(elsewhere);
+  };
+}
+
+}  // namespace
+
 Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optional<at::ScalarType> cast_to) {
+  dawdle();
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  auto target = aside(output, copies);
   return launch(
       [&](bool async) {
         c10d::AllgatherOptions options;
         options.asyncOp = async;
         // On an accelerator the cast copy comes from our stream's pool, so freeing it at once is in order.
         auto source = cast_to ? input.to(*cast_to) : input;
-        return Works{compat::all_gather(*group_, output, source, options, 0)};
+        return Works{compat::all_gather(*group_, target, source, options, 0)};
       },
-      {});
+      copy_back(std::move(copies)));
 }
 
 Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
+  dawdle();
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  for (auto& output : outputs) output = aside(output, copies);
   return launch(
       [&](bool async) {
         c10d::AllgatherOptions options;
@@ -91,12 +137,16 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
           return compat::all_gather(*group_, outputs[i], inputs[i], options, 0);
         });
       },
-      {});
+      copy_back(std::move(copies)));
 }
 
 Pending Communicator::reduce_scatter_group(
     std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, at::Tensor all_inputs,
     c10d::ReduceOp::RedOpType op, std::function<void()> then) {
+  dawdle();
+  if (dice_) {
+    for (const auto& output : outputs) fill_with_poison(output);
+  }
   if (!has_streams(device_)) {
     // gloo's reduce-scatter is an all-reduce of a copy, in a Work that never says it is completed, so a pool of
     // buffers that asks would wait in vain. All-reducing the inputs themselves, which nobody reads again, gives the

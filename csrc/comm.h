@@ -10,6 +10,7 @@
 #include <chrono>
 #include <functional>
 #include <optional>
+#include <random>
 #include <string>
 
 #include "device.h"
@@ -70,7 +71,15 @@ class Communicator {
   // Debugging: wait on the host before and after each collective, so that an error shows where it happened.
   bool synchronize_each = false;
 
+  // Debugging, on a CPU: what a collective writes is NaN until it has been waited for, and ranks run at random speeds, so that
+  // whoever reads too early, or relies on the order in which ranks arrive, gets another result.
+  void poison(bool on);
+
  private:
+  // Where to gather instead: `output` is poisoned, and receives the values when the collective is waited for.
+  at::Tensor aside(const at::Tensor& output, std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
+  void dawdle();
+
   template <class Collective>
   Works together(size_t count, Collective&& collective);
   template <class Launch>
@@ -79,6 +88,10 @@ class Communicator {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
   c10::Stream stream_;
+  std::optional<std::mt19937> dice_;  // when poisoning
 };
+
+// NaN, or the least integer.
+void fill_with_poison(at::Tensor tensor);
 
 }  // namespace lightning_zero

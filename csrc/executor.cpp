@@ -57,6 +57,8 @@ void Executor::configure(ExecutorOptions options) {
   TORCH_INTERNAL_ASSERT(tasks_.empty(), "options cannot change during backward");
   options_ = std::move(options);
   gather_comm_.synchronize_each = reduce_comm_.synchronize_each = options_.sync_collectives;
+  gather_comm_.poison(options_.poison);
+  reduce_comm_.poison(options_.poison);
   release_buffers();
   pools_.clear();
   buckets_.clear();
@@ -211,7 +213,9 @@ void Executor::join_round() {
 void Executor::open(ReduceBucket& bucket, bool adding) {
   if (bucket.state() != ReduceBucket::State::EMPTY) return;
   for (auto& slot : bucket.slots()) ensure_grad(*slot.record);
-  bucket.open(pool(bucket.dtype()).acquire(bucket.chunk(), pool_stats_), adding);
+  auto* buffer = pool(bucket.dtype()).acquire(bucket.chunk(), pool_stats_);
+  if (options_.poison) fill_with_poison(buffer->send);
+  bucket.open(buffer, adding);
 }
 
 void Executor::reduce(int64_t index, const at::Tensor& grad) {

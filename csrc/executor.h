@@ -39,6 +39,7 @@ struct ExecutorOptions {
   bool predivide = true;  // scale by 1/ranks while copying in, then sum; otherwise the group averages
   bool free_buckets = false;  // give bucket memory back at the end of each backward
   bool sync_collectives = false;
+  bool poison = false;  // see Communicator::poison; and memory of weights and buckets is NaN when it is handed out or given back
   std::optional<at::ScalarType> reduce_dtype;  // on the wire; the parameter's own when empty
 };
 
@@ -120,6 +121,7 @@ class Executor : public torch::CustomClassHolder {
   class Round;
 
   ParamRecord& at(int64_t index) { return *records_.at(static_cast<size_t>(index)); }
+  at::Tensor fresh(int64_t numel, const at::TensorOptions& options);
   // Memory for the whole weight, unless the caller has some.
   at::Tensor allocate(const ParamRecord& record, at::ScalarType dtype, at::Tensor output = {});
   at::Tensor gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending, at::Tensor output = {});

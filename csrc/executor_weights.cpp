@@ -32,8 +32,15 @@ at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef s
 
 }  // namespace
 
+at::Tensor Executor::fresh(int64_t numel, const at::TensorOptions& options) {
+  auto memory = at::empty({numel}, options);
+  if (!options_.poison) return memory;
+  // Poisoned again before it goes back to the allocator.
+  return at::from_blob(memory.mutable_data_ptr(), {numel}, [memory](void*) { fill_with_poison(memory); }, options);
+}
+
 at::Tensor Executor::allocate(const ParamRecord& record, at::ScalarType dtype, at::Tensor output) {
-  if (!output.defined()) output = at::empty({size() * record.shard_numel()}, record.shard.options().dtype(dtype));
+  if (!output.defined()) output = fresh(size() * record.shard_numel(), record.shard.options().dtype(dtype));
   count("gathers");
   count("gather_bytes", static_cast<int64_t>(output.nbytes()));
   return output;
@@ -114,7 +121,7 @@ at::Tensor Executor::gather_start(int64_t index, at::IntArrayRef shape, at::Scal
 at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
   std::lock_guard lock(mutex_);
   if (!tracked_.empty()) sync_edits(/*forget=*/false);
-  auto buffer = at::empty({numel}, shards[0].options().dtype(dtype));
+  auto buffer = fresh(numel, shards[0].options().dtype(dtype).requires_grad(std::nullopt));
   std::vector<at::Tensor> outputs, sources;
   int64_t offset = 0;
   for (const auto& shard : shards) {

@@ -76,8 +76,9 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def(
           "configure",
           [](const c10::intrusive_ptr<Executor>& self, int64_t bucket_bytes, bool double_buffer, bool predivide,
-             bool free_buckets, bool sync_collectives, std::optional<at::ScalarType> reduce_dtype) {
-            self->configure({bucket_bytes, double_buffer, predivide, free_buckets, sync_collectives, reduce_dtype});
+             bool free_buckets, bool sync_collectives, bool poison, std::optional<at::ScalarType> reduce_dtype) {
+            self->configure(
+                {bucket_bytes, double_buffer, predivide, free_buckets, sync_collectives, poison, reduce_dtype});
           })
       .def("on_backward_end", &Executor::on_backward_end)
       .def("on_new_plan", &Executor::on_new_plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,8 @@ import torch
 __all__ = ["CompileConfig", "EngineConfig", "ReduceConfig"]
 
 BACKENDS = ("inductor", "aot_eager")
+
+RecomputePolicy = Callable[[str, int, str], bool | None]
 
 
 def _check_size(name: str, value: float, example: int) -> None:
@@ -63,6 +66,10 @@ class CompileConfig:
             rank instead of being gathered twice; ``math.inf`` for all.
         persist_until: ``"backward"``; or ``"step"``: the weights within ``persist_mb`` stay until the optimizer steps,
             so that of all gathers in a window of accumulated micro-batches only the first forward's remain.
+        activation_memory_budget: share, from 0 to 1, of the memory for activations that compiled code would like to
+            save for backward; what does not fit is computed again, the cheapest first.
+        recompute: decides for single activations: called with an op's name, the bytes of its result and the path of the
+            module that it belongs to; True: compute it again in backward, False: save it, None: no opinion.
     """
 
     enabled: bool = True
@@ -73,6 +80,8 @@ class CompileConfig:
     reduce_group_mb: float = 64.0
     persist_mb: float = 0.0
     persist_until: str = "backward"
+    activation_memory_budget: float = 1.0
+    recompute: RecomputePolicy | None = None
 
     def __post_init__(self) -> None:
         _check_size("gather_group_mb", self.gather_group_mb, 128)
@@ -81,6 +90,11 @@ class CompileConfig:
             raise ValueError(
                 f"persist_mb={self.persist_mb!r} must be a number of MiB: 0 to keep no weight for backward, "
                 "float('inf') to keep all."
+            )
+        if not 0 <= self.activation_memory_budget <= 1:
+            raise ValueError(
+                f"activation_memory_budget={self.activation_memory_budget!r} must lie between 0 (save only the inputs) "
+                "and 1 (save what makes backward fastest)."
             )
         if self.persist_until not in ("backward", "step"):
             raise ValueError(f"persist_until={self.persist_until!r} must be 'backward' or 'step'.")
@@ -101,6 +115,8 @@ class EngineConfig:
         compute_dtype: what autocast computes in; shards are kept in this dtype too (a shadow), written once per step,
             and weights that are used in it are gathered in it. ``None`` without autocast.
         sync_collectives: debugging: wait on the host before and after every collective.
+        poison: debugging, on a CPU: weights and gradients are NaN until they have been waited for and after they have
+            been released, and ranks run at random speeds. Results must stay the same.
         agreement_timeout_s: how long, in seconds, a rank with a newly compiled graph waits for ranks that are not
             compiling, before it says that they do something else.
     """
@@ -109,6 +125,7 @@ class EngineConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     compute_dtype: torch.dtype | None = None
     sync_collectives: bool = False
+    poison: bool = False
     agreement_timeout_s: float = 25.0
 
     def __post_init__(self) -> None:

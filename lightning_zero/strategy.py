@@ -66,6 +66,10 @@ class ZeroStrategy(ProcessStrategy):
         persist_until: ``"backward"``, or ``"step"``: the weights within ``persist_mb`` stay until the optimizer steps,
             so that accumulated micro-batches gather them once. What is changed between micro-batches by writing to
             ``param.data`` counts from the next optimizer step on.
+        activation_memory_budget: share, from 0 to 1, of the memory for activations that compiled code would like to
+            save for backward; what does not fit is computed again, the cheapest first.
+        recompute: decides for single activations: called with an op's name, the bytes of its result and the path of the
+            module that it belongs to; True: compute it again in backward, False: save it, None: no opinion.
         reduce_dtype: dtype of gradients on the wire: ``"bf16"``, ``"16"``, ``"32"``; by default ``"bf16"`` for
             ``precision="bf16-mixed"`` and otherwise each parameter's own.
         reduce_bucket_mb: capacity of a reduce bucket in MiB.
@@ -92,6 +96,8 @@ class ZeroStrategy(ProcessStrategy):
         gather_group_mb: float = 128.0,
         persist_mb: float = 0.0,
         persist_until: str = "backward",
+        activation_memory_budget: float = 1.0,
+        recompute: Callable[[str, int, str], bool | None] | None = None,
         reduce_dtype: str | None = None,
         reduce_bucket_mb: float = 64.0,
         reduce_double_buffer: bool = True,
@@ -118,6 +124,8 @@ class ZeroStrategy(ProcessStrategy):
             gather_group_mb,
             persist_mb=persist_mb,
             persist_until=persist_until,
+            activation_memory_budget=activation_memory_budget,
+            recompute=recompute,
         )
         self._reduce_dtype = reduce_dtype
         self._reduce = ReduceConfig(

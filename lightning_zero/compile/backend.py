@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
@@ -24,7 +25,7 @@ from lightning_zero.compile.frontend import name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes, run_passes, small_weight_bytes
 from lightning_zero.compile.plan import GraphPlan
-from lightning_zero.compile.tagging import tag_gathers
+from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.config import CompileConfig
 
 __all__ = ["Compiler", "Events", "GraphObserver"]
@@ -89,7 +90,8 @@ class Compiler:
             begun = time.monotonic()
             self._events.compiling(names, True, 0.0)
             try:
-                return inner(module, inputs, **kwargs)
+                with functorch_config.patch(activation_memory_budget=self._config.activation_memory_budget):
+                    return inner(module, inputs, **kwargs)
             finally:
                 self._events.compiling(names, False, time.monotonic() - begun)
 
@@ -100,7 +102,8 @@ class Compiler:
         self._events.graph("joint", graph)
         config = self._config
         budget = config.persist_mb * 2**20 if config.persist_until == "backward" else 0.0
-        return tag_gathers(graph, small_weight_bytes(config), budget)
+        graph = tag_gathers(graph, small_weight_bytes(config), budget)
+        return graph if config.recompute is None else tag_activations(graph, config.recompute)
 
     def _rewrite(self, graph: Graph) -> Graph:
         self._events.graph("before", graph)
@@ -111,7 +114,7 @@ class Compiler:
     def _inductor(self, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         # Observers must see every graph, so they keep graphs out of the cache.
         unversioned = any(spec.name in self.registered and spec.version is None for spec in self.passes())
-        uncached = self._events.wants_graphs or unversioned
+        uncached = self._events.wants_graphs or unversioned or self._config.recompute is not None
         uuid = None if uncached else self._digest()
         options = {
             "joint_custom_pre_pass": _Pass(self._tag, uuid),

@@ -14,6 +14,7 @@ __all__ = [
     "cast_dtype",
     "gathers",
     "is_backward",
+    "is_op",
     "is_reduce",
     "is_start",
     "is_view_or_cast",
@@ -65,6 +66,11 @@ def shard_of(node: Node) -> Node:
 def weight_name(node: Node) -> str:
     """The parameter that a gather or a reduce belongs to; in graphs not made by Dynamo, the input's own name."""
     return node.meta.get("custom", {}).get(WEIGHT) or shard_of(node).name
+
+
+def is_op(node: Node) -> bool:
+    """Whether a node calls an op of the dispatcher."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
 
 
 def is_start(node: Node) -> bool:

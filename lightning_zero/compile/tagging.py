@@ -7,13 +7,46 @@ backward gather again. A few weights are worth their memory: they are tagged as 
 
 from __future__ import annotations
 
+import re
+
+import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compile.graph import gathers, is_view_or_cast, reduces
-from lightning_zero.compile.passes.persist import choose_kept
+from lightning_zero.compile.graph import gathers, is_op, is_view_or_cast, reduces
+from lightning_zero.compile.passes.persist import after_tangents, choose_kept
+from lightning_zero.config import RecomputePolicy
+from lightning_zero.profiling.tensors import size_hint
 
 __all__ = ["tag_gathers"]
+
+
+def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
+    """Tags what a user's policy has an opinion on, in place; runs after :func:`tag_gathers`, whose tags stay.
+
+    Ops that draw random numbers are left out: computed again they would draw others.
+    """
+    backward = after_tangents(graph)
+    for node in graph.nodes:
+        if node.op != "call_function" or node in backward or "recompute" in node.meta or not is_op(node):
+            continue
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue
+        again = recompute(str(node.target), size_hint(value.numel()) * value.dtype.itemsize, _module_path(node))
+        if again is not None:
+            node.meta.setdefault("ac_graph_id", 1)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+    return graph
+
+
+def _module_path(node: Node) -> str:
+    """Of the innermost module, as in ``named_modules()`` of the module that is compiled."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()), ("",))[0] if stack else ""
+    keys = re.findall(r"_modules\['?([^'\]]+)'?\]", path)
+    return ".".join(keys) or path
 
 
 def tag_gathers(graph: Graph, small_bytes: int = 0, budget_bytes: float = 0.0) -> Graph:

@@ -62,6 +62,7 @@ class Executor:
             reduce.average == "predivide",
             reduce.free_buckets,
             config.sync_collectives,
+            config.poison,
             reduce.dtype,
         )
 

@@ -43,6 +43,7 @@ def engine_for(
     bucket_mb: float = 0.01,
     small_bytes: int = 256,
     agreement_timeout_s: float = 25.0,
+    poison: bool = False,
     **compile: Any,
 ) -> Iterator[Engine]:
     """An engine that is closed at the end, with buckets so small that there are several.
@@ -57,6 +58,7 @@ def engine_for(
         compile=CompileConfig(enabled=compiled, backend=backend if compiled else "aot_eager", **compile),
         compute_dtype=compute_dtype,
         agreement_timeout_s=agreement_timeout_s,
+        poison=poison,
     )
     engine = Engine(torch.device("cpu"), config, observe=observe)
     try:

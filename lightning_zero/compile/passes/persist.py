@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, shard_of
 
-__all__ = ["choose_kept"]
+__all__ = ["after_tangents", "choose_kept"]
 
 
 def choose_kept(graph: Graph, small_bytes: int, budget_bytes: float) -> list[Node]:
@@ -22,7 +22,7 @@ def choose_kept(graph: Graph, small_bytes: int, budget_bytes: float) -> list[Nod
         small_bytes: weights of at most this size, in the dtype that is saved, are kept whatever the budget.
         budget_bytes: for all others together. One that does not fit is skipped, a smaller one may follow.
     """
-    backward = _after_tangents(graph)
+    backward = after_tangents(graph)
     # A tied weight is one for the compiler, too, which will see that it is read twice.
     forms: dict[tuple[object, torch.dtype], list[Node]] = {}
     for gather in reversed(gathers(graph)):
@@ -61,7 +61,7 @@ def _used_in(node: Node, region: set[Node]) -> bool:
     return False
 
 
-def _after_tangents(graph: Graph) -> set[Node]:
+def after_tangents(graph: Graph) -> set[Node]:
     """What a joint graph computes in backward: all that depends on gradients of the outputs."""
     found = {node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")}
     for node in graph.nodes:

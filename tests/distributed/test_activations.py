@@ -1,0 +1,66 @@
+"""Which activations are saved is the user's choice; results and the life of weights stay the same."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.fx import Graph
+
+from tests.helpers.models import build, make_batches
+from tests.helpers.oracle import Reference
+from tests.helpers.sharded import engine_for, sgd, train_sharded
+from tests.ranks.pool import Ranks
+
+
+def again_in_mlps(op: str, size: int, path: str) -> bool | None:
+    return True if "mlp" in path else None
+
+
+def save_products(op: str, size: int, path: str) -> bool | None:
+    return "mm" in op and size > 0
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "as usual": {},
+    "a little": {"activation_memory_budget": 0.3},
+    "nothing": {"activation_memory_budget": 0.0},
+    "mlps again": {"recompute": again_in_mlps},
+    "products only": {"recompute": save_products},
+}
+
+
+def train(options: dict[str, Any]) -> tuple[Reference, int, list[str], int]:
+    """The record, bytes saved for backward, the saved weights, the number of gathers in backward."""
+    saved, weights, gathers = 0, [], 0
+    model = build("TinyTransformer")
+    shapes = {tuple(param.shape) for param in model.parameters() if param.dim() > 1}
+
+    def observe(what: str, graph: Graph) -> None:
+        nonlocal saved, gathers
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        if what != "after" or not any("tangents" in node.name for node in inputs):
+            return
+        for node in inputs:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and not node.name.startswith(("primals", "tangents")):
+                saved += value.numel() * value.dtype.itemsize
+                if tuple(value.shape) in shapes or tuple(value.shape)[::-1] in shapes:
+                    weights.append(f"{node.name} {tuple(value.shape)}")
+        gathers += sum("gather_group" in str(node.target) for node in graph.nodes)
+
+    with engine_for(model, "aot_eager", observe, small_bytes=0, **options) as engine:
+        out = train_sharded(engine, model, make_batches("TinyTransformer", 4, 14), sgd(model))
+    return out, saved, weights, gathers
+
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "as usual"])
+def test_saving_less_changes_memory_and_nothing_else(ranks: Ranks, choice: str) -> None:
+    expected, usual, _, _ = ranks.run(2, train, CHOICES["as usual"])[0]
+    out, saved, weights, gathers = ranks.run(2, train, CHOICES[choice])[0]
+    assert out.losses == expected.losses
+    assert out.params[-1].keys() == expected.params[-1].keys()
+    for name, value in expected.params[-1].items():
+        assert out.params[-1][name].equal(value), name
+    assert saved < usual
+    assert weights == []
+    assert gathers > 0

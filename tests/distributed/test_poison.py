@@ -1,0 +1,72 @@
+"""Whoever reads a weight or a gradient too early, or after it was released, would read NaN: nobody does."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.models import build, make_batches
+from tests.helpers.oracle import Reference
+from tests.helpers.sharded import EAGER, engine_for, sgd, train_sharded
+from tests.ranks.pool import Ranks
+
+BF16 = torch.bfloat16
+PLAIN: dict[str, Any] = {"gather_group_mb": 0.01}
+KEPT = PLAIN | {"persist_mb": 0.02}
+STEP = PLAIN | {"persist_mb": 0.03, "persist_until": "step"}
+
+
+def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bool) -> list[Reference]:
+    context = partial(torch.autocast, "cpu", BF16, enabled=mixed, cache_enabled=False)
+    dtypes: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16} if mixed else {}
+    out = []
+    for poison in (False, True):
+        torch._dynamo.reset()
+        model = build(case)
+        with engine_for(model, backend, poison=poison, **dtypes, **options) as engine:
+            batches = make_batches(case, 6, 12)
+            out.append(train_sharded(engine, model, batches, sgd(model), accumulate=2, context=context))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("case", "backend", "options", "mixed"),
+    [
+        ("TinyTransformer", "aot_eager", PLAIN, True),
+        ("TiedTransformer", "aot_eager", KEPT, False),
+        ("TiedTransformer", "aot_eager", STEP, True),
+        ("OddMLP", "inductor", STEP, False),
+        ("BranchByStep", "aot_eager", {"prefetch": False}, False),
+        ("OddMLP", EAGER, {}, False),
+    ],
+    ids=["groups", "kept for backward", "kept for the step", "inductor", "one by one", "eager"],
+)
+def test_results_are_the_same_to_the_bit(
+    ranks: Ranks, case: str, backend: str, options: dict[str, Any], mixed: bool
+) -> None:
+    for plain, poisoned in ranks.run(3, with_and_without, case, backend, options, mixed, deadline=240):
+        assert poisoned.losses == plain.losses
+        for mine, theirs in zip(poisoned.grads + poisoned.params, plain.grads + plain.params, strict=True):
+            for name, value in theirs.items():
+                assert value is None or torch.equal(mine[name], value), name
+
+
+def read_before_waiting() -> tuple[bool, bool, bool]:
+    """What the poison looks like to one who does read too early."""
+    model = build("OddMLP")
+    with engine_for(model, EAGER, poison=True) as engine:
+        record = engine.sharder.live[0]
+        shape, dtype = list(record.layout.shape), record.param.dtype
+        whole = torch.ops.lightning_zero.gather_start(record.param.detach(), shape, dtype)
+        early = bool(whole.isnan().all())
+        ready = torch.ops._c10d_functional.wait_tensor(whole)
+        again = torch.ops.lightning_zero.gather(record.param.detach(), shape, dtype)
+        return early, bool(ready.isnan().any()), torch.equal(ready, again)
+
+
+def test_a_weight_that_is_read_too_early_is_nan(ranks: Ranks) -> None:
+    for early, late, right in ranks.run(2, read_before_waiting):
+        assert early
+        assert not late
+        assert right
