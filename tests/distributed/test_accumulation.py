@@ -57,7 +57,7 @@ NONE, ZERO = True, False  # zero_grad(set_to_none=...)
         *((2, backend, Branches, "twos and one", ZERO) for backend in BACKENDS),
         *((2, EAGER, case, "twos", NONE) for case in (Lengths, Branches)),
         (2, "aot_eager", Lengths, "twos and one", ZERO),
-        (1, "aot_eager", Branches, "twos and one", NONE),
+        (1, EAGER, Branches, "twos and one", NONE),
         (3, "aot_eager", Branches, "twos and one", NONE),
         (3, "aot_eager", Lengths, "fours and three", ZERO),
     ],

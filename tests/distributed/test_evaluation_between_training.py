@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import assert_close_relative, shard_batch
-from tests.helpers.sharded import BACKENDS, adamw, engine_for, train_plain, train_sharded
+from tests.helpers.sharded import BACKENDS, EAGER, adamw, engine_for, train_plain, train_sharded
 from tests.ranks.pool import Ranks
 
 CASE, STEPS, SAMPLES = "TinyTransformer", 3, 12
@@ -34,7 +34,11 @@ def train_evaluate_train(backend: str) -> tuple[Any, dict[str, float], Any, bool
         return first, losses, second, normal
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("world_size", "backend"),
+    [(1, EAGER), (2, EAGER), (2, "aot_eager"), (3, "aot_eager")],
+    ids=["1-eager", "2-eager", "2-compiled", "3-compiled"],
+)
 def test_training_goes_on_as_if_nothing_had_been_evaluated(ranks: Ranks, world_size: int, backend: str) -> None:
     plain = build(CASE)
     batches = make_batches(CASE, 2 * STEPS, SAMPLES)

@@ -97,8 +97,11 @@ def crossings(backend: str, autocast: bool, tagged: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "autocast"),
+    [("aot_eager", False), ("aot_eager", True), ("inductor", True)],
+    ids=["aot_eager-fp32", "aot_eager-autocast", "inductor-autocast"],
+)
 def test_no_gathered_weight_crosses_from_forward_to_backward(ranks: Ranks, backend: str, autocast: bool) -> None:
     out = ranks.run(2, crossings, backend, autocast, True, deadline=240)[0]
     assert (out["forward"], out["backward"]) == (1, 1)
@@ -164,8 +167,11 @@ FEW, MANY = 4, 16
 GROWTH = 3.0  # weights; some room for what the measurement cannot see
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "autocast"),
+    [("aot_eager", True), (EAGER, False), (EAGER, True)],
+    ids=["compiled-autocast", "eager-fp32", "eager-autocast"],
+)
 def test_the_peak_of_a_step_does_not_grow_with_the_number_of_layers(ranks: Ranks, backend: str, autocast: bool) -> None:
     few, many = (min(ranks.run(2, peaks, backend, layers, autocast, 5)[0][2:]) for layers in (FEW, MANY))
     assert many - few < GROWTH

@@ -36,7 +36,7 @@ def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Referen
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16-mixed"])
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [("TinyTransformer", "aot_eager"), ("TiedTransformer", "aot_eager"), ("LoRA", "aot_eager"), ("OddMLP", "inductor")],
+    [("TiedTransformer", "aot_eager"), ("LoRA", "aot_eager"), ("OddMLP", "inductor")],
 )
 def test_accumulation_is_bitwise_the_same_and_gathers_once(ranks: Ranks, case: str, backend: str, mixed: bool) -> None:
     for (expected, usual), (out, kept) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
@@ -97,7 +97,7 @@ def change_between() -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_changed_weights_are_gathered_again(ranks: Ranks, world_size: int) -> None:
     for same in ranks.run(world_size, change_between):
         assert all(same), same

@@ -26,7 +26,7 @@ class Store:
         return all(key in self.values for key in keys)
 
 
-def together(*ranks: Callable[[Agreement], object], patience_s: float = 0.3, limit_s: float = 20.0) -> list[object]:
+def together(*ranks: Callable[[Agreement], object], patience_s: float = 3.0, limit_s: float = 20.0) -> list[object]:
     """What each rank's function returns or raises, run in threads of their own."""
     store = Store()
     out: list[object] = [None] * len(ranks)
@@ -106,7 +106,7 @@ def test_a_rank_that_compiles_alone_is_told_who_did_not_come() -> None:
 def test_a_rank_that_is_still_compiling_is_waited_for() -> None:
     def slow(agreement: Agreement) -> str:
         agreement.compiling(True)
-        time.sleep(1.0)  # more than the others' patience
+        time.sleep(2.5)  # more than the others' patience
         agreement.compiling(False)
         agreement.check("a", ["gather a"])
         return "done"
@@ -116,7 +116,7 @@ def test_a_rank_that_is_still_compiling_is_waited_for() -> None:
         agreement.check("a", ["gather a"])
         return "done"
 
-    assert together(slow, quick, patience_s=0.4) == ["done", "done"]
+    assert together(slow, quick, patience_s=1.5) == ["done", "done"]
 
 
 def test_even_a_rank_that_compiles_is_not_waited_for_without_end() -> None:
