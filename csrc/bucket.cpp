@@ -11,20 +11,25 @@ constexpr std::chrono::milliseconds kPeerPatience{2000};
 
 const char* name(ReduceBucket::State state) {
   switch (state) {
-    case ReduceBucket::State::EMPTY: return "EMPTY";
-    case ReduceBucket::State::FILLING: return "FILLING";
-    case ReduceBucket::State::LAUNCHED: return "LAUNCHED";
+    case ReduceBucket::State::EMPTY:
+      return "EMPTY";
+    case ReduceBucket::State::FILLING:
+      return "FILLING";
+    case ReduceBucket::State::LAUNCHED:
+      return "LAUNCHED";
   }
   return "?";
 }
 
 }  // namespace
 
-BufferPool::BufferPool(at::ScalarType dtype, const c10::Device& device, int ranks, int64_t capacity, int depth)
+BufferPool::BufferPool(at::ScalarType dtype, const c10::Device& device, int ranks, int64_t capacity,
+                       int depth)
     : dtype_(dtype), device_(device), ranks_(ranks), capacity_(capacity), depth_(depth) {}
 
 BucketBuffer* BufferPool::grow(int64_t chunk, PoolStats& stats) {
-  if (chunk > capacity_ || buffers_.size() >= depth_) ++stats.grown;
+  if (chunk > capacity_ || buffers_.size() >= depth_)
+    ++stats.grown;
   ++stats.allocated;
   const auto elements = std::max(chunk, expected_);
   const auto options = at::TensorOptions().dtype(dtype_).device(device_);
@@ -37,9 +42,11 @@ BucketBuffer* BufferPool::grow(int64_t chunk, PoolStats& stats) {
 }
 
 BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
-  if (buffers_.size() < depth_) return grow(chunk, stats);
+  if (buffers_.size() < depth_)
+    return grow(chunk, stats);
   auto oldest = std::find_if(buffers_.begin(), buffers_.end(), [](const auto& b) { return !b->filling; });
-  if (oldest == buffers_.end() || !(*oldest)->pending.ready_within(kPeerPatience)) return grow(chunk, stats);
+  if (oldest == buffers_.end() || !(*oldest)->pending.ready_within(kPeerPatience))
+    return grow(chunk, stats);
   (*oldest)->pending.wait(device_);
   if ((*oldest)->recv.numel() < chunk) {
     // The wait above put the old memory's last use in the caller's past, so replacing it is in order.
@@ -55,7 +62,8 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
 
 void BufferPool::drain() {
   for (auto& buffer : buffers_) {
-    if (!buffer->filling) buffer->pending.wait(device_);
+    if (!buffer->filling)
+      buffer->pending.wait(device_);
   }
 }
 
@@ -73,7 +81,8 @@ void BufferPool::discard() {
 
 int64_t BufferPool::bytes() const {
   int64_t total = 0;
-  for (const auto& buffer : buffers_) total += static_cast<int64_t>(buffer->send.nbytes() + buffer->recv.nbytes());
+  for (const auto& buffer : buffers_)
+    total += static_cast<int64_t>(buffer->send.nbytes() + buffer->recv.nbytes());
   return total;
 }
 
@@ -114,12 +123,14 @@ void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale) {
   } else if (filled.element_size() > grad.element_size()) {
     filled.copy_(grad).mul_(scale);  // scaling in the narrow type would round twice
   } else {
-    // 1/3 in bfloat16 would be off by 0.2%, always to the same side; a 0-dim double does not change the dtype.
+    // 1/3 in bfloat16 would be off by 0.2%, always to the same side; a 0-dim double does not change the
+    // dtype.
     at::mul_out(filled, grad, at::scalar_tensor(scale, at::kDouble));
   }
   // Stale values in the padding would reach the last ranks' shards, and from there the gradient norm.
   const auto padding = target.numel() - record.numel;
-  if (padding > 0) target.narrow(0, record.numel, padding).zero_();
+  if (padding > 0)
+    target.narrow(0, record.numel, padding).zero_();
 }
 
 at::Tensor ReduceBucket::run(const Slot& slot) const {
@@ -127,10 +138,12 @@ at::Tensor ReduceBucket::run(const Slot& slot) const {
 }
 
 bool ReduceBucket::complete() const {
-  if (state_ != State::FILLING) return false;
+  if (state_ != State::FILLING)
+    return false;
   bool any = false;
   for (const auto& slot : slots_) {
-    if (slot.arrivals < slot.expected) return false;
+    if (slot.arrivals < slot.expected)
+      return false;
     any = any || slot.arrivals > 0;
   }
   return any;
@@ -139,7 +152,8 @@ bool ReduceBucket::complete() const {
 void ReduceBucket::seal() {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot launch a bucket that is ", name(state_));
   for (const auto& slot : slots_) {
-    if (slot.arrivals == 0) run(slot).zero_();
+    if (slot.arrivals == 0)
+      run(slot).zero_();
   }
   state_ = State::LAUNCHED;
   buffer_->filling = false;

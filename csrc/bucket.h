@@ -6,8 +6,9 @@
 // same collectives whatever gradients arrived on it; a gradient that is missing travels as zeros.
 // The memory is borrowed from a BufferPool while FILLING and LAUNCHED. Nothing here launches work.
 //
-// Memory of a bucket: one run of `ranks` shards for each parameter, so that a gradient is copied in by one contiguous copy and its
-// padding is the end of its run. The reduce-scatters of all parameters in a bucket are one launch.
+// Memory of a bucket: one run of `ranks` shards for each parameter, so that a gradient is copied in by one
+// contiguous copy and its padding is the end of its run. The reduce-scatters of all parameters in a bucket
+// are one launch.
 #pragma once
 
 #include <deque>
@@ -78,8 +79,8 @@ class ReduceBucket {
   void append(ParamRecord* record, int expected);
 
   // FILLING from EMPTY. Decides, per parameter, whether to overwrite or to add to its gradient shard:
-  // must come before autograd can touch param.grad in this backward. `adding`: to all of them, since they hold what the
-  // same gradients' first bucket brought.
+  // must come before autograd can touch param.grad in this backward. `adding`: to all of them, since they
+  // hold what the same gradients' first bucket brought.
   void open(BucketBuffer* buffer, bool adding);
 
   // Copies `grad` (any layout and dtype, the whole parameter's elements) times `scale` into its slot, cast in
@@ -105,7 +106,9 @@ class ReduceBucket {
   at::Tensor recv() const { return buffer_->recv.narrow(0, 0, chunk_); }
   // The parts of send() and recv() that belong to one parameter.
   at::Tensor run(const Slot& slot) const;
-  at::Tensor part(const Slot& slot) const { return buffer_->recv.narrow(0, slot.offset, slot.record->shard_numel()); }
+  at::Tensor part(const Slot& slot) const {
+    return buffer_->recv.narrow(0, slot.offset, slot.record->shard_numel());
+  }
 
  private:
   at::ScalarType dtype_;

@@ -15,7 +15,8 @@ namespace lightning_zero {
 void Pending::wait(const c10::Device& device) {
   for (auto& work : std::exchange(works_, {})) work->wait();
   fence_.block(current_stream(device));
-  if (auto then = std::exchange(continuation_, {})) then();
+  if (auto then = std::exchange(continuation_, {}))
+    then();
 }
 
 bool Pending::ready() const {
@@ -25,7 +26,8 @@ bool Pending::ready() const {
 bool Pending::ready_within(std::chrono::milliseconds limit) const {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   while (!ready()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
+    if (std::chrono::steady_clock::now() > deadline)
+      return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   return true;
@@ -40,11 +42,13 @@ Pending Communicator::launch(Launch&& launch, std::function<void()> then) {
   if (!has_streams(device_)) {
     pending.works_ = launch(/*async=*/true);
     pending.continuation_ = std::move(then);
-    if (synchronize_each) pending.wait(device_);
+    if (synchronize_each)
+      pending.wait(device_);
     return pending;
   }
   const auto caller = current_stream(device_);
-  if (synchronize_each) synchronize(caller);
+  if (synchronize_each)
+    synchronize(caller);
   Fence inputs_ready;
   inputs_ready.record(caller);
   {
@@ -52,12 +56,15 @@ Pending Communicator::launch(Launch&& launch, std::function<void()> then) {
     inputs_ready.block(stream_);
     // Not async: c10d then queues the collective on the current stream, ours. It may return no Work.
     for (auto& work : launch(/*async=*/false)) {
-      if (work) work->wait();
+      if (work)
+        work->wait();
     }
-    if (then) then();
+    if (then)
+      then();
     pending.fence_.record(stream_);
   }
-  if (synchronize_each) synchronize(stream_);
+  if (synchronize_each)
+    synchronize(stream_);
   return pending;
 }
 
@@ -65,10 +72,12 @@ template <class Collective>
 Works Communicator::together(size_t count, Collective&& collective) {
   // One kernel for all of them where the backend can; gloo runs them one after the other.
   const bool coalesce = has_streams(device_) && count > 1;
-  if (coalesce) group_->startCoalescing(device_.type());
+  if (coalesce)
+    group_->startCoalescing(device_.type());
   Works works;
   for (size_t i = 0; i < count; ++i) works.push_back(collective(i));
-  if (coalesce) works = {group_->endCoalescing(device_.type())};
+  if (coalesce)
+    works = {group_->endCoalescing(device_.type())};
   return works;
 }
 
@@ -83,15 +92,19 @@ void fill_with_poison(at::Tensor tensor) {
 
 void Communicator::poison(bool on) {
   dice_.reset();
-  if (on && !has_streams(device_)) dice_.emplace(17 + rank());
+  if (on && !has_streams(device_))
+    dice_.emplace(17 + rank());
 }
 
 void Communicator::dawdle() {
-  if (dice_) std::this_thread::sleep_for(std::chrono::microseconds((*dice_)() % 2000));
+  if (dice_)
+    std::this_thread::sleep_for(std::chrono::microseconds((*dice_)() % 2000));
 }
 
-at::Tensor Communicator::aside(const at::Tensor& output, std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
-  if (!dice_) return output;
+at::Tensor Communicator::aside(const at::Tensor& output,
+                               std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
+  if (!dice_)
+    return output;
   auto elsewhere = at::empty_like(output);
   fill_with_poison(output);
   copies.emplace_back(output, elsewhere);
@@ -101,7 +114,8 @@ at::Tensor Communicator::aside(const at::Tensor& output, std::vector<std::pair<a
 namespace {
 
 std::function<void()> copy_back(std::vector<std::pair<at::Tensor, at::Tensor>> copies) {
-  if (copies.empty()) return {};
+  if (copies.empty())
+    return {};
   return [copies = std::move(copies)] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     for (const auto& [output, elsewhere] : copies) output.copy_(elsewhere);
@@ -140,23 +154,24 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
       copy_back(std::move(copies)));
 }
 
-Pending Communicator::reduce_scatter_group(
-    std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, at::Tensor all_inputs,
-    c10d::ReduceOp::RedOpType op, std::function<void()> then) {
+Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
+                                           at::Tensor all_inputs, c10d::ReduceOp::RedOpType op,
+                                           std::function<void()> then) {
   dawdle();
   if (dice_) {
     for (const auto& output : outputs) fill_with_poison(output);
   }
   if (!has_streams(device_)) {
-    // gloo's reduce-scatter is an all-reduce of a copy, in a Work that never says it is completed, so a pool of
-    // buffers that asks would wait in vain. All-reducing the inputs themselves, which nobody reads again, gives the
-    // same sums and an honest Work.
+    // gloo's reduce-scatter is an all-reduce of a copy, in a Work that never says it is completed, so a pool
+    // of buffers that asks would wait in vain. All-reducing the inputs themselves, which nobody reads again,
+    // gives the same sums and an honest Work.
     auto take_own_part = [outputs, inputs, own = rank(), then = std::move(then)]() mutable {
       for (size_t i = 0; i < outputs.size(); ++i) {
         const auto width = outputs[i].numel();
         outputs[i].copy_(inputs[i].narrow(0, own * width, width));
       }
-      if (then) then();
+      if (then)
+        then();
     };
     return launch(
         [&](bool) {

@@ -34,7 +34,7 @@ class Pending {
   // peers' must not wait here for ever, or nobody reaches the point where the ranks agree.
   bool ready_within(std::chrono::milliseconds limit) const;
 
- // The result is unwanted; the collective itself still has to be waited for.
+  // The result is unwanted; the collective itself still has to be waited for.
   void drop_continuation() { continuation_ = {}; }
 
  private:
@@ -54,16 +54,17 @@ class Communicator {
   // output: size() * input.numel() elements of input's dtype. When `cast_to` is given the input is cast to
   // it first, on our stream. Both tensors are 1-D and contiguous. The output must have been allocated on the
   // caller's stream: freeing it after the wait is then safe in stream order, with no record_stream.
-  Pending all_gather(at::Tensor output, at::Tensor input, std::optional<at::ScalarType> cast_to = std::nullopt);
+  Pending all_gather(at::Tensor output, at::Tensor input,
+                     std::optional<at::ScalarType> cast_to = std::nullopt);
 
   // Several all-gathers in one launch, each straight into its output; dtypes may differ from pair to pair.
   Pending all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
 
-  // Several reduce-scatters in one launch. inputs[i]: size() * outputs[i].numel() elements; `all_inputs` is the memory they
-  // lie in, whose contents are lost. `then` runs on our stream once the outputs are there.
-  Pending reduce_scatter_group(
-      std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs, at::Tensor all_inputs,
-      c10d::ReduceOp::RedOpType op, std::function<void()> then);
+  // Several reduce-scatters in one launch. inputs[i]: size() * outputs[i].numel() elements; `all_inputs` is
+  // the memory they lie in, whose contents are lost. `then` runs on our stream once the outputs are there.
+  Pending reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
+                               at::Tensor all_inputs, c10d::ReduceOp::RedOpType op,
+                               std::function<void()> then);
 
   // Elementwise maximum over ranks of a host tensor; blocks the host. The group must be a CPU one.
   void all_reduce_max(at::Tensor& values);
@@ -71,8 +72,9 @@ class Communicator {
   // Debugging: wait on the host before and after each collective, so that an error shows where it happened.
   bool synchronize_each = false;
 
-  // Debugging, on a CPU: what a collective writes is NaN until it has been waited for, and ranks run at random speeds, so that
-  // whoever reads too early, or relies on the order in which ranks arrive, gets another result.
+  // Debugging, on a CPU: what a collective writes is NaN until it has been waited for, and ranks run at
+  // random speeds, so that whoever reads too early, or relies on the order in which ranks arrive, gets
+  // another result.
   void poison(bool on);
 
  private:

@@ -11,26 +11,27 @@ namespace lightning_zero::compat {
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 template <class Group>
-auto all_gather(Group& group, at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options, int)
-    -> decltype(group.all_gather_single(output, input, options)) {
+auto all_gather(Group& group, at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options,
+                int) -> decltype(group.all_gather_single(output, input, options)) {
   return group.all_gather_single(output, input, options);
 }
 
 template <class Group>
-WorkPtr all_gather(Group& group, at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options, long) {
+WorkPtr all_gather(Group& group, at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options,
+                   long) {
   return group._allgather_base(output, input, options);
 }
 
 template <class Group>
-auto reduce_scatter(
-    Group& group, at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options, int)
+auto reduce_scatter(Group& group, at::Tensor& output, at::Tensor& input,
+                    const c10d::ReduceScatterOptions& options, int)
     -> decltype(group.reduce_scatter_single(output, input, options)) {
   return group.reduce_scatter_single(output, input, options);
 }
 
 template <class Group>
-WorkPtr reduce_scatter(
-    Group& group, at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options, long) {
+WorkPtr reduce_scatter(Group& group, at::Tensor& output, at::Tensor& input,
+                       const c10d::ReduceScatterOptions& options, long) {
   return group._reduce_scatter_base(output, input, options);
 }
 

@@ -13,7 +13,9 @@
 
 namespace lightning_zero {
 
-inline bool has_streams(const c10::Device& device) { return device.type() != c10::kCPU; }
+inline bool has_streams(const c10::Device& device) {
+  return device.type() != c10::kCPU;
+}
 
 // The stream on which the caller's work is being queued.
 c10::Stream current_stream(const c10::Device& device);

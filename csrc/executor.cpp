@@ -11,17 +11,20 @@ namespace lightning_zero {
 
 namespace {
 
-// torch.autograd.grad() and backward(inputs=...) are after the gradients of some tensors only, but a compiled graph hands over
-// those of all its weights.
+// torch.autograd.grad() and backward(inputs=...) are after the gradients of some tensors only, but a compiled
+// graph hands over those of all its weights.
 bool is_wanted(const ParamRecord& record) {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted == nullptr || wanted->empty()) return true;
+  if (wanted == nullptr || wanted->empty())
+    return true;
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(record.param);
   const auto found = accumulator ? wanted->find(accumulator.get()) : wanted->end();
-  if (found == wanted->end() || !found->second.should_execute()) return false;
-  TORCH_CHECK(
-      !found->second.captures_, "lightning_zero: torch.autograd.grad() cannot return the gradient of ", record.name,
-      ", because sharded gradients go to param.grad. Call loss.backward(), or loss.backward(inputs=[...]), and read param.grad.");
+  if (found == wanted->end() || !found->second.should_execute())
+    return false;
+  TORCH_CHECK(!found->second.captures_,
+              "lightning_zero: torch.autograd.grad() cannot return the gradient of ", record.name,
+              ", because sharded gradients go to param.grad. Call loss.backward(), or "
+              "loss.backward(inputs=[...]), and read param.grad.");
   return true;
 }
 
@@ -31,9 +34,11 @@ bool is_wanted(const ParamRecord& record) {
 // interrupted by an exception.
 class Executor::Round {
  public:
-  explicit Round(Executor& executor) : executor_(c10::intrusive_ptr<Executor>::unsafe_reclaim_from_nonowning(&executor)) {}
+  explicit Round(Executor& executor)
+      : executor_(c10::intrusive_ptr<Executor>::unsafe_reclaim_from_nonowning(&executor)) {}
   ~Round() {
-    if (!ran_) executor_->abort_backward();
+    if (!ran_)
+      executor_->abort_backward();
   }
   void run() {
     ran_ = true;
@@ -45,11 +50,11 @@ class Executor::Round {
   bool ran_ = false;
 };
 
-Executor::Executor(
-    const std::string& gather_group, const std::string& reduce_group, const std::string& control_group,
-    const std::string& device)
+Executor::Executor(const std::string& gather_group, const std::string& reduce_group,
+                   const std::string& control_group, const std::string& device)
     : device_(device), gather_comm_(gather_group, device_), reduce_comm_(reduce_group, device_) {
-  if (gather_comm_.size() > 1) control_comm_.emplace(control_group, c10::Device(c10::kCPU));
+  if (gather_comm_.size() > 1)
+    control_comm_.emplace(control_group, c10::Device(c10::kCPU));
 }
 
 void Executor::configure(ExecutorOptions options) {
@@ -64,10 +69,11 @@ void Executor::configure(ExecutorOptions options) {
   buckets_.clear();
 }
 
-int64_t Executor::add_parameter(
-    std::string name, at::Tensor param, at::Tensor shard, int64_t numel, std::vector<int64_t> shape) {
+int64_t Executor::add_parameter(std::string name, at::Tensor param, at::Tensor shard, int64_t numel,
+                                std::vector<int64_t> shape) {
   std::lock_guard lock(mutex_);
-  TORCH_INTERNAL_ASSERT(shard.dim() == 1 && shard.is_contiguous() && shard.numel() > 0 && shard.device() == device_);
+  TORCH_INTERNAL_ASSERT(shard.dim() == 1 && shard.is_contiguous() && shard.numel() > 0 &&
+                        shard.device() == device_);
   TORCH_INTERNAL_ASSERT(numel <= size() * shard.numel());
   auto record = std::make_unique<ParamRecord>();
   record->index = static_cast<int64_t>(records_.size());
@@ -108,18 +114,20 @@ void Executor::guard_gradient(int64_t index) {
   // The parameter owns the hook, so it must not be owned by it.
   const auto* impl = record.param.unsafeGetTensorImpl();
   record.param.register_hook([impl, name = record.name](const at::Tensor& grad) {
-    TORCH_CHECK_VALUE(
-        !grad.defined() || !ShardTable::instance().contains(impl->data()),
-        "lightning_zero: the training step computed with this rank's shard of ", name,
-        ", as self.parameters() and self.named_parameters() return it, so each rank would get another result. Read whole weights "
-        "from their modules (self.layer.weight), or use the optimizer's weight_decay for a penalty on all of them.");
+    TORCH_CHECK_VALUE(!grad.defined() || !ShardTable::instance().contains(impl->data()),
+                      "lightning_zero: the training step computed with this rank's shard of ", name,
+                      ", as self.parameters() and self.named_parameters() return it, so each rank would get "
+                      "another result. Read whole weights "
+                      "from their modules (self.layer.weight), or use the optimizer's weight_decay for a "
+                      "penalty on all of them.");
   });
 }
 
 void Executor::close() {
   std::lock_guard lock(mutex_);
   for (const auto& record : records_) {
-    if (record->live) ShardTable::instance().remove(record->shard);
+    if (record->live)
+      ShardTable::instance().remove(record->shard);
   }
   tracked_.clear();
   outdated_.clear();
@@ -142,31 +150,35 @@ BufferPool& Executor::pool(at::ScalarType dtype) {
   auto& pool = pools_[static_cast<int>(dtype)];
   if (!pool) {
     const auto row = options_.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / size();
-    pool = std::make_unique<BufferPool>(
-        dtype, device_, static_cast<int>(size()), std::max<int64_t>(row, 1), options_.double_buffer ? 2 : 1);
+    pool = std::make_unique<BufferPool>(dtype, device_, static_cast<int>(size()), std::max<int64_t>(row, 1),
+                                        options_.double_buffer ? 2 : 1);
   }
   return *pool;
 }
 
 bool Executor::plan_is_stale() const {
-  if (buckets_.empty()) return true;
+  if (buckets_.empty())
+    return true;
   for (const auto& record : records_) {
-    if (record->trainable() != (position_[record->index].bucket >= 0)) return true;
+    if (record->trainable() != (position_[record->index].bucket >= 0))
+      return true;
   }
   return false;
 }
 
 void Executor::plan_buckets() {
-  // Parameters that became trainable go to the end; until an order has been learned, and for a new set of parameters, gradients
-  // are expected in the reverse order of registration.
+  // Parameters that became trainable go to the end; until an order has been learned, and for a new set of
+  // parameters, gradients are expected in the reverse order of registration.
   std::vector<char> known(records_.size(), 0);
   std::erase_if(order_, [&](int64_t i) { return !at(i).trainable(); });
   for (auto i : order_) known[i] = 1;
   const auto before = order_.size();
   for (auto it = records_.rbegin(); it != records_.rend(); ++it) {
-    if (!known[(*it)->index] && (*it)->trainable()) order_.push_back((*it)->index);
+    if (!known[(*it)->index] && (*it)->trainable())
+      order_.push_back((*it)->index);
   }
-  if (order_.size() != before) order_learned_ = false;
+  if (order_.size() != before)
+    order_learned_ = false;
   buckets_.clear();
   position_.assign(records_.size(), Position{});
   std::unordered_map<int, int64_t> open;     // dtype -> bucket
@@ -192,18 +204,22 @@ void Executor::plan_buckets() {
 }
 
 void Executor::ensure_grad(ParamRecord& record) {
-  if (!record.grad.defined()) record.grad = at::zeros_like(record.shard);
+  if (!record.grad.defined())
+    record.grad = at::zeros_like(record.shard);
 }
 
 void Executor::join_round() {
   const int task = torch::autograd::get_current_graph_task_id();
-  TORCH_CHECK(
-      task >= 0, "lightning_zero: a gradient arrived outside of a backward pass. Gradients must come from loss.backward().");
-  if (std::find(tasks_.begin(), tasks_.end(), task) != tasks_.end()) return;
+  TORCH_CHECK(task >= 0,
+              "lightning_zero: a gradient arrived outside of a backward pass. Gradients must come from "
+              "loss.backward().");
+  if (std::find(tasks_.begin(), tasks_.end(), task) != tasks_.end())
+    return;
   if (tasks_.empty()) {
     arrivals_.clear();
     next_launch_ = 0;
-    if (plan_is_stale()) plan_buckets();
+    if (plan_is_stale())
+      plan_buckets();
   }
   tasks_.push_back(task);
   auto round = std::make_shared<Round>(*this);
@@ -211,10 +227,12 @@ void Executor::join_round() {
 }
 
 void Executor::open(ReduceBucket& bucket, bool adding) {
-  if (bucket.state() != ReduceBucket::State::EMPTY) return;
+  if (bucket.state() != ReduceBucket::State::EMPTY)
+    return;
   for (auto& slot : bucket.slots()) ensure_grad(*slot.record);
   auto* buffer = pool(bucket.dtype()).acquire(bucket.chunk(), pool_stats_);
-  if (options_.poison) fill_with_poison(buffer->send);
+  if (options_.poison)
+    fill_with_poison(buffer->send);
   bucket.open(buffer, adding);
 }
 
@@ -222,10 +240,10 @@ void Executor::reduce(int64_t index, const at::Tensor& grad) {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   auto& record = at(index);
-  TORCH_CHECK(
-      grad.numel() == record.numel, "lightning_zero: the gradient of ", record.name, " has shape ", grad.sizes(),
-      " but the parameter has shape ", at::IntArrayRef(record.shape), ".");
-  if (torch::autograd::get_current_graph_task_id() >= 0 && !is_wanted(record)) return;
+  TORCH_CHECK(grad.numel() == record.numel, "lightning_zero: the gradient of ", record.name, " has shape ",
+              grad.sizes(), " but the parameter has shape ", at::IntArrayRef(record.shape), ".");
+  if (torch::autograd::get_current_graph_task_id() >= 0 && !is_wanted(record))
+    return;
   join_round();
   auto position = position_[index];
   TORCH_CHECK(
@@ -237,13 +255,15 @@ void Executor::reduce(int64_t index, const at::Tensor& grad) {
   auto& bucket = (late ? late_ : buckets_)[position.bucket];
   open(bucket, /*adding=*/late);
   bucket.put(position.slot, grad, options_.predivide ? 1.0 / static_cast<double>(size()) : 1.0);
-  if (!late) launch_complete();
+  if (!late)
+    launch_complete();
 }
 
 void Executor::enter(const std::string& digest, const std::string& plan) {
   {
     std::lock_guard lock(mutex_);
-    if (plans_.count(digest) > 0 || new_plan_op_.empty()) return;
+    if (plans_.count(digest) > 0 || new_plan_op_.empty())
+      return;
   }
   // Without the lock: Python waits there for the other ranks.
   torch::jit::Stack stack{digest, plan};
@@ -253,9 +273,12 @@ void Executor::enter(const std::string& digest, const std::string& plan) {
 }
 
 void Executor::launch_complete() {
-  // When the host waits for each collective, it must not wait for peers that have no such gradient: launch after the agreement.
-  if (options_.sync_collectives) return;
-  while (next_launch_ < buckets_.size() && buckets_[next_launch_].complete()) launch(buckets_[next_launch_++]);
+  // When the host waits for each collective, it must not wait for peers that have no such gradient: launch
+  // after the agreement.
+  if (options_.sync_collectives)
+    return;
+  while (next_launch_ < buckets_.size() && buckets_[next_launch_].complete())
+    launch(buckets_[next_launch_++]);
 }
 
 void Executor::launch(ReduceBucket& bucket) {
@@ -276,15 +299,17 @@ void Executor::launch(ReduceBucket& bucket) {
 }
 
 std::vector<int64_t> Executor::agree() {
-  // Per trainable parameter: 1 a gradient arrived, 2 one arrived after its bucket had left. And twice a digest of the order of
-  // arrival, to see whether it was the same everywhere.
+  // Per trainable parameter: 1 a gradient arrived, 2 one arrived after its bucket had left. And twice a
+  // digest of the order of arrival, to see whether it was the same everywhere.
   std::vector<int64_t> flags(order_.size() + 2, 0);
   int64_t digest = 1469598103934665603LL;
-  for (auto index : arrivals_) digest = static_cast<int64_t>((static_cast<uint64_t>(digest) ^ index) * 1099511628211ULL);
+  for (auto index : arrivals_)
+    digest = static_cast<int64_t>((static_cast<uint64_t>(digest) ^ index) * 1099511628211ULL);
   digest = std::abs(digest / 2);
   for (size_t i = 0; i < order_.size(); ++i) {
     const auto position = position_[order_[i]];
-    if (buckets_[position.bucket].slots()[position.slot].arrivals > 0) flags[i] = 1;
+    if (buckets_[position.bucket].slots()[position.slot].arrivals > 0)
+      flags[i] = 1;
     if (late_[position.bucket].state() == ReduceBucket::State::FILLING &&
         late_[position.bucket].slots()[position.slot].arrivals > 0) {
       flags[i] = 2;
@@ -312,12 +337,14 @@ void Executor::end_backward() {
       most = std::max(most, flags[i]);
     }
     for (size_t b = next_launch_; b < buckets_.size(); ++b) {
-      if (wanted[b] == 0) continue;
+      if (wanted[b] == 0)
+        continue;
       open(buckets_[b], /*adding=*/false);
       launch(buckets_[b]);
     }
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      if (wanted[b] < 2) continue;
+      if (wanted[b] < 2)
+        continue;
       open(late_[b], /*adding=*/true);
       launch(late_[b]);
       count("late_flushes");
@@ -337,7 +364,8 @@ void Executor::end_backward() {
 void Executor::attach(const std::vector<int64_t>& flags) {
   attached_.clear();
   for (size_t i = 0; i < order_.size(); ++i) {
-    if (flags[i] == 0) continue;  // no rank used it: leave grad as it is, so that weight decay leaves it alone
+    if (flags[i] == 0)
+      continue;  // no rank used it: leave grad as it is, so that weight decay leaves it alone
     auto& record = at(order_[i]);
     attached_.push_back(record.index);
     auto& held = record.param.mutable_grad();
@@ -347,12 +375,14 @@ void Executor::attach(const std::vector<int64_t>& flags) {
   }
 }
 
-// Launching in the order of arrival is what hides the reduce-scatters. The first backward shows the order; it is adopted only
-// when every rank saw the same one.
+// Launching in the order of arrival is what hides the reduce-scatters. The first backward shows the order; it
+// is adopted only when every rank saw the same one.
 void Executor::learn_order(const std::vector<int64_t>& agreed) {
-  if (order_learned_ || arrivals_.empty()) return;
+  if (order_learned_ || arrivals_.empty())
+    return;
   order_learned_ = true;
-  if (agreed[order_.size()] != -agreed[order_.size() + 1]) return;
+  if (agreed[order_.size()] != -agreed[order_.size() + 1])
+    return;
   std::vector<int64_t> last(records_.size(), std::numeric_limits<int64_t>::max());
   std::fill(expected_.begin(), expected_.end(), 0);
   for (size_t i = 0; i < arrivals_.size(); ++i) {
@@ -369,12 +399,14 @@ void Executor::finish_round() {
   for (auto& bucket : late_) bucket.reset();
   tasks_.clear();
   next_launch_ = 0;
-  if (options_.free_buckets) release_buffers();
+  if (options_.free_buckets)
+    release_buffers();
 }
 
 void Executor::abort_backward() {
   std::lock_guard lock(mutex_);
-  if (tasks_.empty()) return;
+  if (tasks_.empty())
+    return;
   for (auto& [dtype, pool] : pools_) pool->discard();
   for (auto& bucket : buckets_) bucket.reset();
   for (auto& bucket : late_) bucket.reset();

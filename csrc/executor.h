@@ -3,15 +3,16 @@
 // A weight: gather() all-gathers a shard into a fresh tensor on the all-gather group's stream; the caller's
 // stream waits before the tensor is used, and the allocator frees it in stream order afterwards.
 //
-// A gradient: reduce() copies it into its bucket on the caller's stream. Complete buckets are reduce-scattered
-// in one fixed order on the other group's stream and accumulated into the gradient arena there. When autograd
-// finishes, end_backward() makes the ranks agree on what is still missing, sends it, lets the caller's stream wait
-// once, and attaches param.grad.
+// A gradient: reduce() copies it into its bucket on the caller's stream. Complete buckets are
+// reduce-scattered in one fixed order on the other group's stream and accumulated into the gradient arena
+// there. When autograd finishes, end_backward() makes the ranks agree on what is still missing, sends it,
+// lets the caller's stream wait once, and attaches param.grad.
 //
-// [Note: one order on every rank] A rank may see gradients its peers do not. Buckets are therefore launched strictly
-// in order, a bucket that is not complete holds back the ones behind it, and end_backward() takes the maximum over ranks
-// of what arrived (on a host group: no device is read) before it launches the rest. A gradient that arrives after its bucket
-// was launched (a weight used in two graphs) waits in a second bucket that is launched after the agreement.
+// [Note: one order on every rank] A rank may see gradients its peers do not. Buckets are therefore launched
+// strictly in order, a bucket that is not complete holds back the ones behind it, and end_backward() takes
+// the maximum over ranks of what arrived (on a host group: no device is read) before it launches the rest. A
+// gradient that arrives after its bucket was launched (a weight used in two graphs) waits in a second bucket
+// that is launched after the agreement.
 //
 // State is per parameter and backward, never per graph. All methods may be called from autograd's threads.
 #pragma once
@@ -36,29 +37,30 @@ namespace lightning_zero {
 struct ExecutorOptions {
   int64_t bucket_bytes = 64 << 20;
   bool double_buffer = true;
-  bool predivide = true;  // scale by 1/ranks while copying in, then sum; otherwise the group averages
+  bool predivide = true;      // scale by 1/ranks while copying in, then sum; otherwise the group averages
   bool free_buckets = false;  // give bucket memory back at the end of each backward
   bool sync_collectives = false;
-  bool poison = false;  // see Communicator::poison; and memory of weights and buckets is NaN when it is handed out or given back
+  bool poison = false;  // see Communicator::poison; and memory of weights and buckets is NaN when it is
+                        // handed out or given back
   std::optional<at::ScalarType> reduce_dtype;  // on the wire; the parameter's own when empty
 };
 
 class Executor : public torch::CustomClassHolder {
  public:
-  Executor(
-      const std::string& gather_group, const std::string& reduce_group, const std::string& control_group,
-      const std::string& device);
+  Executor(const std::string& gather_group, const std::string& reduce_group, const std::string& control_group,
+           const std::string& device);
   ~Executor() override { close(); }
 
   void configure(ExecutorOptions options);
   // Name of an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
   void on_backward_end(std::string op) { backward_end_op_ = std::move(op); }
 
-  // Name of an op `(str digest, str plan) -> ()` that is called before a graph with a plan not seen before runs; it may raise.
+  // Name of an op `(str digest, str plan) -> ()` that is called before a graph with a plan not seen before
+  // runs; it may raise.
   void on_new_plan(std::string op) { new_plan_op_ = std::move(op); }
 
-  int64_t add_parameter(
-      std::string name, at::Tensor param, at::Tensor shard, int64_t numel, std::vector<int64_t> shape);
+  int64_t add_parameter(std::string name, at::Tensor param, at::Tensor shard, int64_t numel,
+                        std::vector<int64_t> shape);
   // Another piece of memory with the same values: shards move into an arena once all are known.
   void move_parameter(int64_t index, at::Tensor shard);
   // Nobody reads it any more: it was tied to another while the model was built.
@@ -68,7 +70,8 @@ class Executor : public torch::CustomClassHolder {
   void set_grad(int64_t index, at::Tensor grad) { at(index).grad = std::move(grad); }
   void set_kept(int64_t index, at::Tensor kept) { at(index).kept = std::move(kept); }
   void set_shadow(int64_t index, at::Tensor shadow) { at(index).shadow = std::move(shadow); }
-  // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again before use.
+  // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again
+  // before use.
   void expire_shadows() { ++epoch_; }
   // The caller has just written all shadows, in one kernel.
   void shadows_written();
@@ -85,18 +88,20 @@ class Executor : public torch::CustomClassHolder {
   // A compiled graph begins that gathers and reduces as `plan` says.
   void enter(const std::string& digest, const std::string& plan);
 
-  // Copies edits made to weights that eager code still holds, or held last, into their shards. `forget`: and stop
-  // watching them, because the shards are about to change.
+  // Copies edits made to weights that eager code still holds, or held last, into their shards. `forget`: and
+  // stop watching them, because the shards are about to change.
   void sync_edits(bool forget);
   // Lets go of all weights that eager code was given; edits to come of those it still holds are not seen.
   void drop_weights();
   int64_t find_gathered(const at::Tensor& tensor);
 
   void end_backward();
-  void abort_backward();    // drops what an interrupted backward left
-  void release_buffers();   // bucket memory; legal outside backward
+  void abort_backward();   // drops what an interrupted backward left
+  void release_buffers();  // bucket memory; legal outside backward
 
-  std::vector<int64_t> attached() const { return attached_; }  // parameters with a gradient from the last backward
+  std::vector<int64_t> attached() const {
+    return attached_;
+  }  // parameters with a gradient from the last backward
   std::map<std::string, int64_t> counters() const;
   void reset_counters() { counters_.clear(); }
   int64_t size() const { return gather_comm_.size(); }

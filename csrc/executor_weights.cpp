@@ -34,21 +34,26 @@ at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef s
 
 at::Tensor Executor::fresh(int64_t numel, const at::TensorOptions& options) {
   auto memory = at::empty({numel}, options);
-  if (!options_.poison) return memory;
+  if (!options_.poison)
+    return memory;
   // Poisoned again before it goes back to the allocator.
-  return at::from_blob(memory.mutable_data_ptr(), {numel}, [memory](void*) { fill_with_poison(memory); }, options);
+  return at::from_blob(
+      memory.mutable_data_ptr(), {numel}, [memory](void*) { fill_with_poison(memory); }, options);
 }
 
 at::Tensor Executor::allocate(const ParamRecord& record, at::ScalarType dtype, at::Tensor output) {
-  if (!output.defined()) output = fresh(size() * record.shard_numel(), record.shard.options().dtype(dtype));
+  if (!output.defined())
+    output = fresh(size() * record.shard_numel(), record.shard.options().dtype(dtype));
   count("gathers");
   count("gather_bytes", static_cast<int64_t>(output.nbytes()));
   return output;
 }
 
 at::Tensor Executor::source_in(ParamRecord& record, at::ScalarType dtype) {
-  if (record.shard.scalar_type() == dtype) return record.shard;
-  if (!record.shadow.defined() || record.shadow.scalar_type() != dtype) return {};
+  if (record.shard.scalar_type() == dtype)
+    return record.shard;
+  if (!record.shadow.defined() || record.shadow.scalar_type() != dtype)
+    return {};
   const auto version = static_cast<int64_t>(record.param._version());
   if (record.shadow_epoch != epoch_ || record.shadow_version != version) {
     at::NoGradGuard no_grad;
@@ -68,7 +73,8 @@ void Executor::shadows_written() {
   }
 }
 
-at::Tensor Executor::gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending, at::Tensor output) {
+at::Tensor Executor::gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending,
+                                 at::Tensor output) {
   output = allocate(record, dtype, std::move(output));
   const auto source = source_in(record, dtype);
   pending = source.defined() ? gather_comm_.all_gather(output, source)
@@ -80,11 +86,12 @@ at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType
   std::lock_guard lock(mutex_);
   auto& record = at(index);
   sync_edits(/*forget=*/false);
-  // A weight that is read while it is still held is the same memory, as in a plain module: of two copies, the one that nobody
-  // edited would undo the edits of the other. It is gathered all the same, since ranks may hold weights for different times.
+  // A weight that is read while it is still held is the same memory, as in a plain module: of two copies, the
+  // one that nobody edited would undo the edits of the other. It is gathered all the same, since ranks may
+  // hold weights for different times.
   const auto held = std::find_if(tracked_.begin(), tracked_.end(), [&](const Tracked& other) {
     return tracked && other.index == index && other.flat.scalar_type() == dtype &&
-        other.flat.is_inference() == c10::InferenceMode::is_enabled();
+           other.flat.is_inference() == c10::InferenceMode::is_enabled();
   });
   const bool again = held != tracked_.end();
   Pending pending;
@@ -96,7 +103,8 @@ at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType
     pending.wait(device_);
   }
   auto full = as_parameter(flat, record.numel, shape);
-  if (!tracked) return full;
+  if (!tracked)
+    return full;
   count("eager_gathers");
   gathered_.add(full, index);
   if (again) {
@@ -109,25 +117,29 @@ at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType
 
 at::Tensor Executor::gather_start(int64_t index, at::IntArrayRef shape, at::ScalarType dtype) {
   std::lock_guard lock(mutex_);
-  if (!tracked_.empty()) sync_edits(/*forget=*/false);
+  if (!tracked_.empty())
+    sync_edits(/*forget=*/false);
   auto& record = at(index);
   Pending pending;
   auto flat = gather_into(record, dtype, pending);
   auto full = as_parameter(flat, record.numel, shape);
-  c10d::register_work(full, c10::make_intrusive<PendingWork>(std::move(pending), std::vector<at::Tensor>{record.shard}, device_));
+  c10d::register_work(full, c10::make_intrusive<PendingWork>(std::move(pending),
+                                                             std::vector<at::Tensor>{record.shard}, device_));
   return full;
 }
 
 at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
   std::lock_guard lock(mutex_);
-  if (!tracked_.empty()) sync_edits(/*forget=*/false);
+  if (!tracked_.empty())
+    sync_edits(/*forget=*/false);
   auto buffer = fresh(numel, shards[0].options().dtype(dtype).requires_grad(std::nullopt));
   std::vector<at::Tensor> outputs, sources;
   int64_t offset = 0;
   for (const auto& shard : shards) {
     auto& record = at(ShardTable::instance().find(shard, "gather_group").index);
     auto source = source_in(record, dtype);
-    if (!source.defined()) source = record.shard.to(dtype);
+    if (!source.defined())
+      source = record.shard.to(dtype);
     const auto length = size() * record.shard_numel();
     outputs.push_back(buffer.narrow(0, offset, length));
     sources.push_back(std::move(source));
@@ -138,23 +150,29 @@ at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, i
   count("gather_bytes", static_cast<int64_t>(buffer.nbytes()));
   count("gather_groups");
   auto pending = gather_comm_.all_gather_group(std::move(outputs), sources);
-  c10d::register_work(buffer, c10::make_intrusive<PendingWork>(std::move(pending), std::move(sources), device_));
+  c10d::register_work(buffer,
+                      c10::make_intrusive<PendingWork>(std::move(pending), std::move(sources), device_));
   return buffer;
 }
 
 void Executor::keep_start(at::TensorList kept, at::TensorList shards) {
   std::lock_guard lock(mutex_);
-  if (!tracked_.empty()) sync_edits(/*forget=*/false);
+  if (!tracked_.empty())
+    sync_edits(/*forget=*/false);
   std::vector<ParamRecord*> records;
   bool stale = false;
   for (size_t i = 0; i < shards.size(); ++i) {
     auto& record = at(ShardTable::instance().find(shards[i], "keep_start").index);
-    TORCH_INTERNAL_ASSERT(record.kept.defined() && record.kept.const_data_ptr() == kept[i].const_data_ptr(), record.name);
-    // The same on every rank: whether a weight is gathered must not depend on what one of them happens to hold.
-    stale = stale || record.kept_epoch != epoch_ || record.kept_version != static_cast<int64_t>(record.param._version());
+    TORCH_INTERNAL_ASSERT(record.kept.defined() && record.kept.const_data_ptr() == kept[i].const_data_ptr(),
+                          record.name);
+    // The same on every rank: whether a weight is gathered must not depend on what one of them happens to
+    // hold.
+    stale = stale || record.kept_epoch != epoch_ ||
+            record.kept_version != static_cast<int64_t>(record.param._version());
     records.push_back(&record);
   }
-  if (!stale) return;
+  if (!stale)
+    return;
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   auto arriving = std::make_shared<Arriving>();
   std::vector<at::Tensor> outputs;
@@ -176,24 +194,27 @@ void Executor::keep_start(at::TensorList kept, at::TensorList shards) {
 
 void Executor::keep_wait(at::TensorList shards) {
   std::lock_guard lock(mutex_);
-  if (arriving_.empty()) return;
+  if (arriving_.empty())
+    return;
   for (const auto& shard : shards) {
     const auto found = arriving_.find(ShardTable::instance().find(shard, "keep_wait").index);
-    if (found == arriving_.end()) continue;
+    if (found == arriving_.end())
+      continue;
     found->second->pending.wait(device_);
     arriving_.erase(found);
   }
 }
 
 bool Executor::Tracked::held() {
-  // A tensor that Python has seen is kept alive, with its Python object, by our reference: let go of it for a moment to see
-  // who else holds it.
+  // A tensor that Python has seen is kept alive, with its Python object, by our reference: let go of it for a
+  // moment to see who else holds it.
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> seen;
   for (const auto& tensor : given) seen.emplace_back(tensor.getIntrusivePtr());
   given.clear();
   const bool viewed = flat.storage().use_count() > 1;
   for (const auto& weak : seen) {
-    if (auto impl = weak.lock()) given.emplace_back(std::move(impl));
+    if (auto impl = weak.lock())
+      given.emplace_back(std::move(impl));
   }
   return viewed || !given.empty();
 }
@@ -201,23 +222,26 @@ bool Executor::Tracked::held() {
 uint64_t Executor::Tracked::edits_seen() const {
   uint64_t edits = 0;
   for (const auto& tensor : given) {
-    if (!tensor.is_inference()) edits += tensor._version();
-    if (!tensor.is_alias_of(flat)) ++edits;
+    if (!tensor.is_inference())
+      edits += tensor._version();
+    if (!tensor.is_alias_of(flat))
+      ++edits;
   }
   return edits;
 }
 
-// `module.weight.data = x` gives the tensor that was read other memory; its values belong into the shard, and the tensor back
-// to where edits are seen.
+// `module.weight.data = x` gives the tensor that was read other memory; its values belong into the shard, and
+// the tensor back to where edits are seen.
 void Executor::take_assigned(Tracked& weight) {
   const auto& record = at(weight.index);
   for (auto& tensor : weight.given) {
-    if (tensor.is_alias_of(weight.flat)) continue;
+    if (tensor.is_alias_of(weight.flat))
+      continue;
     TORCH_CHECK_VALUE(
         tensor.sizes() == at::IntArrayRef(record.shape) && tensor.scalar_type() == weight.flat.scalar_type(),
-        "lightning_zero: ", record.name, ".data was given a tensor of shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(),
-        ", but a sharded parameter keeps its shape ", at::IntArrayRef(record.shape), " and dtype ", weight.flat.scalar_type(),
-        ". Call lightning_zero.unshard(module) to change them.");
+        "lightning_zero: ", record.name, ".data was given a tensor of shape ", tensor.sizes(), " and dtype ",
+        tensor.scalar_type(), ", but a sharded parameter keeps its shape ", at::IntArrayRef(record.shape),
+        " and dtype ", weight.flat.scalar_type(), ". Call lightning_zero.unshard(module) to change them.");
     auto own = as_parameter(weight.flat, record.numel, record.shape);
     own.copy_(tensor);
     tensor.set_data(own);
@@ -229,9 +253,10 @@ void Executor::refuse_late_edits() {
     const auto name = at(it->index).name;
     const bool late = it->edits_seen() != it->edits;
     it = late || !it->held() ? outdated_.erase(it) : it + 1;
-    TORCH_CHECK(
-        !late, "lightning_zero: a tensor that was read from ", name, " before an optimizer step, or before the parameter was loaded, was "
-        "edited after it. The edit cannot reach the parameter any more. Read module.weight again before editing it.");
+    TORCH_CHECK(!late, "lightning_zero: a tensor that was read from ", name,
+                " before an optimizer step, or before the parameter was loaded, was "
+                "edited after it. The edit cannot reach the parameter any more. Read module.weight again "
+                "before editing it.");
   }
 }
 
@@ -247,7 +272,8 @@ void Executor::sync_edits(bool forget) {
       take_assigned(*it);
       const auto width = record.shard_numel(), begin = rank() * width;
       const auto valid = std::clamp<int64_t>(record.numel - begin, 0, width);
-      if (valid > 0) record.shard.narrow(0, 0, valid).copy_(it->flat.narrow(0, begin, valid));
+      if (valid > 0)
+        record.shard.narrow(0, 0, valid).copy_(it->flat.narrow(0, begin, valid));
       record.shadow_epoch = -1;
     }
     const bool held = it->held();

@@ -9,14 +9,14 @@ using lightning_zero::Executor;
 using lightning_zero::ShardTable;
 
 // `kept`: memory in which passes may keep the weight; not used here.
-at::Tensor gather(
-    const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype, const std::optional<at::Tensor>& kept) {
+at::Tensor gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
+                  const std::optional<at::Tensor>& kept) {
   auto [executor, index] = ShardTable::instance().find(shard, "gather");
   return executor->gather(index, shape, dtype, /*tracked=*/false);
 }
 
-// What code that is not compiled reads: the result is watched for edits and known to the saved-tensor hooks. Never for compiled
-// code, which may use the result's memory for something else.
+// What code that is not compiled reads: the result is watched for edits and known to the saved-tensor hooks.
+// Never for compiled code, which may use the result's memory for something else.
 at::Tensor gather_eager(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   auto [executor, index] = ShardTable::instance().find(shard, "gather_eager");
   return executor->gather(index, shape, dtype, /*tracked=*/true);
@@ -61,8 +61,8 @@ void enter(const at::Tensor& shard, std::string_view digest, std::string_view pl
   executor->enter(std::string(digest), std::string(plan));
 }
 
-// The form that autograd traces: it needs a gradient of the shard's shape. Ours is in the executor, so this one is zero, and a
-// graph pass replaces the op by reduce_add.
+// The form that autograd traces: it needs a gradient of the shard's shape. Ours is in the executor, so this
+// one is zero, and a graph pass replaces the op by reduce_add.
 at::Tensor reduce(const at::Tensor& grad, const at::Tensor& shard) {
   reduce_add(grad, shard);
   return at::zeros(shard.sizes(), shard.options());
@@ -73,13 +73,13 @@ at::Tensor reduce(const at::Tensor& grad, const at::Tensor& shard) {
 TORCH_LIBRARY(lightning_zero, m) {
   m.class_<Executor>("Executor")
       .def(torch::init<const std::string&, const std::string&, const std::string&, const std::string&>())
-      .def(
-          "configure",
-          [](const c10::intrusive_ptr<Executor>& self, int64_t bucket_bytes, bool double_buffer, bool predivide,
-             bool free_buckets, bool sync_collectives, bool poison, std::optional<at::ScalarType> reduce_dtype) {
-            self->configure(
-                {bucket_bytes, double_buffer, predivide, free_buckets, sync_collectives, poison, reduce_dtype});
-          })
+      .def("configure",
+           [](const c10::intrusive_ptr<Executor>& self, int64_t bucket_bytes, bool double_buffer,
+              bool predivide, bool free_buckets, bool sync_collectives, bool poison,
+              std::optional<at::ScalarType> reduce_dtype) {
+             self->configure({bucket_bytes, double_buffer, predivide, free_buckets, sync_collectives, poison,
+                              reduce_dtype});
+           })
       .def("on_backward_end", &Executor::on_backward_end)
       .def("on_new_plan", &Executor::on_new_plan)
       .def("add_parameter", &Executor::add_parameter)
@@ -98,13 +98,12 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("abort_backward", &Executor::abort_backward)
       .def("release_buffers", &Executor::release_buffers)
       .def("attached", &Executor::attached)
-      .def(
-          "counters",
-          [](const c10::intrusive_ptr<Executor>& self) {
-            c10::Dict<std::string, int64_t> result;
-            for (const auto& [name, value] : self->counters()) result.insert(name, value);
-            return result;
-          })
+      .def("counters",
+           [](const c10::intrusive_ptr<Executor>& self) {
+             c10::Dict<std::string, int64_t> result;
+             for (const auto& [name, value] : self->counters()) result.insert(name, value);
+             return result;
+           })
       .def("reset_counters", &Executor::reset_counters)
       .def("size", &Executor::size)
       .def("rank", &Executor::rank);

@@ -2,6 +2,9 @@ import os
 import sys
 from collections.abc import Iterator
 
+# Before torch is imported: the oracle's threads would wait for one another on the cores that the ranks need.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 
 from tests.ranks.pool import Ranks
