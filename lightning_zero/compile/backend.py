@@ -51,7 +51,6 @@ class Compiler:
     """Makes the arguments of ``torch.compile`` for one engine's modules.
 
     Attributes:
-        agreed: plans of the graphs that have run so far, the same on every rank; later graphs follow them.
         registered: users' passes, by name.
         chosen: names of the passes that graphs go through; None for the default ones.
     """
@@ -60,9 +59,15 @@ class Compiler:
         self._config = config
         self._world_size = world_size
         self._events = events
-        self.agreed: list[GraphPlan] = []
+        self._agreed: dict[tuple[str, ...] | None, list[GraphPlan]] = {}
         self.registered: dict[str, PassSpec] = {}  # users' own
         self.chosen: tuple[str, ...] | None = None
+
+    @property
+    def agreed(self) -> list[GraphPlan]:
+        """Plans of the graphs that have run with the chosen passes, the same on every rank; later graphs follow
+        them."""
+        return self._agreed.setdefault(self.chosen, [])
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``; with others for each module, alike ones would not share graphs."""

@@ -71,8 +71,6 @@ class Supervisor:
         if chosen == self._compiler.chosen:
             return None
         self._compiler.chosen = chosen
-        # Plans of other passes are not to be followed.
-        self._compiler.agreed = []
         return self._compiler.arguments()
 
     @property

@@ -12,7 +12,7 @@ from tests.helpers.sharded import EAGER, engine_for, sgd, train_sharded
 from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
-PLAIN: dict[str, Any] = {"gather_group_mb": 0.01}
+PLAIN: dict[str, Any] = {"gather_group_mb": 0.001}
 KEPT = PLAIN | {"persist_mb": 0.02}
 STEP = PLAIN | {"persist_mb": 0.03, "persist_until": "step"}
 
@@ -25,7 +25,7 @@ def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bo
         torch._dynamo.reset()
         model = build(case)
         with engine_for(model, backend, poison=poison, **dtypes, **options) as engine:
-            batches = make_batches(case, 6, 12)
+            batches = make_batches(case, 4, 12)
             out.append(train_sharded(engine, model, batches, sgd(model), accumulate=2, context=context))
     return out
 
@@ -33,19 +33,18 @@ def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bo
 @pytest.mark.parametrize(
     ("case", "backend", "options", "mixed"),
     [
-        ("TinyTransformer", "aot_eager", PLAIN, True),
-        ("TiedTransformer", "aot_eager", KEPT, False),
+        ("LoRA", "aot_eager", PLAIN, True),
+        ("OddMLP", "aot_eager", KEPT, False),
         ("TiedTransformer", "aot_eager", STEP, True),
-        ("OddMLP", "inductor", STEP, False),
         ("BranchByStep", "aot_eager", {"prefetch": False}, False),
         ("OddMLP", EAGER, {}, False),
     ],
-    ids=["groups", "kept for backward", "kept for the step", "inductor", "one by one", "eager"],
+    ids=["groups", "kept for backward", "kept for the step", "one by one", "eager"],
 )
 def test_results_are_the_same_to_the_bit(
     ranks: Ranks, case: str, backend: str, options: dict[str, Any], mixed: bool
 ) -> None:
-    for plain, poisoned in ranks.run(3, with_and_without, case, backend, options, mixed, deadline=240):
+    for plain, poisoned in ranks.run(2, with_and_without, case, backend, options, mixed, deadline=240):
         assert poisoned.losses == plain.losses
         for mine, theirs in zip(poisoned.grads + poisoned.params, plain.grads + plain.params, strict=True):
             for name, value in theirs.items():

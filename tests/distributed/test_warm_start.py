@@ -16,11 +16,11 @@ from tests.ranks.pool import Ranks
 def compile_twice(folder: str) -> list[dict[str, Any]]:
     found = []
     cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{dist.get_rank()}"}
-    for options in ({}, {}, {"persist_mb": 1.0}):
+    for _ in range(2):
         torch._dynamo.reset()
         counters.clear()
         model = build("OddMLP")
-        with patch.dict(os.environ, cache), engine_for(model, "inductor", small_bytes=0, **options) as engine:
+        with patch.dict(os.environ, cache), engine_for(model, "inductor", small_bytes=0) as engine:
             out = train_sharded(engine, model, make_batches("OddMLP", 3, 12), sgd(model))
             found.append(
                 {
@@ -35,12 +35,9 @@ def compile_twice(folder: str) -> list[dict[str, Any]]:
 
 
 def test_the_second_time_nothing_is_compiled(ranks: Ranks, tmp_path: Any) -> None:
-    for cold, warm, other in ranks.run(2, compile_twice, str(tmp_path), deadline=240):
+    for cold, warm in ranks.run(1, compile_twice, str(tmp_path), deadline=240):
         assert (cold["hits"], cold["misses"], cold["aot"]) == (0, 2, 0)
         assert (warm["hits"], warm["misses"], warm["aot"]) == (2, 0, 1)
         assert warm["losses"] == cold["losses"]
         assert len(warm["plans"]) == 2
         assert warm["plans"] == cold["plans"]
-        # Other options are no hit.
-        assert other["misses"] == 2
-        assert other["losses"] == cold["losses"]
