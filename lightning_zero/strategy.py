@@ -200,12 +200,7 @@ class ZeroStrategy(ProcessStrategy):
             compute = torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
             if dtype is None and plugin.precision == "bf16-mixed":
                 dtype = "bf16"
-        reduce = ReduceConfig(
-            bucket_mb=self._reduce.bucket_mb,
-            double_buffer=self._reduce.double_buffer,
-            free_buckets=self._reduce.free_buckets,
-            dtype=None if dtype is None else _DTYPES[dtype],
-        )
+        reduce = replace(self._reduce, dtype=None if dtype is None else _DTYPES[dtype])
         return replace(self._options, reduce=reduce, compile=self._compile, compute_dtype=compute)
 
     def observe_graphs(self, observer: GraphObserver) -> None:

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_zero.callbacks.page import Section, Table, page
 from lightning_zero.callbacks.pictures import memory_picture, overlap_picture
+from lightning_zero.callbacks.strategy import zero_strategy
 from lightning_zero.callbacks.summary import GraphSummary, readable, summarise
 from lightning_zero.compile.passes.announce import read_plan
 from lightning_zero.profiling.bandwidth import BandwidthTable, measure
@@ -82,12 +83,8 @@ class PlanReport(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
-        if not hasattr(strategy, "observe_graphs"):
-            raise MisconfigurationException(
-                f"PlanReport reports on graphs that ZeroStrategy compiles, but this is {type(strategy).__name__}. "
-                "Pass Trainer(strategy='zero3_compile') after `import lightning_zero`, or remove the callback."
-            )
+        job = "PlanReport reports on graphs that ZeroStrategy compiles"
+        strategy = zero_strategy(trainer, "observe_graphs", job)
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._bandwidth is None and group is not None:
             # On every rank: a measurement takes all of them.

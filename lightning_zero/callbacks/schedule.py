@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_zero.callbacks.strategy import zero_strategy
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.schedule import Schedule
 
@@ -38,12 +39,7 @@ class PassSchedule(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
-        if not hasattr(strategy, "use_passes"):
-            raise MisconfigurationException(
-                f"PassSchedule changes the graph passes of ZeroStrategy, but this is {type(strategy).__name__}. "
-                "Pass Trainer(strategy='zero3_compile') after `import lightning_zero`, or remove the callback."
-            )
+        strategy = zero_strategy(trainer, "use_passes", "PassSchedule changes the graph passes of ZeroStrategy")
         try:
             for spec in self._passes:
                 strategy.register_pass(spec)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import is_backward
+from lightning_zero.compile.graph import kind_of
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed, NodeCost, graph_costs
@@ -52,14 +52,14 @@ def summarise(
         before: its text before the passes.
         bandwidth: without one, a transfer takes as long as a copy on the device does.
     """
-    backward = is_backward(graph)
+    kind = kind_of(graph)
     costs = tuple(cost for node, cost in zip(graph.nodes, graph_costs(graph, speed), strict=True) if _counts(node))
     return GraphSummary(
-        kind="backward" if backward else "forward",
+        kind=kind,
         before=before,
         after=readable(graph),
         costs=costs,
-        memory=memory_timeline(graph, keep=lambda node: not backward or _outlives_backward(node)),
+        memory=memory_timeline(graph, keep=lambda node: kind == "forward" or _outlives_backward(node)),
         timeline=None if plan is None else overlap(costs, plan, speed, bandwidth),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
@@ -12,14 +13,16 @@ __all__ = [
     "REDUCE",
     "WEIGHT",
     "cast_dtype",
+    "first_call",
     "gathers",
-    "is_backward",
     "is_op",
     "is_reduce",
     "is_start",
     "is_view_or_cast",
     "output_node",
+    "kind_of",
     "ops",
+    "readers",
     "reduces",
     "shard_of",
     "weight_name",
@@ -83,9 +86,26 @@ def is_reduce(node: Node) -> bool:
     return node.target in (ops("reduce_add"), ops("reduce_group"))
 
 
-def is_backward(graph: Graph) -> bool:
-    """Whether a graph, after partitioning, is given gradients of a forward graph's outputs."""
-    return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+def kind_of(graph: Graph) -> str:
+    """``"backward"`` when a graph, after partitioning, is given gradients of a forward graph's outputs, otherwise
+    ``"forward"``."""
+    inputs = graph.find_nodes(op="placeholder")
+    return "backward" if any(node.name.startswith("tangents") for node in inputs) else "forward"
+
+
+def first_call(graph: Graph) -> Node:
+    """The first node that is no input."""
+    return next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+
+
+def readers(node: Node) -> Iterator[Node]:
+    """All users of a node and of its views. A narrowing or widening cast is a user, and what uses it is not."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            yield user
+            if is_view_or_cast(user) and cast_dtype(user) is None:
+                pending.append(user)
 
 
 def output_node(graph: Graph) -> Node:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_zero.compile.graph import gathers, is_op, is_view_or_cast, reduces
 from lightning_zero.compile.passes.persist import after_tangents, choose_kept
 from lightning_zero.config import RecomputePolicy
-from lightning_zero.profiling.tensors import size_hint
+from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["tag_gathers"]
 
@@ -34,7 +34,7 @@ def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or torch.Tag.nondeterministic_seeded in node.target.tags:
             continue
-        again = recompute(str(node.target), size_hint(value.numel()) * value.dtype.itemsize, _module_path(node))
+        again = recompute(str(node.target), nbytes(value), _module_path(node))
         if again is not None:
             node.meta.setdefault("ac_graph_id", 1)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from tests.helpers.models import TinyTransformer, build, make_batches
+from tests.helpers.models import OneBlock, build, make_batches
 from tests.helpers.oracle import Reference
 from tests.helpers.sharded import engine_for, sgd, train_sharded
 from tests.ranks.pool import Ranks
@@ -27,11 +27,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     "mlps again": {"recompute": again_in_mlps},
     "products only": {"recompute": save_products},
 }
-
-
-class OneBlock(TinyTransformer):
-    def __init__(self) -> None:
-        super().__init__(blocks=1)
 
 
 def train(options: dict[str, Any]) -> tuple[Reference, int, list[str], int]:

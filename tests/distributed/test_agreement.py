@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from lightning_zero.errors import RankMismatchError
-from tests.helpers.models import TinyTransformer, build, make_batches
+from tests.helpers.models import OneBlock, build, make_batches
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
 from tests.ranks.pool import RankFailure, Ranks
@@ -25,11 +25,6 @@ def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     length = LENGTHS[rank][step % 6]
     rows = 2 + (step * (rank + 1)) % 3
     return ids[rank : rank + rows, :length], target[rank : rank + rows, :length]
-
-
-class OneBlock(TinyTransformer):
-    def __init__(self) -> None:
-        super().__init__(blocks=1)
 
 
 def train_on_all_lengths() -> tuple[list[dict[str, Tensor]], int]:

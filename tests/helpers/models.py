@@ -122,6 +122,11 @@ class TinyTransformer(Case):
         return self.head(self.norm(x))
 
 
+class OneBlock(TinyTransformer):
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+
+
 class TiedTransformer(TinyTransformer):
     """One parameter under two names, used first and last."""
 

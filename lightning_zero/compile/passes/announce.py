@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import is_backward, is_reduce, is_start, ops, weight_name
+from lightning_zero.compile.graph import first_call, is_reduce, is_start, kind_of, ops, weight_name
 from lightning_zero.compile.passes.grouping import word
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
+from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["announce_plan", "read_plan"]
 
@@ -30,8 +31,7 @@ def announce_plan(graph: Graph) -> Graph:
     gathers = first.target in (ops("gather_group"), ops("gather_start"))
     shards: Any = first.args[0 if gathers else 1]
     shard = shards[0] if isinstance(shards, list | tuple) else shards
-    beginning = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-    with graph.inserting_before(beginning):
+    with graph.inserting_before(first_call(graph)):
         enter = graph.call_function(ops("enter"), (shard, plan.digest, plan.to_json()))
     enter.meta["val"] = None
     return graph
@@ -44,7 +44,7 @@ def read_plan(graph: Graph) -> GraphPlan:
     position = {node: number for number, node in enumerate(nodes)}
     gathers = tuple(_gather(node, nodes, position) for node in nodes if is_start(node))
     reduces = tuple(_reduce(node, position) for node in nodes if is_reduce(node))
-    return GraphPlan("backward" if is_backward(graph) else "forward", len(nodes), gathers, reduces)
+    return GraphPlan(kind_of(graph), len(nodes), gathers, reduces)
 
 
 def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather:
@@ -64,7 +64,7 @@ def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather
     return Gather(
         weights=start.meta.get("weights") or (weight_name(start),),
         dtype=word(values[0].dtype),
-        bytes=sum(int(value.numel()) * value.dtype.itemsize for value in values),
+        bytes=nbytes(values),
         started=position[start],
         before=next((node.name for node in following), "the end"),
         waited=waited,
@@ -92,5 +92,5 @@ def _uses(memory: Node) -> list[Node]:
 def _reduce(node: Node, position: dict[Node, int]) -> Reduce:
     grads: Any = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
     names = node.meta.get("weights") or (weight_name(node),)
-    size = sum(int(grad.meta["val"].numel()) * grad.meta["val"].dtype.itemsize for grad in grads)
-    return Reduce(tuple(names), word(grads[0].meta["val"].dtype), size, position[node])
+    values = [grad.meta["val"] for grad in grads]
+    return Reduce(tuple(names), word(values[0].dtype), nbytes(values), position[node])

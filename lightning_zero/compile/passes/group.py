@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, ops, shard_of, weight_name
-from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, size_of, starts
+from lightning_zero.compile.graph import gathers, ops, readers, shard_of, weight_name
+from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, places, size_of
 from lightning_zero.compile.plan import GraphPlan
 
 __all__ = ["group_gathers"]
@@ -55,16 +55,12 @@ def group_gathers(
         small = [node for node in nodes if size_of(node) <= small_bytes]
         large = [node for node in nodes if size_of(node) > small_bytes]
         limit = min(group_bytes, max(sum(map(size_of, large)) // parts, 1))
-        groups = [*_by_dtype(small), *consecutive(large, limit, _kind)]
-    position = {node: number for number, node in enumerate(graph.nodes)}
-    anchors = list(graph.nodes)
-    beginning = next(i for i, node in enumerate(anchors) if node.op not in ("placeholder", "get_attr"))
-    waits = [min(position[node] for node in group) for group in groups]
+        groups = [*_by_dtype(small), *consecutive(large, limit, size_of, _kind)]
     at_once = [all(size_of(node) <= small_bytes for node in group) for group in groups]
-    begin = starts(waits, at_once, beginning, ahead)
-    launches = [_start(graph, group, anchors[start], world_size) for group, start in zip(groups, begin, strict=True)]
+    begin, waits = places(graph, groups, at_once, ahead)
+    launches = [_start(graph, group, start, world_size) for group, start in zip(groups, begin, strict=True)]
     for group, start, wait in zip(groups, launches, waits, strict=True):
-        _use(graph, group, start, anchors[wait], world_size)
+        _use(graph, group, start, wait, world_size)
     for node in nodes:
         graph.erase_node(node)
     return graph
@@ -109,14 +105,7 @@ def _use(graph: Graph, group: Group, start: Node, before: Node, world_size: int)
 
 def _kept(node: Node) -> bool:
     """Whether the graph returns the weight: then all that lies in the same memory lives until backward."""
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output":
-                return True
-            if is_view_or_cast(user) and cast_dtype(user) is None:
-                pending.append(user)
-    return False
+    return any(user.op == "output" for user in readers(node))
 
 
 def _kind(node: Node) -> tuple[torch.dtype, bool]:

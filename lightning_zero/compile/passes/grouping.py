@@ -9,24 +9,30 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import is_backward, weight_name
+from lightning_zero.compile.graph import first_call, kind_of, weight_name
 from lightning_zero.compile.plan import GraphPlan
+from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["consecutive", "dtype_of", "follow", "size_of", "starts", "word"]
+__all__ = ["consecutive", "dtype_of", "follow", "places", "size_of", "word"]
 
 Group = list[Node]
 
 
-def consecutive(nodes: Sequence[Node], limit: int, kind: Callable[[Node], Any]) -> list[Group]:
-    """Cuts a list of gathers into groups of one kind and at most ``limit`` bytes; a larger one is alone."""
+def consecutive(
+    nodes: Sequence[Node],
+    limit: int,
+    size: Callable[[Node], int],
+    kind: Callable[[Node], Any] = lambda node: None,
+) -> list[Group]:
+    """Cuts a list of nodes into groups of one kind and at most ``limit`` bytes; a larger node is alone."""
     groups: list[Group] = []
     held = 0
     for node in nodes:
-        if not groups or held + size_of(node) > limit or kind(groups[-1][0]) != kind(node):
+        if not groups or held + size(node) > limit or kind(groups[-1][0]) != kind(node):
             groups.append([])
             held = 0
         groups[-1].append(node)
-        held += size_of(node)
+        held += size(node)
     return groups
 
 
@@ -35,11 +41,10 @@ def follow(graph: Graph, nodes: Sequence[Node], agreed: Sequence[GraphPlan], kep
 
     ``kept``: of the weights that stay until the optimizer steps, otherwise of the others.
     """
-    kind = "backward" if is_backward(graph) else "forward"
     mine = Counter((weight_name(node), word(dtype_of(node))) for node in nodes)
     for plan in agreed:
         gathers = [gather for gather in plan.gathers if (gather.until == "step") is kept]
-        if plan.kind != kind or mine != Counter((name, g.dtype) for g in gathers for name in g.weights):
+        if plan.kind != kind_of(graph) or mine != Counter((name, g.dtype) for g in gathers for name in g.weights):
             continue
         waiting: dict[tuple[str, str], deque[Node]] = {}
         for node in nodes:
@@ -48,23 +53,26 @@ def follow(graph: Graph, nodes: Sequence[Node], agreed: Sequence[GraphPlan], kep
     return None
 
 
-def starts(waits: list[int], at_once: list[bool], beginning: int, ahead: int) -> list[int]:
-    """Where each group is started: in the order of the groups, and never behind where it is waited for.
+def places(graph: Graph, groups: Sequence[Group], at_once: list[bool], ahead: int) -> tuple[list[Node], list[Node]]:
+    """The nodes that each group is started before, and waited for before.
+
+    A group is waited for at its first use. It is started in the order of the groups, and never behind that.
 
     Args:
-        waits: position of each group's first use.
         at_once: whether a group is started at the beginning.
-        beginning: the first position.
         ahead: others are started where the group that comes ``ahead`` before is first used.
     """
+    anchors = list(graph.nodes)
+    position = {node: number for number, node in enumerate(anchors)}
+    waits = [min(position[node] for node in group) for group in groups]
     large = [number for number, small in enumerate(at_once) if not small]
-    found = [beginning] * len(waits)
+    starts = [position[first_call(graph)]] * len(waits)
     for rank, number in enumerate(large):
         if rank >= ahead:
-            found[number] = min(waits[large[rank - ahead]], waits[number])
-    for number in reversed(range(len(found) - 1)):
-        found[number] = min(found[number], found[number + 1])
-    return found
+            starts[number] = min(waits[large[rank - ahead]], waits[number])
+    for number in reversed(range(len(starts) - 1)):
+        starts[number] = min(starts[number], starts[number + 1])
+    return [anchors[start] for start in starts], [anchors[wait] for wait in waits]
 
 
 def word(dtype: torch.dtype) -> str:
@@ -81,4 +89,4 @@ def dtype_of(node: Node) -> torch.dtype:
 
 def size_of(node: Node) -> int:
     """Bytes of a gathered weight, without padding."""
-    return int(node.meta["val"].numel()) * dtype_of(node).itemsize
+    return nbytes(node.meta["val"])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import gathers, ops, shard_of, weight_name
-from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, size_of, starts
+from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, places, size_of
 from lightning_zero.compile.plan import GraphPlan
 
 __all__ = ["use_kept"]
@@ -35,15 +35,11 @@ def use_kept(graph: Graph, group_bytes: int, parts: int, ahead: int, agreed: Seq
     groups = follow(graph, nodes, agreed, kept=True)
     if groups is None:
         limit = min(group_bytes, max(sum(map(size_of, nodes)) // parts, 1))
-        groups = consecutive(nodes, limit, dtype_of)
-    anchors = list(graph.nodes)
-    position = {node: number for number, node in enumerate(anchors)}
-    beginning = next(i for i, node in enumerate(anchors) if node.op not in ("placeholder", "get_attr"))
-    waits = [min(position[node] for node in group) for group in groups]
-    begin = starts(waits, [False] * len(groups), beginning, ahead)
-    for op, places in (("keep_start", begin), ("keep_wait", waits)):
-        for group, place in zip(groups, places, strict=True):
-            with graph.inserting_before(anchors[place]):
+        groups = consecutive(nodes, limit, size_of, dtype_of)
+    begin, waits = places(graph, groups, [False] * len(groups), ahead)
+    for op, anchors in (("keep_start", begin), ("keep_wait", waits)):
+        for group, anchor in zip(groups, anchors, strict=True):
+            with graph.inserting_before(anchor):
                 call = graph.call_function(
                     ops(op), ([_memory(node) for node in group], [shard_of(node) for node in group])
                 )

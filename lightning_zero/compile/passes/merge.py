@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import gathers, reduces, shard_of
+from lightning_zero.compile.passes.grouping import size_of
 
 __all__ = ["merge_reduces", "share_gathers"]
 
@@ -24,7 +25,7 @@ def share_gathers(graph: Graph, within_bytes: int, small_bytes: int) -> Graph:
     latest: dict[tuple[object, ...], tuple[Node, int]] = {}
     travelled = 0
     for node in gathers(graph):
-        size = int(node.meta["val"].numel()) * node.meta["val"].dtype.itemsize
+        size = size_of(node)
         key = (shard_of(node), node.args[2])
         earlier, at = latest.get(key, (None, 0))
         if earlier is not None and (size <= small_bytes or travelled - at <= within_bytes):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, shard_of
+from lightning_zero.compile.graph import cast_dtype, gathers, readers, shard_of
+from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["after_tangents", "choose_kept"]
 
@@ -31,8 +32,8 @@ def choose_kept(graph: Graph, small_bytes: int, budget_bytes: float) -> list[Nod
     kept: list[Node] = []
     left = budget_bytes
     for nodes in forms.values():
-        size = int(nodes[0].meta["val"].numel()) * nodes[0].meta["val"].dtype.itemsize
-        if not any(_used_in(node, backward) for node in nodes):
+        size = nbytes(nodes[0].meta["val"])
+        if not any(user in backward for node in nodes for user in readers(node)):
             continue
         if size > small_bytes:
             if size > left:
@@ -47,18 +48,6 @@ def _forms(gather: Node) -> list[Node]:
     own: torch.dtype = gather.meta["val"].dtype
     narrow = [user for user in gather.users if (cast_dtype(user) or own).itemsize < own.itemsize]
     return narrow + ([gather] if len(narrow) < len(gather.users) else [])
-
-
-def _used_in(node: Node, region: set[Node]) -> bool:
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            if user in region:
-                return True
-            # A narrowing cast is a form of its own.
-            if is_view_or_cast(user) and cast_dtype(user) is None:
-                pending.append(user)
-    return False
 
 
 def after_tangents(graph: Graph) -> set[Node]:

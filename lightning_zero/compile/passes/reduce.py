@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import cast_dtype, ops, output_node, reduces, weight_name
+from lightning_zero.compile.passes.grouping import consecutive
+from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["group_reduces", "hand_over_gradients"]
 
@@ -53,15 +55,7 @@ def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
     """
     nodes = graph.find_nodes(op="call_function", target=ops("reduce_add"))
     limit = min(group_bytes, sum(map(_bytes, nodes)) // parts)
-    groups: list[list[Node]] = []
-    held = 0
-    for node in nodes:
-        if not groups or held + _bytes(node) > limit:
-            groups.append([])
-            held = 0
-        groups[-1].append(node)
-        held += _bytes(node)
-    for group in groups:
+    for group in consecutive(nodes, limit, _bytes):
         if len(group) == 1:
             continue
         with graph.inserting_before(group[-1]):
@@ -78,7 +72,7 @@ def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
 def _bytes(node: Node) -> int:
     grad = node.args[0]
     assert isinstance(grad, Node)
-    return int(grad.meta["val"].numel()) * grad.meta["val"].dtype.itemsize
+    return nbytes(grad.meta["val"])
 
 
 def _skip_widening(node: Node) -> None:
