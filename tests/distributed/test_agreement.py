@@ -78,10 +78,10 @@ class Forks(nn.Module):
         return second(torch.tanh(first(x)))
 
 
-def run_forks(swaps: dict[int, list[bool]], patience_s: float, delay: dict[int, float]) -> Any:
+def run_forks(swaps: dict[int, list[bool]], patience_s: float, delay: dict[int, float], device: str = "cpu") -> Any:
     """Steps in the orders given for each rank. What a mismatch said, and after how many seconds."""
     model = build(Forks)
-    with engine_for(model, "aot_eager", agreement_timeout_s=patience_s) as engine:
+    with engine_for(model, "aot_eager", agreement_timeout_s=patience_s, device=device) as engine:
         begun = time.monotonic()
         for step, swap in enumerate(swaps[engine.rank]):
             if step == 1:
@@ -89,7 +89,7 @@ def run_forks(swaps: dict[int, list[bool]], patience_s: float, delay: dict[int, 
                 begun = time.monotonic()
             try:
                 with engine.train_step():
-                    loss = model(torch.ones(4, 9), swap).square().mean()
+                    loss = model(torch.ones(4, 9, device=engine.device), swap).square().mean()
                 loss.backward()
             except RankMismatchError as error:
                 return str(error), time.monotonic() - begun

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,13 +23,16 @@ def move(batch, device):
     return torch.utils._pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, batch)
 
 
-def train_both(case: str, backend: str, mixed: bool):
+def train_both(case: str, backend: str, mixed: bool, **compile):
     device = torch.device("cuda", torch.cuda.current_device())
     torch.backends.cuda.matmul.allow_tf32 = False
     config = EngineConfig(
         ReduceConfig(bucket_mb=0.01, dtype=BF16 if mixed else None),
         CompileConfig(
-            enabled=backend != "eager", backend=backend if backend != "eager" else "inductor", gather_group_mb=0.02
+            enabled=backend != "eager",
+            backend=backend if backend != "eager" else "inductor",
+            gather_group_mb=0.02,
+            **compile,
         ),
         BF16 if mixed else None,
     )
@@ -63,6 +67,22 @@ def test_bf16_mixed_follows_the_plain_model(ranks: Ranks, backend: str) -> None:
     for got, expected, _ in ranks.run(2, train_both, "TiedTransformer", backend, True, backend="nccl", deadline=200):
         assert_close_relative(got.losses, expected.losses, 1e-2, what="losses")
         assert_close_relative(got.grad_norms, expected.grad_norms, 2e-2, what="norms")
+
+
+def train_with_kept_weights(case: str, backend: str, persist_until: str):
+    with patch("lightning_zero.compile.passes.SMALL_BYTES", 256):
+        return train_both(case, backend, False, persist_mb=float("inf"), persist_until=persist_until)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("until", ["backward", "step"])
+def test_kept_weights_train_like_the_plain_model(ranks: Ranks, backend: str, until: str) -> None:
+    results = ranks.run(2, train_with_kept_weights, "TiedTransformer", backend, until, backend="nccl", deadline=200)
+    for got, expected, counters in results:
+        assert_close_relative(got.losses, expected.losses, 1e-5, what="losses")
+        assert_close_relative(got.grads[0], expected.grads[0], 1e-5, atol=1e-6, what="gradients")
+        assert_close_relative(got.params, expected.params, 1e-4, what="parameters")
+        assert (counters.get("kept_gathers", 0) > 0) == (until == "step")
 
 
 def gathered_memory():

@@ -44,6 +44,7 @@ def engine_for(
     small_bytes: int = 256,
     agreement_timeout_s: float = 25.0,
     poison: bool = False,
+    device: str = "cpu",
     **compile: Any,
 ) -> Iterator[Engine]:
     """An engine that is closed at the end, with buckets so small that there are several.
@@ -60,7 +61,7 @@ def engine_for(
         agreement_timeout_s=agreement_timeout_s,
         poison=poison,
     )
-    engine = Engine(torch.device("cpu"), config, observe=observe)
+    engine = Engine(torch.device(device), config, observe=observe)
     try:
         with patch("lightning_zero.compile.passes.SMALL_BYTES", small_bytes):
             if model is not None:
