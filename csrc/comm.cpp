@@ -68,19 +68,6 @@ Pending Communicator::launch(Launch&& launch, std::function<void()> then) {
   return pending;
 }
 
-template <class Collective>
-Works Communicator::together(size_t count, Collective&& collective) {
-  // One kernel for all of them where the backend can; gloo runs them one after the other.
-  const bool coalesce = has_streams(device_) && count > 1;
-  if (coalesce)
-    group_->startCoalescing(device_.type());
-  Works works;
-  for (size_t i = 0; i < count; ++i) works.push_back(collective(i));
-  if (coalesce)
-    works = {group_->endCoalescing(device_.type())};
-  return works;
-}
-
 void fill_with_poison(at::Tensor tensor) {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   if (at::isFloatingType(tensor.scalar_type())) {
@@ -147,9 +134,13 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
       [&](bool async) {
         c10d::AllgatherOptions options;
         options.asyncOp = async;
-        return together(outputs.size(), [&](size_t i) {
-          return compat::all_gather(*group_, outputs[i], inputs[i], options, 0);
-        });
+        // One kernel for all of them, and one call: on the host each call takes longer than a small transfer.
+        if (has_streams(device_) && outputs.size() > 1)
+          return Works{compat::all_gather_several(*group_, outputs, inputs, options, 0)};
+        Works works;
+        for (size_t i = 0; i < outputs.size(); ++i)
+          works.push_back(compat::all_gather(*group_, outputs[i], inputs[i], options, 0));
+        return works;
       },
       copy_back(std::move(copies)));
 }
@@ -187,9 +178,8 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
         c10d::ReduceScatterOptions options;
         options.asyncOp = async;
         options.reduceOp = op;
-        return together(outputs.size(), [&](size_t i) {
-          return compat::reduce_scatter(*group_, outputs[i], inputs[i], options, 0);
-        });
+        return Works{outputs.size() > 1 ? compat::reduce_scatter_several(*group_, outputs, inputs, options, 0)
+                                        : compat::reduce_scatter(*group_, outputs[0], inputs[0], options, 0)};
       },
       std::move(then));
 }

@@ -82,8 +82,6 @@ class Communicator {
   at::Tensor aside(const at::Tensor& output, std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
   void dawdle();
 
-  template <class Collective>
-  Works together(size_t count, Collective&& collective);
   template <class Launch>
   Pending launch(Launch&& launch, std::function<void()> then);
 

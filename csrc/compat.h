@@ -35,4 +35,33 @@ WorkPtr reduce_scatter(Group& group, at::Tensor& output, at::Tensor& input,
   return group._reduce_scatter_base(output, input, options);
 }
 
+// Several of them in one launch.
+
+template <class Group>
+auto all_gather_several(Group& group, std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                        const c10d::AllgatherOptions& options, int)
+    -> decltype(group.all_gather_single_coalesced(outputs, inputs, options)) {
+  return group.all_gather_single_coalesced(outputs, inputs, options);
+}
+
+template <class Group>
+WorkPtr all_gather_several(Group& group, std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                           const c10d::AllgatherOptions& options, long) {
+  return group.allgather_into_tensor_coalesced(outputs, inputs, options);
+}
+
+template <class Group>
+auto reduce_scatter_several(Group& group, std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                            const c10d::ReduceScatterOptions& options, int)
+    -> decltype(group.reduce_scatter_single_coalesced(outputs, inputs, options)) {
+  return group.reduce_scatter_single_coalesced(outputs, inputs, options);
+}
+
+template <class Group>
+WorkPtr reduce_scatter_several(Group& group, std::vector<at::Tensor>& outputs,
+                               std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options,
+                               long) {
+  return group.reduce_scatter_tensor_coalesced(outputs, inputs, options);
+}
+
 }  // namespace lightning_zero::compat

@@ -99,6 +99,8 @@ class Executor : public torch::CustomClassHolder {
   void abort_backward();   // drops what an interrupted backward left
   void release_buffers();  // bucket memory; legal outside backward
 
+  // Changes whenever a parameter's gradient comes, goes or lies elsewhere.
+  int64_t gradients_key() const;
   std::vector<int64_t> attached() const {
     return attached_;
   }  // parameters with a gradient from the last backward

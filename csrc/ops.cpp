@@ -98,6 +98,7 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("abort_backward", &Executor::abort_backward)
       .def("release_buffers", &Executor::release_buffers)
       .def("attached", &Executor::attached)
+      .def("gradients_key", &Executor::gradients_key)
       .def("counters",
            [](const c10::intrusive_ptr<Executor>& self) {
              c10::Dict<std::string, int64_t> result;

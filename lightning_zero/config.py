@@ -117,6 +117,9 @@ class EngineConfig:
         sync_collectives: debugging: wait on the host before and after every collective.
         poison: debugging, on a CPU: weights and gradients are NaN until they have been waited for and after they have
             been released, and ranks run at random speeds. Results must stay the same.
+        capture_step: replay the optimizer's step as a CUDA graph: ``"auto"`` where that is possible; ``True``, or raise
+            where it is not; ``False`` never.
+        emulate_capture: debugging: on any device, do what a captured step does, without the graph.
         agreement_timeout_s: how long, in seconds, a rank with a newly compiled graph waits for ranks that are not
             compiling, before it says that they do something else.
     """
@@ -127,9 +130,13 @@ class EngineConfig:
     sync_collectives: bool = False
     poison: bool = False
     agreement_timeout_s: float = 25.0
+    capture_step: bool | str = "auto"
+    emulate_capture: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.agreement_timeout_s < math.inf:
             raise ValueError(
                 f"agreement_timeout_s={self.agreement_timeout_s!r} must be a positive number of seconds. Try 25."
             )
+        if self.capture_step not in (True, False, "auto"):
+            raise ValueError(f"capture_step={self.capture_step!r} must be True, False or 'auto'.")

@@ -32,6 +32,8 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 from lightning_zero.optim.clip import clip_by_norm, global_norm
+from lightning_zero.optim.formulas import rule_for
+from lightning_zero.optim.stepper import OptimizerStepper
 from lightning_zero.optim.support import check_optimizer
 from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.full import full_parameters
@@ -112,6 +114,7 @@ class Engine:
         self._hooks: StateDictHooks | None = None
         self._gradient_hooks = GradientHooks(self.sharder)
         self._eager_reads = -1
+        self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
 
     @property
     def rank(self) -> int:
@@ -271,6 +274,28 @@ class Engine:
         self.executor.sync_edits(forget=True)
         self.executor.expire_shadows()
 
+    def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
+        """What steps this optimizer over the arenas."""
+        stepper = self._steppers.get(optimizer)
+        if stepper is None:
+            config = self.config
+            stepper = OptimizerStepper(
+                optimizer, self.sharder, self.reduce_group, config.capture_step, config.emulate_capture
+            )
+            self._steppers[optimizer] = stepper
+        return stepper
+
+    def begin_step(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None) -> None:
+        """Gradients are final, and the optimizer's own ``step`` is next; :meth:`end_step` must come after it. Inside
+        its ``step(closure)``, the closure's last act."""
+        self.before_step()
+        self.stepper(optimizer).begin(skip)
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the optimizer's ``step``, whether it succeeded or not, and before a closure is run again."""
+        self.stepper(optimizer).end()
+        self.executor.expire_shadows()
+
     def eval_step(self) -> None:
         """Must come before a forward outside of training: weights may have been exchanged since the last one."""
         self.executor.sync_edits()
@@ -304,6 +329,7 @@ class Engine:
         """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no
         shards."""
         check_optimizer(optimizer)
+        self.stepper(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if self.sharder.find(param) is None:
@@ -314,6 +340,13 @@ class Engine:
                         "the "
                         "LightningModule, and create optimizers from self.parameters() inside configure_optimizers()."
                     )
+
+    def arrange(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Lays the shards out for these optimizers, so that each steps its groups as few tensors. Best called before
+        training; without it everything works in smaller pieces."""
+        groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+        simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
+        self.sharder.arrange([group["params"] for _, group in groups], by_dimensions=not simple)
 
     def grad_norm(self, params: Iterable[Tensor]) -> Tensor:
         """2-norm over all ranks' shards of the gradients: a scalar on the device. Collective."""

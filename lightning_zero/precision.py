@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
@@ -27,7 +29,7 @@ from lightning_zero.sharding.surgery import is_sharded
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["ZeroHalfPrecision", "ZeroMixedPrecision", "ZeroPrecision", "for_shards"]
+__all__ = ["ZeroHalfPrecision", "ZeroMixedPrecision", "ZeroPrecision", "for_shards", "plain"]
 
 
 class _ForShards(Precision):
@@ -35,22 +37,50 @@ class _ForShards(Precision):
     setup."""
 
     engine: Callable[[], Engine]
+    _clips_itself = False
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.engine().clip_grad_norm(self.main_params(optimizer), clip_val)
+        # What the user's own hook clips it may look at; otherwise nobody sees gradients before the step that comes now.
+        later = self._clips_itself
+        self.engine().stepper(plain(optimizer)).clip_norm(clip_val, later=later)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        self.engine().stepper(plain(optimizer)).clip_value(clip_val)
+
+    @override
+    def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        overridden = (is_overridden(name, model) for name in ("configure_gradient_clipping", "clip_gradients"))
+        self._clips_itself = not any(overridden)
+        try:
+            super()._clip_gradients(model, optimizer, *args, **kwargs)
+        finally:
+            self._clips_itself = False
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
+        engine, own = self.engine(), plain(optimizer)
+
         def announced() -> Any:
+            engine.end_step(own)  # an optimizer may run its closure several times
             result = closure()
             # The closure runs forward and backward; the step that follows it changes the shards.
-            self.engine().before_step()
+            engine.before_step()
             return result
 
-        return super().optimizer_step(optimizer, model=model, closure=announced, **kwargs)
+        try:
+            return super().optimizer_step(optimizer, model=model, closure=announced, **kwargs)
+        finally:
+            engine.end_step(own)
+
+    @override
+    def _wrap_closure(self, model: pl.LightningModule, optimizer: Any, closure: Callable[[], Any]) -> Any:
+        result = super()._wrap_closure(model, optimizer, closure)
+        self.engine().begin_step(plain(optimizer))
+        return result
 
 
 class ZeroPrecision(_ForShards):
@@ -108,6 +138,11 @@ class ZeroMixedPrecision(_ForShards, MixedPrecision):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if MixedPrecision.__qualname__ in checkpoint:
             self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
+
+
+def plain(optimizer: Any) -> Optimizer:
+    """The user's optimizer, without Lightning's wrapper."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:

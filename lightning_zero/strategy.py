@@ -18,7 +18,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
@@ -38,7 +37,7 @@ from lightning_zero.compile.plan import Plan
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.precision import ZeroMixedPrecision, for_shards
+from lightning_zero.precision import ZeroMixedPrecision, for_shards, plain
 from lightning_zero.processes import ProcessStrategy
 
 __all__ = ["ZeroStrategy"]
@@ -75,6 +74,8 @@ class ZeroStrategy(ProcessStrategy):
         reduce_bucket_mb: capacity of a reduce bucket in MiB.
         reduce_double_buffer: fill one bucket while the other is reduced.
         reduce_free_buckets: give the buckets' memory back after each backward.
+        capture_step: replay norm, clipping and the optimizer's step as CUDA graphs: ``"auto"`` where that is possible;
+            ``True``, or raise where it is not; ``False`` never.
         agreement_timeout_s: a rank that has compiled a graph waits so many seconds for ranks that are not compiling
             before it raises ``RankMismatchError``.
         sync_collectives: debugging: wait on the host before and after every collective.
@@ -102,6 +103,7 @@ class ZeroStrategy(ProcessStrategy):
         reduce_bucket_mb: float = 64.0,
         reduce_double_buffer: bool = True,
         reduce_free_buckets: bool = False,
+        capture_step: bool | str = "auto",
         agreement_timeout_s: float = 25.0,
         sync_collectives: bool = False,
         process_group_backend: str | None = None,
@@ -132,7 +134,9 @@ class ZeroStrategy(ProcessStrategy):
             bucket_mb=reduce_bucket_mb, double_buffer=reduce_double_buffer, free_buckets=reduce_free_buckets
         )
         # Checked here, so that a mistake shows before any process is started.
-        self._options = EngineConfig(sync_collectives=sync_collectives, agreement_timeout_s=agreement_timeout_s)
+        self._options = EngineConfig(
+            sync_collectives=sync_collectives, agreement_timeout_s=agreement_timeout_s, capture_step=capture_step
+        )
         self._engine: Engine | None = None
         self._observers: list[GraphObserver] = []
         self._lightning_module_ref: pl.LightningModule | None = None
@@ -314,6 +318,7 @@ class ZeroStrategy(ProcessStrategy):
                 engine.check_optimizer(optimizer)
             except UnsupportedError as error:
                 raise MisconfigurationException(str(error)) from error
+        engine.arrange(self.optimizers)
 
     # -- steps
 
@@ -368,7 +373,7 @@ class ZeroStrategy(ProcessStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._require_engine().optimizer_state(_plain(optimizer))
+        return self._require_engine().optimizer_state(plain(optimizer))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -380,7 +385,7 @@ class ZeroStrategy(ProcessStrategy):
                 "Return the same optimizers in the same order, or load only the weights with load_from_checkpoint()."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            self._require_engine().load_optimizer_state(_plain(optimizer), state)
+            self._require_engine().load_optimizer_state(plain(optimizer), state)
             _optimizer_to_device(optimizer, self.root_device)
 
     @override
@@ -408,7 +413,3 @@ class ZeroStrategy(ProcessStrategy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._engine or 'not set up'})"
-
-
-def _plain(optimizer: Optimizer) -> Optimizer:
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -138,6 +138,10 @@ class Executor:
         """Indices of the parameters that the last backward gave a gradient."""
         return self._native.attached()
 
+    def gradients_key(self) -> int:
+        """A number that changes whenever a parameter's gradient comes, goes or lies elsewhere."""
+        return self._native.gradients_key()
+
     def abort_backward(self) -> None:
         """Drops what an interrupted backward left behind."""
         self._native.abort_backward()

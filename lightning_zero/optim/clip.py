@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["clip_by_norm", "global_norm"]
+__all__ = ["clip_by_norm", "clip_factor", "global_norm"]
+
+
+def clip_factor(squared_norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """By what gradients are multiplied: ``min(1, max_norm / (norm + 1e-6))``, as in
+    ``torch.nn.utils.clip_grad_norm_``."""
+    return (max_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
 
 
 def global_norm(params: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ and moves all shards into arenas. Every rank must do the same in the same order:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +59,7 @@ class Sharder:
         self.parameters: list[ShardedParameter] = []
         self.arena: Arena | None = None
         self.grad_arena: Arena | None = None
+        self.gradients: dict[int, Tensor] = {}  # by index, each trainable parameter's 1-D part of a gradient arena
         self._kept: Arena | None = None
         self._shadows: list[tuple[Tensor, Tensor]] = []  # (low-precision copy, masters), one pair for each master dtype
         self._by_param: dict[int, ShardedParameter] = {}
@@ -220,7 +222,23 @@ class Sharder:
         orphans = [record for record in self.parameters if not record.owners]
         for record in orphans:
             self.executor.drop_parameter(record.index)
-        live = [record for record in reversed(self.parameters) if record.owners]
+        self._place([record for record in reversed(self.parameters) if record.owners])
+
+    def arrange(self, groups: Sequence[Sequence[Tensor]], by_dimensions: bool = False) -> None:
+        """Makes the shards of each group of parameters neighbours, so that an optimizer can step a group as one tensor;
+        within a group, those with the same number of dimensions if asked. Nothing happens once training has begun."""
+        if self.arena is None or self.gradients or self._shadows or self._kept:
+            return
+        number = {id(param): n for n, group in enumerate(groups) for param in group}
+        before = sorted(self.live, key=lambda record: record.shard.data_ptr())
+        order = sorted(
+            before,
+            key=lambda r: (number.get(id(r.param), len(groups)), r.param.dim() if by_dimensions else 0),
+        )
+        if [record.index for record in order] != [record.index for record in before]:
+            self._place(order)
+
+    def _place(self, live: list[ShardedParameter]) -> None:
         arena = Arena([(record.layout, record.param.dtype) for record in live], self.executor.device)
         for record, view in zip(live, arena.views, strict=True):
             view.copy_(record.shard)
@@ -230,14 +248,17 @@ class Sharder:
         self.arena = arena
 
     def allocate_gradients(self) -> None:
-        """Lays out the gradient arena, in the shards' order, for the parameters that are trainable now. Harmless when
-        repeated."""
-        if self.grad_arena is not None:
+        """Lays out the gradient arena, in the shards' order, for the parameters that are trainable now; parameters that
+        become trainable later get another. Harmless when repeated."""
+        new = [r for r in self.parameters if r.owners and r.param.requires_grad and r.index not in self.gradients]
+        if not new:
             return
-        live = [record for record in reversed(self.parameters) if record.owners and record.param.requires_grad]
-        self.grad_arena = Arena([(record.layout, record.param.dtype) for record in live], self.executor.device)
-        for record, view in zip(live, self.grad_arena.views, strict=True):
+        new.sort(key=lambda record: record.shard.data_ptr())
+        arena = Arena([(record.layout, record.param.dtype) for record in new], self.executor.device)
+        for record, view in zip(new, arena.views, strict=True):
             self.executor.set_grad(record.index, view)
+            self.gradients[record.index] = view
+        self.grad_arena = self.grad_arena or arena
 
     def allocate_shadows(self, dtype: torch.dtype) -> None:
         """Memory for all wider floating point shards in ``dtype``, laid out like the shards. Harmless when repeated."""

@@ -45,6 +45,8 @@ def engine_for(
     agreement_timeout_s: float = 25.0,
     poison: bool = False,
     device: str = "cpu",
+    emulate_capture: bool = False,
+    capture_step: bool | str = "auto",
     **compile: Any,
 ) -> Iterator[Engine]:
     """An engine that is closed at the end, with buckets so small that there are several.
@@ -60,6 +62,8 @@ def engine_for(
         compute_dtype=compute_dtype,
         agreement_timeout_s=agreement_timeout_s,
         poison=poison,
+        emulate_capture=emulate_capture,
+        capture_step=capture_step,
     )
     engine = Engine(torch.device(device), config, observe=observe)
     try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +22,12 @@ RTOL = 1e-6  # float32, another order of summation
 
 
 def make_strategy(kind: str, **options: Any) -> Any:
-    """``compiled`` and ``eager`` are ours; ``ddp`` and ``single`` are what they are compared with."""
+    """``compiled``, ``eager`` and ``captured`` (eager, with an optimizer step as it is captured on a GPU) are ours;
+    ``ddp`` and ``single`` are what they are compared with."""
+    if kind == "captured":
+        strategy = ZeroStrategy(compile=False, **options)
+        strategy._options = replace(strategy._options, emulate_capture=True)
+        return strategy
     if kind in ("compiled", "eager"):
         return ZeroStrategy(compile=kind == "compiled", compile_backend="aot_eager", **options)
     return {"ddp": "ddp_find_unused_parameters_true", "single": "auto"}[kind]
@@ -104,7 +110,7 @@ class Regression(pl.LightningModule):
 
 
 def is_ours(kind: str) -> bool:
-    return kind in ("compiled", "eager")
+    return kind in ("compiled", "eager", "captured")
 
 
 def whole_state(module: pl.LightningModule) -> dict[str, Tensor]:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine import engine_of
+from lightning_zero.optim.stepper import OptimizerStepper
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import (
@@ -82,14 +83,14 @@ class ClipsItself(Clipped):
 def _note_norms(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the strategy's own clipping is going to return."""
     returned: list[float] = []
-    original = Engine.clip_grad_norm
+    original = OptimizerStepper.clip_norm
 
-    def clip_grad_norm(engine: Engine, *args: Any) -> Tensor:
-        norm = original(engine, *args)
+    def clip_norm(stepper: OptimizerStepper, *args: Any, **kwargs: Any) -> Tensor:
+        norm = original(stepper, *args, **kwargs)
         returned.append(norm.item())
         return norm
 
-    monkeypatch.setattr(Engine, "clip_grad_norm", clip_grad_norm)
+    monkeypatch.setattr(OptimizerStepper, "clip_norm", clip_norm)
     return returned
 
 
@@ -146,6 +147,7 @@ CASES = {
     ("world_size", "kind", "case"),
     [(2, "eager", case) for case in CASES]
     + [(world, "eager", case) for world in (1, 3) for case in ("norm, SGD", "value, accumulated")]
+    + [(2, "captured", case) for case in ("norm", "norm, SGD", "value, accumulated", "norm, fused, bf16-mixed")]
     + [(2, "compiled", case) for case in ("norm, accumulated", "norm, fused, bf16-mixed")],
 )
 def test_clipping_equals_ddps(ranks: Ranks, world_size: int, kind: str, case: str) -> None:

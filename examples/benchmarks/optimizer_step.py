@@ -1,0 +1,225 @@
+"""Time of one optimizer step (norm, clipping, AdamW, downcast) on sharded parameters; prints one JSON line per way.
+
+    torchrun --nproc-per-node 4 examples/benchmarks/optimizer_step.py --size 1b --ways captured,eager,fused,fsdp2
+
+Every way steps the same shards (float32, gradients in float32, clipping to norm 1.0, AdamW) and leaves a bfloat16 copy
+of the weights, with gradients that are always there. `captured` and `eager` are lightning_zero with `capture_step` on
+and off; `fused` is `torch.optim.AdamW(fused=True)` with `clip_grad_norm_` on plain tensors of the shards' sizes;
+`fsdp2` the same on the DTensors of `fully_shard`; `deepspeed` is the step of DeepSpeed ZeRO-3 (bfloat16 with float32
+masters, its norm and clipping). The bytes a step needs: gradients read for the norm (4), gradients read and scaled (8),
+weights and both moments read and written (24), the bfloat16 copy written (2): 38 per element.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from step_time import SIZES, Decoder
+
+BYTES = 38
+MAX_NORM = 1.0
+
+
+class Small(nn.Module):
+    """Many small parameters."""
+
+    def __init__(self, tensors: int = 2000, elements: int = 1024) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(elements) for _ in range(tensors))
+
+
+def build(size: str) -> nn.Module:
+    return Small() if size == "small" else Decoder(*SIZES[size])
+
+
+def adamw(params: list[Tensor], **options: object) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=1e-5, weight_decay=0.1, **options)
+
+
+def ours(size: str, capture: bool | str) -> tuple[Callable[[], None], int]:
+    from lightning_zero.config import EngineConfig
+    from lightning_zero.engine import Engine
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    engine = Engine(device, EngineConfig(capture_step=capture, compute_dtype=torch.bfloat16))
+    model = build(size)
+    engine.shard(model)
+    optimizer = adamw(list(model.parameters()), fused=True)
+    engine.arrange([optimizer])
+    engine.sharder.allocate_gradients()
+    engine.sharder.allocate_shadows(torch.bfloat16)
+    for param in model.parameters():
+        param.grad = engine.sharder.gradients[engine.sharder.find(param).index].normal_().view(param.shape)
+    stepper = engine.stepper(optimizer)
+
+    def step() -> None:
+        stepper.clip_norm(MAX_NORM, later=True)
+        engine.begin_step(optimizer)
+        optimizer.step()
+        engine.end_step(optimizer)
+        engine.sharder.write_shadows()
+
+    step.engine = engine  # keeps it
+    step.model = model
+    return step, sum(p.numel() for p in model.parameters())
+
+
+def fused(size: str) -> tuple[Callable[[], None], int]:
+    world = dist.get_world_size()
+    sizes = [-(-param.numel() // world) for param in build(size).parameters()]
+    params = [nn.Parameter(torch.randn(n, device="cuda")) for n in sizes]
+    copies = [torch.empty_like(p, dtype=torch.bfloat16) for p in params]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = adamw(params, fused=True)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(params, MAX_NORM)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(copies, params)
+
+    return step, sum(sizes)
+
+
+def fsdp2(size: str) -> tuple[Callable[[], None], int]:
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model = build(size)
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cuda")
+    params = list(model.parameters())
+    for param in params:
+        nn.init.normal_(param)
+        param.grad = torch.randn_like(param)
+    copies = [torch.empty_like(p.to_local(), dtype=torch.bfloat16) for p in params]
+    optimizer = adamw(params, fused=True)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(params, MAX_NORM)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(copies, [p.to_local() for p in params])
+
+    return step, sum(p.to_local().numel() for p in params)
+
+
+def deepspeed(size: str) -> tuple[Callable[[], None], int]:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": MAX_NORM,
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+        "zero_allow_untested_optimizer": True,
+    }
+    model = build(size).to("cuda")
+    optimizer = adamw(list(model.parameters()), fused=True)
+    engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    elements = sum(group.numel() for group in wrapped.fp32_partitioned_groups_flat)
+
+    def step() -> None:
+        # What a backward leaves: averaged gradients of every sub-group, in the dtype of the model.
+        for number, group in enumerate(wrapped.fp16_groups):
+            wrapped.averaged_gradients[number] = [
+                torch.randn(p.partition_numel(), device="cuda", dtype=torch.bfloat16) * 1e-2 for p in group
+            ]
+        torch.cuda.synchronize()
+        step.begin = time.perf_counter()
+        step.event.record()
+        wrapped.step()
+
+    step.event = torch.cuda.Event(enable_timing=True)
+    step.engine = engine
+    return step, elements
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy on the device, read and written counted."""
+    a = torch.randn(1 << 29, device="cuda")
+    b = torch.empty_like(a)
+    seconds = []
+    for _ in range(12):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        b.copy_(a)
+        events[1].record()
+        torch.cuda.synchronize()
+        seconds.append(events[0].elapsed_time(events[1]) / 1e3)
+    return 2 * a.nbytes / statistics.median(seconds)
+
+
+WAYS = {
+    "captured": lambda size: ours(size, True),
+    "eager": lambda size: ours(size, False),
+    "fused": fused,
+    "fsdp2": fsdp2,
+    "deepspeed": deepspeed,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="1b", choices=[*SIZES, "small"])
+    parser.add_argument("--ways", default="captured,eager,fused,fsdp2")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm", type=int, default=10)
+    arguments = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    bandwidth = copy_bandwidth()
+    for way in arguments.ways.split(","):
+        step, elements = WAYS[way](arguments.size)
+        times: list[float] = []
+        host: list[float] = []
+        for number in range(arguments.warm + arguments.steps):
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            clock = time.perf_counter()
+            begin.record()
+            step()
+            end.record()
+            host_end = time.perf_counter()
+            torch.cuda.synchronize()
+            if number >= arguments.warm:
+                begin, clock = getattr(step, "event", begin), getattr(step, "begin", clock)
+                times.append(begin.elapsed_time(end))
+                host.append(1e3 * (host_end - clock))
+        ms, floor = statistics.median(times), 1e3 * BYTES * elements / bandwidth
+        result = {
+            "way": way,
+            "size": arguments.size,
+            "ranks": dist.get_world_size(),
+            "elements": elements,
+            "ms": round(ms, 3),
+            "ms_10_90": [round(q, 3) for q in (statistics.quantiles(times, n=10)[i] for i in (0, -1))],
+            "host_ms": round(statistics.median(host), 3),
+            "bytes_ms": round(floor, 3),
+            "over_bytes": round(ms / floor, 3),
+            "copy_tb_s": round(bandwidth / 1e12, 3),
+            "torch": torch.__version__,
+        }
+        if dist.get_rank() == 0:
+            print(json.dumps(result), flush=True)
+        del step
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""An optimizer's view of the arenas: neighbouring shards of a parameter group, stepped as one flat tensor.
+
+An optimizer that treats elements one by one does the same to a run of neighbouring shards as to each of them, with one
+kernel in place of many. Its own parameters, groups and state keep their identity and shapes: every state tensor of a
+parameter is a view of its segment's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.shard import ShardedParameter
+
+__all__ = ["Segment", "State", "cut"]
+
+State = defaultdict[Any, dict[str, Any]]
+
+
+@dataclass
+class Segment:
+    """Shards that are stepped as one.
+
+    Attributes:
+        group: number of the parameter group.
+        members: the parameters, in the order of memory.
+        param: all of them, flat, with as many dimensions as each of them has, or 1-D if those differ; ``.grad`` is set.
+        counts: by name, the members' 0-dim state tensors (such as step counts), as one 1-D tensor.
+        state: the optimizer's state for ``param``.
+    """
+
+    group: int
+    members: list[ShardedParameter]
+    param: nn.Parameter
+    grad: Tensor
+    counts: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    _given: dict[str, Any] | None = None
+
+    def take_in(self, state: State) -> bool:
+        """Joins the members' state into this segment's; what is not in one piece of memory yet is moved there, and the
+        members' state becomes views of it. Returns whether anything was moved."""
+        own = [state[record.param] for record in self.members if record.param in state]
+        if len(own) != len(self.members):
+            return False
+        moved = False
+        for key, first in own[0].items():
+            values = [entries[key] for entries in own]
+            if not isinstance(first, Tensor):
+                self.state[key] = first
+            elif self._is_count(first):
+                counts = _joined(values)
+                moved = moved or counts is None
+                self._publish_count(key, torch.stack([v.reshape(()) for v in values]) if counts is None else counts)
+            else:
+                self._check(key, first, self.members[0].layout.visible_shape)
+                flat = _joined(values)
+                moved = moved or flat is None
+                self.state[key] = (torch.cat([v.reshape(-1) for v in values]) if flat is None else flat).view(
+                    self.param.shape
+                )
+        self.give_out(state)
+        return moved
+
+    def read_numbers(self, state: State) -> None:
+        """What is no tensor, the optimizer may have changed in the members' state since."""
+        own = state.get(self.members[0].param, {})
+        self.state.update({k: own[k] for k, v in self.state.items() if not isinstance(v, Tensor) and k in own})
+
+    def give_out(self, state: State) -> None:
+        """Shows what the optimizer keeps for this segment as the members' state, as far as it is something else than
+        last time."""
+        given = self._given
+        if (
+            given is not None
+            and given.keys() == self.state.keys()
+            and all(map(is_, given.values(), self.state.values()))
+        ):
+            return
+        for key, value in list(self.state.items()):
+            if isinstance(value, Tensor) and self._is_count(value) and key not in self.counts:
+                self._publish_count(key, value.detach().reshape(1).repeat(len(self.members)))
+        begin = 0
+        for position, record in enumerate(self.members):
+            end = begin + record.layout.shard_numel
+            entries = state[record.param]
+            for key, value in self.state.items():
+                if key in self.counts:
+                    entries[key] = self.counts[key][position]
+                elif isinstance(value, Tensor):
+                    self._check(key, value, self.param.shape)
+                    entries[key] = value.view(-1)[begin:end].view(record.layout.visible_shape)
+                else:
+                    entries[key] = value
+            begin = end
+        self._given = dict(self.state)
+
+    def spread_counts(self) -> None:
+        """The optimizer has changed the first member's counts; the others' follow."""
+        for counts in self.counts.values():
+            if counts.numel() > 1:
+                counts[1:] = counts[0]
+
+    def _publish_count(self, key: str, counts: Tensor) -> None:
+        self.counts[key] = counts
+        self.state[key] = counts[0]
+
+    def _is_count(self, value: Tensor) -> bool:
+        return value.numel() == 1  # a shard has more elements: see ShardLayout
+
+    def _check(self, key: str, value: Tensor, shape: torch.Size) -> None:
+        if value.shape != shape:
+            raise UnsupportedError(
+                f"The optimizer keeps a state {key!r} of shape {tuple(value.shape)} for {self.members[0].name!r}, "
+                f"whose shard it sees as {tuple(shape)}: it does not treat elements one by one, and each rank holds "
+                "only a flat piece of every parameter. Use an optimizer that does, such as AdamW, SGD or Lion."
+            )
+
+
+def cut(
+    groups: Sequence[Sequence[ShardedParameter]],
+    kinds: Mapping[int, int],
+    mix_dimensions: bool,
+) -> list[Segment]:
+    """Segments of the parameters in ``groups``, all of which have a gradient.
+
+    Args:
+        groups: by parameter group.
+        kinds: by index, a number for parameters with the same history; only those are joined.
+        mix_dimensions: join parameters with different numbers of dimensions.
+    """
+    segments: list[Segment] = []
+    for number, records in enumerate(groups):
+        run: list[ShardedParameter] = []
+        for record in sorted(records, key=lambda record: record.shard.data_ptr()):
+            if run and not _belongs(run[-1], record, kinds, mix_dimensions):
+                segments.append(_segment(number, run))
+                run = []
+            run.append(record)
+        if run:
+            segments.append(_segment(number, run))
+    return segments
+
+
+def _belongs(last: ShardedParameter, record: ShardedParameter, kinds: Mapping[int, int], mix_dimensions: bool) -> bool:
+    before, after = last.param.grad, record.param.grad
+    assert before is not None
+    assert after is not None
+    return (
+        _adjacent(last.shard, record.shard)
+        and _adjacent(before, after)
+        and kinds.get(last.index) == kinds.get(record.index)
+        and (mix_dimensions or last.param.dim() == record.param.dim())
+    )
+
+
+def _adjacent(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.data_ptr() + a.nbytes == b.data_ptr()
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    )
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor | None:
+    """One 1-D view of pieces that lie one behind the other; None if they do not."""
+    first = pieces[0]
+    if not all(p.is_contiguous() for p in pieces) or not all(map(_adjacent, pieces, pieces[1:])):
+        return None
+    return first.detach().as_strided((sum(p.numel() for p in pieces),), (1,), first.storage_offset())
+
+
+def _segment(group: int, members: list[ShardedParameter]) -> Segment:
+    flat = _joined([record.shard for record in members])
+    grad = _joined([record.param.grad for record in members if record.param.grad is not None])
+    assert flat is not None
+    assert grad is not None
+    dims = {record.param.dim() for record in members}
+    shape = (1,) * (dims.pop() - 1) + (flat.numel(),) if len(dims) == 1 else (flat.numel(),)
+    param = nn.Parameter(flat.view(shape))
+    param.grad = grad.view(shape)
+    return Segment(group, members, param, param.grad)

@@ -1,0 +1,80 @@
+"""The optimizer's step as a CUDA graph: the same weights and state as the plain optimizer's, whatever changes between."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.test_optimizer_steps import (
+    Event,
+    compare,
+    forget_one_state,
+    load_own_state,
+    nothing,
+    other_settings,
+    replace_gradients,
+    train_sharded_steps,
+    unfreeze_and_add,
+)
+from tests.helpers.sharded import engine_for
+from tests.ranks.pool import Ranks
+
+pytestmark = pytest.mark.gpu(2)
+
+
+def train_on_gpu(name: str, event: Event, capture: bool):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return train_sharded_steps(name, event, False, f"cuda:{torch.cuda.current_device()}", capture)
+
+
+@pytest.mark.parametrize("capture", [True, False], ids=["captured", "eager"])
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [
+        ("AdamW", nothing),
+        ("SGD", nothing),
+        ("Lion", nothing),
+        ("AdamW", unfreeze_and_add),
+        ("AdamW", other_settings),
+        ("AdamW", load_own_state),
+        ("AdamW", forget_one_state),
+        ("AdamW", replace_gradients),
+    ],
+)
+def test_steps_equal_the_plain_optimizers(ranks: Ranks, name: str, event: Event, capture: bool) -> None:
+    options = {"backend": "nccl", "deadline": 200}
+    for *_, replays in compare(ranks, 2, name, event, capture, train_on_gpu, 1e-4, **options):
+        assert (replays > 0) == (capture and name != "Lion")
+
+
+def profile_steps():
+    """Copies to the host in steps that are replayed, and what launched them."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    with engine_for(model, "eager", device=f"cuda:{torch.cuda.current_device()}") as engine:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine.check_optimizer(optimizer)
+        x = torch.randn(4, 64, device=engine.device)
+        for step in range(55):
+            with engine.train_step():
+                loss = model(x).square().mean()
+            loss.backward()
+            if step == 5:
+                torch.cuda.synchronize()
+                profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+                profiler.__enter__()
+            engine.stepper(optimizer).clip_norm(1.0, later=True)
+            engine.begin_step(optimizer)
+            optimizer.step()
+            engine.end_step(optimizer)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.99
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        profiler.__exit__(None, None, None)
+        names = [event.name for event in profiler.events()]
+        return sum("DtoH" in name for name in names), len(names)
+
+
+def test_nothing_is_copied_to_the_host(ranks: Ranks) -> None:
+    for copies, events in ranks.run(2, profile_steps, backend="nccl", deadline=120):
+        assert copies == 0
+        assert events > 500
