@@ -58,9 +58,11 @@ class CompileConfig:
         enabled: compile the outermost modules that the training step calls; otherwise everything runs eagerly.
         backend: ``"inductor"`` or ``"aot_eager"`` (same graphs and passes, no code generation; for debugging).
         dynamic: passed to ``torch.compile``: ``None`` lets sizes become dynamic when they change.
-        prefetch: gather weights in groups, in the dtype they are used in, one group ahead of their use; otherwise one
-            by one.
+        prefetch: gather weights in groups, in the dtype they are used in, ahead of their use; otherwise one by one.
         gather_group_mb: at most so many MiB of whole weights in a group.
+        prefetch_mb: at most so many MiB of whole weights are in flight or in use at once, as far as groups are started
+            more than one ahead of their use; ``None`` for two groups. More hides more of the transfers where compute is
+            short, for memory.
         reduce_group_mb: at most so many MiB of gradients wait until they are handed over together.
         persist_mb: so many MiB of whole weights, in the dtype they are used in, live from forward to backward on every
             rank instead of being gathered twice; ``math.inf`` for all.
@@ -78,6 +80,7 @@ class CompileConfig:
     prefetch: bool = True
     gather_group_mb: float = 128.0
     reduce_group_mb: float = 64.0
+    prefetch_mb: float | None = None
     persist_mb: float = 0.0
     persist_until: str = "backward"
     activation_memory_budget: float = 1.0
@@ -86,6 +89,8 @@ class CompileConfig:
     def __post_init__(self) -> None:
         _check_size("gather_group_mb", self.gather_group_mb, 128)
         _check_size("reduce_group_mb", self.reduce_group_mb, 64)
+        if self.prefetch_mb is not None:
+            _check_size("prefetch_mb", self.prefetch_mb, 256)
         if not isinstance(self.persist_mb, int | float) or not self.persist_mb >= 0:
             raise ValueError(
                 f"persist_mb={self.persist_mb!r} must be a number of MiB: 0 to keep no weight for backward, "

@@ -35,6 +35,7 @@ from lightning_zero.optim.clip import clip_by_norm, global_norm
 from lightning_zero.optim.formulas import rule_for
 from lightning_zero.optim.stepper import OptimizerStepper
 from lightning_zero.optim.support import check_optimizer
+from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
 from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.hooks import GradientHooks
@@ -102,10 +103,11 @@ class Engine:
         store = dist.PrefixStore(
             f"lightning_zero/{self.control_group.group_name}", dist.distributed_c10d._get_default_store()
         )
+        self._costs: Costs | None = None
         limit = (timeout or dist.constants.default_pg_timeout).total_seconds()
         agreement = Agreement(store, self.rank, self.world_size, self.config.agreement_timeout_s, limit)
         self._supervisor = Supervisor(agreement, [observe] if observe is not None else [], say)
-        self._compile_arguments = self._supervisor.compiler(self.config.compile, self.world_size)
+        self._compile_arguments = self._compiler_arguments()
         self.sharder = Sharder(self.executor, self.gather_group, self.control_group)
         self.sharder.classes.engine = weakref.ref(self)
         self.module: nn.Module | None = None
@@ -132,10 +134,17 @@ class Engine:
         self.config = config
         self.executor.configure(config)
         if recompile:
-            self._compile_arguments = self._supervisor.compiler(config.compile, self.world_size)
+            self._compile_arguments = self._compiler_arguments()
         if recompile and self.calls is not None:
             self.calls.restore()
             self.calls = CompiledCalls(self._sharded_module(), self._compile_arguments, self._skip)
+
+    def _compiler_arguments(self) -> dict[str, Any]:
+        """Of a new compiler. Measures, on all ranks together, when it is first needed."""
+        compile = self.config.compile
+        if self._costs is None and compile.enabled and compile.prefetch:
+            self._costs = measure_costs(self.gather_group, self.control_group, self.device)
+        return self._supervisor.compiler(compile, self.world_size, self._costs or NOMINAL)
 
     def observe(self, observer: GraphObserver) -> None:
         """``observer`` sees every graph that is compiled from now on; it must not keep graphs."""
@@ -263,6 +272,8 @@ class Engine:
             if first or self._eager_reads != 0:
                 stack.enter_context(regather_saved_weights(self.sharder))
             yield
+        if first:
+            self._supervisor.forward_ends_with(self.sharder.classes.last_read)
         self._eager_reads = self._count_eager_reads() - reads
 
     def before_backward(self) -> None:

@@ -58,8 +58,11 @@ class ZeroStrategy(ProcessStrategy):
         compile: compile the outermost modules that the training step calls.
         compile_backend: ``"inductor"``, or ``"aot_eager"`` to debug.
         compile_dynamic: as in ``torch.compile(dynamic=...)``.
-        prefetch: gather weights in groups, one group ahead of their use; otherwise one by one, where they are used.
+        prefetch: gather weights in groups, ahead of their use; otherwise one by one, where they are used.
         gather_group_mb: at most so many MiB of whole weights in a group.
+        prefetch_mb: at most so many MiB of whole weights in flight or in use at once, as far as groups are started more
+            than one ahead of their use; by default two groups. More hides more of the transfers where batches are
+            small, for memory.
         persist_mb: so many MiB of whole weights, in the dtype they are used in, live from forward to backward on every
             rank instead of being gathered twice: faster, for memory. ``float("inf")`` for all.
         persist_until: ``"backward"``, or ``"step"``: the weights within ``persist_mb`` stay until the optimizer steps,
@@ -95,6 +98,7 @@ class ZeroStrategy(ProcessStrategy):
         compile_dynamic: bool | None = None,
         prefetch: bool = True,
         gather_group_mb: float = 128.0,
+        prefetch_mb: float | None = None,
         persist_mb: float = 0.0,
         persist_until: str = "backward",
         activation_memory_budget: float = 1.0,
@@ -124,6 +128,7 @@ class ZeroStrategy(ProcessStrategy):
             compile_dynamic,
             prefetch,
             gather_group_mb,
+            prefetch_mb=prefetch_mb,
             persist_mb=persist_mb,
             persist_until=persist_until,
             activation_memory_budget=activation_memory_budget,

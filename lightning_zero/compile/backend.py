@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -21,12 +23,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 from torch.fx.graph import _BoxedCodeGen
 
-from lightning_zero.compile.frontend import name_weights, refuse_edits
+from lightning_zero.compile.frontend import last_read, name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes, run_passes, small_weight_bytes
+from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes, keeping, run_passes
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.config import CompileConfig
+from lightning_zero.profiling.estimate import NOMINAL, Costs
 
 __all__ = ["Compiler", "Events", "GraphObserver"]
 
@@ -50,18 +53,24 @@ class Events(Protocol):
 class Compiler:
     """Makes the arguments of ``torch.compile`` for one engine's modules.
 
+    Args:
+        costs: estimates by which passes place transfers; the same on every rank.
+
     Attributes:
         registered: users' passes, by name.
         chosen: names of the passes that graphs go through; None for the default ones.
+        last_weight: the shard that a step's forward reads last: backward follows on the graph that ends with it.
     """
 
-    def __init__(self, config: CompileConfig, world_size: int, events: Events) -> None:
+    def __init__(self, config: CompileConfig, world_size: int, events: Events, costs: Costs = NOMINAL) -> None:
         self._config = config
         self._world_size = world_size
         self._events = events
+        self._costs = costs
         self._agreed: dict[tuple[str, ...] | None, list[GraphPlan]] = {}
         self.registered: dict[str, PassSpec] = {}  # users' own
         self.chosen: tuple[str, ...] | None = None
+        self.last_weight: Tensor | None = None
 
     @property
     def agreed(self) -> list[GraphPlan]:
@@ -75,7 +84,7 @@ class Compiler:
 
     def passes(self) -> Sequence[PassSpec]:
         """The passes that the next graph goes through: the chosen ones, or the default ones."""
-        default = default_passes(self._config, self._world_size, self.agreed)
+        default = default_passes(self._config, self._world_size, self.agreed, self._costs)
         if self.chosen is None:
             return default
         known = self.known()
@@ -83,31 +92,32 @@ class Compiler:
 
     def known(self) -> dict[str, PassSpec]:
         """All passes that can be chosen, by name."""
-        default = default_passes(self._config, self._world_size, self.agreed)
+        default = default_passes(self._config, self._world_size, self.agreed, self._costs)
         return {spec.name: spec for spec in (*MINIMAL_PASSES, *default)} | self.registered
 
     def _backend(self) -> Callable[..., Any]:
-        inner = self._aot_eager() if self._config.backend == "aot_eager" else self._inductor
+        inner = self._aot_eager if self._config.backend == "aot_eager" else self._inductor
 
         def compile_graph(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             names = name_weights(module.graph)
             refuse_edits(module.graph)
+            last = self.last_weight is not None and last_read(module.graph, inputs) is self.last_weight
             begun = time.monotonic()
             self._events.compiling(names, True, 0.0)
             try:
                 with functorch_config.patch(activation_memory_budget=self._config.activation_memory_budget):
-                    return inner(module, inputs, **kwargs)
+                    return inner(last, module, inputs, **kwargs)
             finally:
                 self._events.compiling(names, False, time.monotonic() - begun)
 
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
 
-    def _tag(self, graph: Graph) -> Graph:
+    def _tag(self, last: bool, graph: Graph) -> Graph:
+        """``last``: backward follows right after this graph's forward."""
         self._events.graph("joint", graph)
         config = self._config
-        budget = config.persist_mb * 2**20 if config.persist_until == "backward" else 0.0
-        graph = tag_gathers(graph, small_weight_bytes(config), budget)
+        graph = tag_gathers(graph, *keeping(config, last))
         return graph if config.recompute is None else tag_activations(graph, config.recompute)
 
     def _rewrite(self, graph: Graph) -> Graph:
@@ -116,13 +126,13 @@ class Compiler:
         self._events.graph("after", graph)
         return graph
 
-    def _inductor(self, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    def _inductor(self, last: bool, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         # Observers must see every graph, so they keep graphs out of the cache.
         unversioned = any(spec.name in self.registered and spec.version is None for spec in self.passes())
         uncached = self._events.wants_graphs or unversioned or self._config.recompute is not None
         uuid = None if uncached else self._digest()
         options = {
-            "joint_custom_pre_pass": _Pass(self._tag, uuid),
+            "joint_custom_pre_pass": _Pass(partial(self._tag, last), uuid and f"{uuid} {last}"),
             "post_grad_custom_post_pass": _Pass(self._rewrite, uuid),
             # Inductor's reordering would sink every gather that was started early back to its use.
             "reorder_for_peak_memory": False,
@@ -131,7 +141,8 @@ class Compiler:
         return compile_fx(module, inputs, config_patches=options, **kwargs)
 
     def _digest(self) -> str:
-        """What decides how a graph is rewritten."""
+        """What decides how a graph is rewritten. Not what was measured: it differs from run to run, and a graph that an
+        earlier run placed is as right as any."""
         names = [(spec.name, spec.version) for spec in self.passes()]
         agreed = [plan.collectives() for plan in self.agreed]
         digest = hashlib.sha256(repr((names, self._config, self._world_size, agreed)).encode())
@@ -139,18 +150,19 @@ class Compiler:
             digest.update(path.read_bytes())
         return digest.hexdigest()
 
-    def _aot_eager(self) -> Any:
+    def _aot_eager(self, last: bool, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-            self._tag(module.graph)
+            self._tag(last, module.graph)
             return min_cut_rematerialization_partition(module, inputs, **kwargs)
 
         def compiler(module: GraphModule, inputs: Any) -> Any:
             self._rewrite(module.graph)
             return _boxed(module)
 
-        return aot_autograd(
+        compile_fx = aot_autograd(
             fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition
         )
+        return compile_fx(module, inputs, **kwargs)
 
 
 def _boxed(module: GraphModule) -> Callable[[list[Any]], Any]:

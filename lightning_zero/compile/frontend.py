@@ -2,13 +2,14 @@
 
 Only these know what parameters are called: each gather is given its weight's name, which later graphs inherit. And only
 these still show in-place edits, which later ones have turned into new values: a gathered weight is a value of the
-graph, so an edit of it would be lost, and is refused.
+graph, so an edit of it would be lost, and is refused. Here, too, inputs are still the tensors themselves.
 """
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["name_weights", "refuse_edits"]
+__all__ = ["last_read", "name_weights", "refuse_edits"]
 
 _IN_PLACE = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
@@ -34,6 +35,13 @@ def name_weights(graph: Graph) -> list[str]:
         names.append(_name(node))
         node.meta["custom"] = {**node.meta.get("custom", {}), WEIGHT: names[-1]}
     return names
+
+
+def last_read(graph: Graph, inputs: Sequence[Any]) -> Any:
+    """The input, the shard itself, of the last gather; None for a graph without gathers."""
+    given = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=False))
+    found = _gathers(graph)
+    return given.get(found[-1].args[0]) if found else None  # type: ignore[arg-type]
 
 
 def _gathers(graph: Graph) -> list[Node]:

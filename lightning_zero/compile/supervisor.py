@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Graph
 
 from lightning_zero.compile.agreement import Agreement
@@ -15,6 +16,7 @@ from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import GraphPlan, Plan
 from lightning_zero.compile.schedule import check_passes
 from lightning_zero.config import CompileConfig
+from lightning_zero.profiling.estimate import NOMINAL, Costs
 
 __all__ = ["Supervisor"]
 
@@ -42,12 +44,17 @@ class Supervisor:
         self._plans: list[GraphPlan] = []
         self._compiler: Compiler | None = None
 
-    def compiler(self, config: CompileConfig, world_size: int) -> dict[str, Any]:
+    def compiler(self, config: CompileConfig, world_size: int, costs: Costs = NOMINAL) -> dict[str, Any]:
         """Arguments of ``torch.compile``; replaces the compiler before, whose passes stay chosen."""
-        before, self._compiler = self._compiler, Compiler(config, world_size, self)
+        before, self._compiler = self._compiler, Compiler(config, world_size, self, costs)
         if before is not None:
             self._compiler.registered, self._compiler.chosen = before.registered, before.chosen
         return self._compiler.arguments()
+
+    def forward_ends_with(self, shard: Tensor | None) -> None:
+        """Notes which shard a step's forward reads last; graphs that are compiled from now on go by it."""
+        assert self._compiler is not None
+        self._compiler.last_weight = shard
 
     def register_pass(self, spec: PassSpec) -> None:
         """Makes a user's pass known.

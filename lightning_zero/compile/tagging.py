@@ -49,15 +49,17 @@ def _module_path(node: Node) -> str:
     return ".".join(keys) or path
 
 
-def tag_gathers(graph: Graph, small_bytes: int = 0, budget_bytes: float = 0.0) -> Graph:
+def tag_gathers(
+    graph: Graph, small_bytes: int = 0, budget_bytes: float = 0.0, group_bytes: int = 0, parts: int = 1
+) -> Graph:
     """Tags a joint forward and backward graph, in place.
 
-    ``small_bytes`` and ``budget_bytes``: what is kept all the same, see :func:`choose_kept`.
+    What is kept all the same: see :func:`choose_kept`, which these arguments are for.
     """
     tagged: set[Node] = set(gathers(graph))
     if not tagged:
         return graph
-    kept = set(choose_kept(graph, small_bytes, budget_bytes))
+    kept = set(choose_kept(graph, small_bytes, budget_bytes, group_bytes, parts))
     for node in graph.nodes:
         # The partitioner honours tags only among nodes that carry a region number; activation checkpointing uses
         # others.

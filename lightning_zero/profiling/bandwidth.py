@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,17 +41,15 @@ class BandwidthTable:
 
     def __post_init__(self) -> None:
         for kind, samples in (("gather", self.gather), ("reduce", self.reduce)):
-            sizes = [size for size, _ in samples]
-            if not samples or sizes != sorted(set(sizes)) or min(sizes) <= 0 or min(s for _, s in samples) <= 0:
-                raise ValueError(f"{kind}={samples!r}: pass (bytes, seconds), all positive, by growing bytes.")
+            check_samples(kind, samples)
 
     def gather_seconds(self, nbytes: int) -> float:
         """For an all-gather whose result has so many bytes."""
-        return _between(self.gather, nbytes)
+        return seconds_between(self.gather, nbytes)
 
     def reduce_seconds(self, nbytes: int) -> float:
         """For a reduce-scatter whose input has so many bytes on each rank."""
-        return _between(self.reduce, nbytes)
+        return seconds_between(self.reduce, nbytes)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -84,8 +83,8 @@ def measure(
         repetitions: of each transfer; the fastest counts, and of all ranks the slowest.
         budget_s: once so many seconds are spent, larger sizes are left out.
     """
-    # torch 2.13 calls them by other names, and warns of the ones that torch 2.11 has.
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather = all_gather_into()
+    # Renamed like the other, see all_gather_into().
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     world_size = group.size()
     measured: list[tuple[int, float, float]] = []
@@ -112,6 +111,11 @@ def measure(
     )
 
 
+def all_gather_into() -> Callable[..., Any]:
+    """``all_gather(whole, mine, group=...)``: torch 2.13 calls it by another name, and warns of that in torch 2.11."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def _fastest(work: Callable[[], object], device: torch.device, repetitions: int) -> float:
     seconds = []
     for _ in range(repetitions + 1):
@@ -123,7 +127,14 @@ def _fastest(work: Callable[[], object], device: torch.device, repetitions: int)
     return max(min(seconds[1:]), 1e-9)  # the first one sets up connections
 
 
-def _between(samples: Samples, nbytes: int) -> float:
+def check_samples(name: str, samples: Samples) -> None:
+    """Raises :class:`ValueError` unless samples are positive and their bytes grow."""
+    sizes = [size for size, _ in samples]
+    if not samples or sizes != sorted(set(sizes)) or min(sizes) <= 0 or min(s for _, s in samples) <= 0:
+        raise ValueError(f"{name}={samples!r}: pass (bytes, seconds), all positive, by growing bytes.")
+
+
+def seconds_between(samples: Samples, nbytes: int) -> float:
     """On the straight line between two samples, in logarithms. A smaller transfer takes as long as the smallest, a
     larger one runs at the bandwidth of the largest."""
     if nbytes <= samples[0][0]:

@@ -60,6 +60,7 @@ def _weight_property(name: str) -> property:
         cache = cast(Any, self)._zero_cache
         if cache.as_shards:
             return param
+        cache.last_read = param
         weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
         # While a model is being built, `head.weight = embedding.weight` must see a Parameter.
         return _Whole(weight.detach(), param.requires_grad) if cache.as_parameters else weight
@@ -81,6 +82,7 @@ class ClassCache:
     def __init__(self) -> None:
         self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
         self.engine: Callable[[], Any] = lambda: None  # how a sharded module finds its engine
+        self.last_read: nn.Parameter | None = None  # by eager code
         self.as_parameters = False  # what eager code reads is an nn.Parameter
         self.as_shards = False  # what eager code reads is the registered nn.Parameter, a shard
 

@@ -67,8 +67,17 @@ def gathered_from(node: Any) -> bool:
 
 
 def crossings(backend: str, autocast: bool, tagged: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"forward": 0, "backward": 0, "saved": [], "received": [], "gathers in backward": 0}
+    found: dict[str, Any] = {
+        "forward": 0,
+        "backward": 0,
+        "saved": [],
+        "received": [],
+        "last": [],
+        "gathers in backward": 0,
+    }
     model = build(Views)
+    # What forward needs last and backward first stays. No other weight has its size.
+    last = model.last.weight.numel()
     sizes = {param.numel() for param in model.parameters() if param.numel() > 100} | PARTS
 
     def observe(what: str, graph: Graph) -> None:
@@ -81,10 +90,13 @@ def crossings(backend: str, autocast: bool, tagged: bool) -> dict[str, Any]:
             found["gathers in backward"] += sum("lightning_zero.gather" in str(node.target) for node in graph.nodes)
             for node in inputs:
                 if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].numel() in sizes:
-                    found["received"].append(f"{node.name} {tuple(node.meta['val'].shape)}")
+                    kind = "last" if node.meta["val"].numel() == last else "received"
+                    found[kind].append(f"{node.name} {tuple(node.meta['val'].shape)}")
         else:
             found["forward"] += 1
-            found["saved"] += [str(node) for node in outputs if gathered_from(node)]
+            found["saved"] += [
+                str(node) for node in outputs if gathered_from(node) and node.meta["val"].numel() != last
+            ]
 
     untagged = patch("lightning_zero.compile.backend.tag_gathers", lambda graph, *options: graph)
     # Seven samples: no activation of theirs has a weight's size.
@@ -107,6 +119,7 @@ def test_no_gathered_weight_crosses_from_forward_to_backward(ranks: Ranks, backe
     assert (out["forward"], out["backward"]) == (1, 1)
     assert out["saved"] == []
     assert out["received"] == []
+    assert len(out["last"]) == 1
     assert out["gathers in backward"] > 0
 
 

@@ -16,8 +16,9 @@ from lightning_zero.compile.passes.sink import sink_gathers
 from lightning_zero.compile.passes.split import split_gathers
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.config import CompileConfig
+from lightning_zero.profiling.estimate import NOMINAL, Costs
 
-__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "run_passes", "small_weight_bytes"]
+__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "keeping", "run_passes", "small_weight_bytes"]
 
 ANNOUNCE = PassSpec(
     "announce_plan", announce_plan, requires=frozenset({"started", "handed over"}), provides=frozenset({"announced"})
@@ -36,10 +37,24 @@ def small_weight_bytes(config: CompileConfig) -> int:
     return SMALL_BYTES if config.prefetch else 0
 
 
-def default_passes(config: CompileConfig, world_size: int, agreed: Sequence[GraphPlan] = ()) -> tuple[PassSpec, ...]:
+def keeping(config: CompileConfig, last: bool) -> tuple[int, float, int, int]:
+    """What is kept for backward, as arguments of :func:`choose_kept`.
+
+    ``last``: whether backward follows right after the graph's forward.
+    """
+    budget = config.persist_mb * 2**20 if config.persist_until == "backward" else 0.0
+    group_bytes = int(config.gather_group_mb * 2**20) if last and config.prefetch else 0
+    return small_weight_bytes(config), budget, group_bytes, GROUPS_PER_GRAPH
+
+
+def default_passes(
+    config: CompileConfig, world_size: int, agreed: Sequence[GraphPlan] = (), costs: Costs = NOMINAL
+) -> tuple[PassSpec, ...]:
     """The passes for these options: without ``prefetch`` each weight is gathered by itself, where it is used.
 
-    ``agreed``: plans that graphs of the same weights must follow.
+    Args:
+        agreed: plans that graphs of the same weights must follow.
+        costs: estimates by which gathers are placed.
     """
     if not config.prefetch:
         return MINIMAL_PASSES
@@ -53,6 +68,9 @@ def default_passes(config: CompileConfig, world_size: int, agreed: Sequence[Grap
         parts=GROUPS_PER_GRAPH,
         ahead=1,
         agreed=tuple(agreed),
+        first=FIRST_GROUPS,
+        costs=costs,
+        window_bytes=None if config.prefetch_mb is None else config.prefetch_mb * 2**20,
     )
     return (
         PassSpec("fuse_casts", fuse_casts, provides=frozenset({"cast"}), conflicts=unstarted),
@@ -83,5 +101,8 @@ def default_passes(config: CompileConfig, world_size: int, agreed: Sequence[Grap
 
 # Enough groups that a graph of little weight still overlaps transfers with compute.
 GROUPS_PER_GRAPH = 12
+# Nothing hides the first groups of a graph: the weight that is needed first comes alone, and the next ones in groups
+# that grow to full size, so that compute begins early and waits for little at a time.
+FIRST_GROUPS = (0.0, 1 / 8, 1 / 4, 1 / 2)
 # Biases and norms: a transfer of their own is not worth its launch, and keeping them costs next to nothing.
 SMALL_BYTES = 64 * 1024

@@ -1,8 +1,10 @@
-"""Groups gathers that are used one after the other, and starts each group while the one before it is in use.
+"""Groups gathers that are used one after the other, and starts each group before it is used.
 
 One launch for a group costs what one launch for a weight costs, and a large transfer reaches the bandwidth that small
-ones do not. The weights of a group arrive in one tensor and are views of it: nothing is copied. At most two groups are
-in flight or in use, next to the small weights, which are gathered at the beginning and kept.
+ones do not. The first groups are small: nothing hides them, and compute begins when the first has arrived. The weights
+of a group arrive in one tensor and are views of it: nothing is copied. By default at most two full groups are in flight
+or in use, next to the small weights, which are gathered at the beginning and kept. See ``places.py`` for when a group
+is started.
 
 Ranks may compile graphs of the same weights at different times and for batches of different lengths. All must gather
 the same groups in the same order, so a graph follows the plan that the ranks have agreed on, if there is one.
@@ -16,8 +18,10 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import gathers, ops, readers, shard_of, weight_name
-from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, places, size_of
+from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, most_bytes, size_of
+from lightning_zero.compile.passes.places import Pace, places
 from lightning_zero.compile.plan import GraphPlan
+from lightning_zero.profiling.estimate import Costs
 
 __all__ = ["group_gathers"]
 
@@ -36,6 +40,9 @@ def group_gathers(
     parts: int,
     ahead: int,
     agreed: Sequence[GraphPlan] = (),
+    first: Sequence[float] = (),
+    costs: Costs | None = None,
+    window_bytes: float | None = None,
 ) -> Graph:
     """Replaces gathers by groups, in place.
 
@@ -46,18 +53,27 @@ def group_gathers(
         parts: smaller groups where the graph gathers little: about this many for the whole graph.
         ahead: a group is started when the one that comes ``ahead`` before it is first waited for.
         agreed: plans of graphs that ran before; one for the same weights is followed.
+        first: shares of a group's bytes that the first groups may have, see :func:`consecutive`.
+        costs: estimates by which groups are started earlier or later than ``ahead`` says.
+        window_bytes: earlier only while at most so many bytes of groups are in flight or in use; by default two groups.
     """
     nodes = gathers(graph)
     if not nodes:
         return graph
+    small = [node for node in nodes if size_of(node) <= small_bytes]
+    large = [node for node in nodes if size_of(node) > small_bytes]
+    limit = most_bytes(map(size_of, large), group_bytes, parts)
     groups = follow(graph, nodes, agreed, kept=False)
     if groups is None:
-        small = [node for node in nodes if size_of(node) <= small_bytes]
-        large = [node for node in nodes if size_of(node) > small_bytes]
-        limit = min(group_bytes, max(sum(map(size_of, large)) // parts, 1))
-        groups = [*_by_dtype(small), *consecutive(large, limit, size_of, _kind)]
+        groups = [*_by_dtype(small), *consecutive(large, limit, size_of, _kind, first)]
     at_once = [all(size_of(node) <= small_bytes for node in group) for group in groups]
-    begin, waits = places(graph, groups, at_once, ahead)
+    pace = None
+    # Launches of weights that stay until the step lie in between. The order of all launches must be the same on every
+    # rank, so it may not depend on estimates: those groups and these are started one group ahead.
+    if costs is not None and not graph.find_nodes(op="call_function", target=ops("keep_start")):
+        sizes = [sum(_padded(node, world_size) * dtype_of(node).itemsize for node in group) for group in groups]
+        pace = Pace(costs, sizes, 2 * limit if window_bytes is None else window_bytes)
+    begin, waits = places(graph, groups, at_once, ahead, pace)
     launches = [_start(graph, group, start, world_size) for group, start in zip(groups, begin, strict=True)]
     for group, start, wait in zip(groups, launches, waits, strict=True):
         _use(graph, group, start, wait, world_size)
@@ -74,7 +90,7 @@ def _by_dtype(nodes: list[Node]) -> list[Group]:
 
 
 def _start(graph: Graph, group: Group, before: Node, world_size: int) -> Node:
-    lengths = [world_size * shard_of(node).meta["val"].numel() for node in group]
+    lengths = [_padded(node, world_size) for node in group]
     with graph.inserting_before(before):
         start = graph.call_function(
             ops("gather_group"), ([shard_of(node) for node in group], dtype_of(group[0]), sum(lengths))
@@ -100,7 +116,12 @@ def _use(graph: Graph, group: Group, start: Node, before: Node, world_size: int)
         weight.meta.update({key: meta for key, meta in node.meta.items() if key not in ("recompute", "val")})
         weight.meta["val"] = flat.meta["val"].view(node.meta["val"].shape)
         node.replace_all_uses_with(weight)
-        offset += world_size * shard_of(node).meta["val"].numel()
+        offset += _padded(node, world_size)
+
+
+def _padded(node: Node, world_size: int) -> int:
+    """Elements of a gathered weight, as it arrives."""
+    return world_size * int(shard_of(node).meta["val"].numel())
 
 
 def _kept(node: Node) -> bool:

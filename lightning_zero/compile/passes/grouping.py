@@ -1,19 +1,23 @@
-"""Which gathers share a launch, and where each launch goes. What the passes that launch groups have in common."""
+"""Which gathers share a launch. What the passes that launch groups have in common.
+
+Groups follow from the weights alone, their order of use and their sizes: ranks whose batches have other shapes must
+come to the same ones.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import first_call, kind_of, weight_name
+from lightning_zero.compile.graph import kind_of, weight_name
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["consecutive", "dtype_of", "follow", "places", "size_of", "word"]
+__all__ = ["consecutive", "dtype_of", "follow", "most_bytes", "size_of", "word"]
 
 Group = list[Node]
 
@@ -23,17 +27,27 @@ def consecutive(
     limit: int,
     size: Callable[[Node], int],
     kind: Callable[[Node], Any] = lambda node: None,
+    first: Sequence[float] = (),
 ) -> list[Group]:
-    """Cuts a list of nodes into groups of one kind and at most ``limit`` bytes; a larger node is alone."""
+    """Cuts a list of nodes into groups of one kind and at most ``limit`` bytes; a larger node is alone.
+
+    ``first``: shares of ``limit`` that hold for the first groups instead, one after the other; 0 for a single node.
+    """
     groups: list[Group] = []
-    held = 0
+    held, most = 0, 0.0
     for node in nodes:
-        if not groups or held + size(node) > limit or kind(groups[-1][0]) != kind(node):
+        if not groups or held + size(node) > most or kind(groups[-1][0]) != kind(node):
+            most = limit * first[len(groups)] if len(groups) < len(first) else limit
             groups.append([])
             held = 0
         groups[-1].append(node)
         held += size(node)
     return groups
+
+
+def most_bytes(sizes: Iterable[int], group_bytes: int, parts: int) -> int:
+    """What a group of a graph may hold: ``group_bytes``, or less for about ``parts`` groups where there is little."""
+    return min(group_bytes, max(sum(sizes) // parts, 1))
 
 
 def follow(graph: Graph, nodes: Sequence[Node], agreed: Sequence[GraphPlan], kept: bool) -> list[Group] | None:
@@ -51,28 +65,6 @@ def follow(graph: Graph, nodes: Sequence[Node], agreed: Sequence[GraphPlan], kep
             waiting.setdefault((weight_name(node), word(dtype_of(node))), deque()).append(node)
         return [[waiting[name, g.dtype].popleft() for name in g.weights] for g in gathers]
     return None
-
-
-def places(graph: Graph, groups: Sequence[Group], at_once: list[bool], ahead: int) -> tuple[list[Node], list[Node]]:
-    """The nodes that each group is started before, and waited for before.
-
-    A group is waited for at its first use. It is started in the order of the groups, and never behind that.
-
-    Args:
-        at_once: whether a group is started at the beginning.
-        ahead: others are started where the group that comes ``ahead`` before is first used.
-    """
-    anchors = list(graph.nodes)
-    position = {node: number for number, node in enumerate(anchors)}
-    waits = [min(position[node] for node in group) for group in groups]
-    large = [number for number, small in enumerate(at_once) if not small]
-    starts = [position[first_call(graph)]] * len(waits)
-    for rank, number in enumerate(large):
-        if rank >= ahead:
-            starts[number] = min(waits[large[rank - ahead]], waits[number])
-    for number in reversed(range(len(starts) - 1)):
-        starts[number] = min(starts[number], starts[number + 1])
-    return [anchors[start] for start in starts], [anchors[wait] for wait in waits]
 
 
 def word(dtype: torch.dtype) -> str:

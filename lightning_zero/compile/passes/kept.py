@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import gathers, ops, shard_of, weight_name
-from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, places, size_of
+from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, most_bytes, size_of
+from lightning_zero.compile.passes.places import places
 from lightning_zero.compile.plan import GraphPlan
 
 __all__ = ["use_kept"]
@@ -34,7 +35,7 @@ def use_kept(graph: Graph, group_bytes: int, parts: int, ahead: int, agreed: Seq
     nodes = list(firsts.values())
     groups = follow(graph, nodes, agreed, kept=True)
     if groups is None:
-        limit = min(group_bytes, max(sum(map(size_of, nodes)) // parts, 1))
+        limit = most_bytes(map(size_of, nodes), group_bytes, parts)
         groups = consecutive(nodes, limit, size_of, dtype_of)
     begin, waits = places(graph, groups, [False] * len(groups), ahead)
     for op, anchors in (("keep_start", begin), ("keep_wait", waits)):

@@ -1,46 +1,146 @@
 """Chooses the gathered weights that live from forward to backward instead of being gathered twice.
 
 Small ones always: saving a bias costs next to nothing, and its transfer would be one more at the beginning of backward,
-where nothing hides it. Others as far as a budget reaches, the last ones first: they are needed first in backward, and
-live for the shortest time.
+where nothing hides it. The last group of a step's forward, too, when backward needs it first: it is there when forward
+ends, and would be wanted again at once. Others as far as a budget reaches, those first that backward would wait for
+longest, for their size.
+
+How long that is follows from the weights alone, their order of use and their sizes. Measured bandwidths and the shapes
+of batches stay out of it: ranks may have batches of other shapes, and take graphs out of caches that an earlier run
+filled, and must still keep, and so gather, the same weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import cast_dtype, gathers, readers, shard_of
+from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, readers, shard_of
+from lightning_zero.compile.passes.grouping import most_bytes
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["after_tangents", "choose_kept"]
 
 
-def choose_kept(graph: Graph, small_bytes: int, budget_bytes: float) -> list[Node]:
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """A weight in one dtype that it is used in. A tied one is one for the compiler, too, which sees that it is read
+    twice. Positions are of nodes in the joint graph; ``again``: of the first use in backward, None for no use."""
+
+    nodes: list[Node]
+    size: int
+    first: int
+    last: int
+    again: int | None
+
+
+def choose_kept(
+    graph: Graph, small_bytes: int, budget_bytes: float, group_bytes: int = 0, parts: int = 1
+) -> list[Node]:
     """The nodes of a joint graph to save for backward: gathers, or the casts of gathers that are used.
 
     Args:
         small_bytes: weights of at most this size, in the dtype that is saved, are kept whatever the budget.
         budget_bytes: for all others together. One that does not fit is skipped, a smaller one may follow.
+        group_bytes: backward follows right after this graph's forward, and its last group is kept whatever the budget;
+            of at most so many bytes. 0: something else comes between.
+        parts: smaller groups where the graph gathers little, see :func:`group_gathers`.
     """
+    weights = _weights(graph)
+    small = [weight for weight in weights if weight.size <= small_bytes]
+    large = [weight for weight in weights if weight.size > small_bytes]
+    again = sorted((weight for weight in large if weight.again is not None), key=lambda weight: weight.again or 0)
+    kept = {weight for weight in small if weight.again is not None}
+    kept.update(_last_group(large, again, group_bytes, parts))
+    kept.update(_within(again, kept, budget_bytes))
+    return [node for weight in weights if weight in kept for node in weight.nodes]
+
+
+def _weights(graph: Graph) -> list[_Weight]:
+    """Those that forward gathers, the last first."""
     backward = after_tangents(graph)
-    # A tied weight is one for the compiler, too, which will see that it is read twice.
+    position = {node: number for number, node in enumerate(graph.nodes)}
     forms: dict[tuple[object, torch.dtype], list[Node]] = {}
     for gather in reversed(gathers(graph)):
         for node in _forms(gather):
             forms.setdefault((shard_of(gather), node.meta["val"].dtype), []).append(node)
-    kept: list[Node] = []
-    left = budget_bytes
+    found = []
     for nodes in forms.values():
-        size = nbytes(nodes[0].meta["val"])
-        if not any(user in backward for node in nodes for user in readers(node)):
-            continue
-        if size > small_bytes:
-            if size > left:
-                continue
-            left -= size
-        kept += nodes
-    return kept
+        users = {user for node in nodes for user in readers(node) if not _only_view(user) and user.op != "output"}
+        before, after = ([position[user] for user in some] for some in (users - backward, users & backward))
+        own = [position[node] for node in nodes]
+        found.append(
+            _Weight(
+                nodes,
+                nbytes(nodes[0].meta["val"]),
+                min(before, default=min(own)),
+                max(before, default=max(own)),
+                min(after, default=None),
+            )
+        )
+    return found
+
+
+def _last_group(
+    weights: Sequence[_Weight], again: Sequence[_Weight], group_bytes: int, parts: int
+) -> Iterator[_Weight]:
+    """The weights that backward needs first, as long as each is used in forward only after all others.
+
+    Memory is at its highest around there anyway: activations are all saved, and these weights lie in it, at the end of
+    forward and at the beginning of backward. So long as they are no more than the group that would be in flight then.
+    """
+    left = list(weights)
+    held, limit = 0, most_bytes((weight.size for weight in weights), group_bytes, parts)
+    for weight in again:
+        left.remove(weight)
+        held += weight.size
+        # As elsewhere, a weight that is larger than a group of this graph may be one of its own.
+        if held > (limit if held > weight.size else group_bytes):
+            return
+        if any(other.last > weight.first for other in left):
+            return
+        yield weight
+
+
+def _within(again: Sequence[_Weight], kept: AbstractSet[_Weight], budget_bytes: float) -> list[_Weight]:
+    """What to keep within a budget besides what is ``kept``: one after the other that which saves the most for its
+    size, given those before. Of equal ones, the first in backward: they live for the shortest time."""
+    chosen: list[_Weight] = []
+    fits = [weight for weight in again if weight not in kept and weight.size <= budget_bytes]
+    while fits:
+        exposed = _exposed(again, kept | set(chosen))
+        best = max(fits, key=lambda weight: exposed[weight] / weight.size)  # of equal ones, the first
+        chosen.append(best)
+        budget_bytes -= best.size
+        fits = [weight for weight in fits if weight is not best and weight.size <= budget_bytes]
+    return chosen
+
+
+def _exposed(again: Sequence[_Weight], kept: AbstractSet[_Weight]) -> dict[_Weight, float]:
+    """How long backward stands still for each weight, in the time that a byte travels.
+
+    Transfers queue one behind the other from the beginning of backward on. Computing with a weight takes as long as its
+    transfer: with larger batches more is hidden, with smaller ones less, but the first has nothing to hide behind, and
+    a large weight behind small ones too little.
+    """
+    arrived = now = 0.0
+    exposed = {}
+    for weight in again:
+        exposed[weight] = 0.0
+        if weight not in kept:
+            arrived += weight.size
+            exposed[weight] = max(arrived - now, 0.0)
+            now += exposed[weight]
+        now += weight.size
+    return exposed
+
+
+def _only_view(node: Node) -> bool:
+    return is_view_or_cast(node) and cast_dtype(node) is None
 
 
 def _forms(gather: Node) -> list[Node]:

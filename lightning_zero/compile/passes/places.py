@@ -1,0 +1,111 @@
+"""Where in a graph groups of gathers are started, and where they are waited for.
+
+A group is waited for at its first use. Without estimates it is started where the group before it is first used: one
+group ahead. With estimates it is started as late as its transfer still hides behind the nodes before its use, counting
+that transfers queue one behind the other: whole weights that arrive early only take up memory. Where a transfer cannot
+be hidden, it is started as early as there is room for, and never later than one group ahead.
+
+Only positions depend on estimates, and never the order of launches: batches of other shapes, on other ranks, have other
+estimates.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch.fx import Graph, Node
+
+from lightning_zero.compile.graph import first_call, readers
+from lightning_zero.profiling.estimate import Costs
+
+__all__ = ["Pace", "places"]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What decides how early a group is started.
+
+    Attributes:
+        costs: seconds for transfers and nodes.
+        sizes: bytes of each group.
+        window_bytes: a group is started earlier than one group ahead only where, with it, at most so many bytes of
+            groups are in flight or in use.
+    """
+
+    costs: Costs
+    sizes: Sequence[int]
+    window_bytes: float
+
+
+def places(
+    graph: Graph, groups: Sequence[list[Node]], at_once: Sequence[bool], ahead: int, pace: Pace | None = None
+) -> tuple[list[Node], list[Node]]:
+    """The nodes that each group is started before, and waited for before. Groups are started in their order.
+
+    Args:
+        at_once: whether a group is started at the beginning.
+        ahead: others are started, at the latest, where the group that comes ``ahead`` before is first used; unless
+            ``pace`` says that later is early enough.
+    """
+    anchors = list(graph.nodes)
+    position = {node: number for number, node in enumerate(anchors)}
+    begin = position[first_call(graph)]
+    waits = [min(position[node] for node in group) for group in groups]
+    starts = _ahead(waits, at_once, ahead, begin)
+    if pace is not None:
+        last = [max(_last_use(node, position) for node in group) for group in groups]
+        room = [begin if now else at for now, at in zip(at_once, _room(last, pace, begin), strict=True)]
+        # Both grow from group to group, so their minimum does.
+        earliest = list(map(min, starts, accumulate(room, max)))
+        starts = _just_in_time(pace.costs.node_seconds(graph), waits, earliest, pace)
+    return [anchors[start] for start in starts], [anchors[wait] for wait in waits]
+
+
+def _ahead(waits: Sequence[int], at_once: Sequence[bool], ahead: int, begin: int) -> list[int]:
+    large = [number for number, now in enumerate(at_once) if not now]
+    starts = [begin] * len(waits)
+    for rank, number in enumerate(large):
+        if rank >= ahead:
+            starts[number] = min(waits[large[rank - ahead]], waits[number])
+    return _in_order(starts)
+
+
+def _in_order(starts: list[int]) -> list[int]:
+    """Each at most as late as the next."""
+    return list(accumulate(reversed(starts), min))[::-1]
+
+
+def _last_use(node: Node, position: dict[Node, int]) -> int:
+    """Of a weight within the graph. One that the graph returns is another budget's."""
+    return max((position[user] for user in readers(node) if user.op != "output"), default=position[node])
+
+
+def _room(last: Sequence[int], pace: Pace, begin: int) -> list[int]:
+    """For each group, the first position at which it fits next to those before it that are still needed."""
+    found = []
+    for number, size in enumerate(pace.sizes):
+        alive = sum(pace.sizes[:number])
+        at = begin
+        for end, freed in sorted(zip(last[:number], pace.sizes[:number], strict=True)):
+            if alive + size <= pace.window_bytes:
+                break
+            at, alive = max(at, end + 1), alive - freed
+        found.append(at)
+    return found
+
+
+def _just_in_time(seconds: Sequence[float], waits: Sequence[int], earliest: Sequence[int], pace: Pace) -> list[int]:
+    """From the last group to the first: where each is started for its transfer to end before its use, and before the
+    next one's transfer has to begin."""
+    clock = [0.0, *accumulate(seconds)]  # when each node begins, if nothing waits
+    starts, due = list(earliest), float("inf")
+    for number in reversed(range(len(waits))):
+        launch = min(due, clock[waits[number]]) - pace.costs.gather_seconds(pace.sizes[number])
+        if launch >= clock[earliest[number]]:
+            starts[number] = max(earliest[number], min(bisect_right(clock, launch) - 1, waits[number]))
+        # No transfer begins before its group may be started: one before it need not end any earlier.
+        due = max(launch, clock[earliest[number]])
+    return _in_order(starts)

@@ -1,0 +1,119 @@
+"""What passes go by when they place transfers: seconds for a gather, and seconds for each node of a graph.
+
+Measured once, when an engine is set up, by all ranks together, and the same on every rank. Compiling measures nothing
+and asks nobody. The numbers decide *when* a transfer starts, never which weights travel together or are kept: that must
+be the same in a graph that comes out of a cache which an earlier run filled, with numbers of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph
+
+from lightning_zero.profiling.bandwidth import Samples, all_gather_into, check_samples, seconds_between
+from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
+
+__all__ = ["NOMINAL", "Costs", "measure_costs"]
+
+# The one safety factor: beside compute, transfers reach this share of the bandwidth that they reach alone (measured on
+# four H200: 180 of 305 GB/s), and they are measured alone.
+BESIDE_COMPUTE = 0.6
+
+SIZES = (1 << 18, 1 << 20, 1 << 23, 1 << 25, 1 << 27)
+REPETITIONS = 4
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Estimates of a device and of the links between ranks.
+
+    Attributes:
+        gathers: (bytes of the whole result, seconds) of all-gathers with nothing beside them, by growing bytes.
+        speed: of the device.
+
+    Raises:
+        ValueError: the samples are not positive and growing.
+    """
+
+    gathers: Samples
+    speed: DeviceSpeed
+
+    def __post_init__(self) -> None:
+        check_samples("gathers", self.gathers)
+
+    def gather_seconds(self, nbytes: int) -> float:
+        """For an all-gather whose result has so many bytes, beside compute."""
+        return seconds_between(self.gathers, nbytes) / BESIDE_COMPUTE
+
+    def node_seconds(self, graph: Graph) -> list[float]:
+        """For each node, in the graph's order, on the compute stream."""
+        return [cost.seconds for cost in graph_costs(graph, self.speed)]
+
+
+# Where nothing is measured, on a CPU or with one rank: about what H200 with NVLink do.
+NOMINAL = Costs(
+    gathers=((1 << 18, 20e-6), (1 << 20, 25e-6), (1 << 28, 880e-6)),
+    speed=DeviceSpeed(
+        {torch.bfloat16: 6e14, torch.float16: 6e14, torch.float32: 5e13}, bytes_per_s=4e12, launch_s=3e-6
+    ),
+)
+
+
+def measure_costs(gather_group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device) -> Costs:
+    """Measures in under a second, not counting the time in which the group connects. Collective.
+
+    Args:
+        gather_group: whose all-gathers are measured.
+        control_group: of the same ranks, on the CPU; they agree in it on the slowest one's numbers.
+
+    Returns:
+        The same on every rank; :data:`NOMINAL` on a CPU, and with one rank.
+    """
+    if device.type == "cpu" or gather_group.size() == 1:
+        return NOMINAL
+    costs = _agreed(_gathers(gather_group, device, SIZES), DeviceSpeed.of(device), control_group)
+    torch.accelerator.empty_cache()  # what was gathered would stay with the allocator
+    return costs
+
+
+def _gathers(group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int]) -> Samples:
+    """The fastest of some all-gathers of each size. Every rank makes the same calls, whatever it measures."""
+    gather = all_gather_into()
+    whole = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    samples = []
+    for number, size in enumerate(sizes):
+        share = size // group.size()
+        mine = torch.zeros(share, dtype=torch.uint8, device=device)
+        seconds = []
+        for _ in range(REPETITIONS + (number == 0)):  # the very first one sets up connections
+            _finish(device)
+            begun = time.perf_counter()
+            gather(whole[: share * group.size()], mine, group=group)
+            _finish(device)
+            seconds.append(time.perf_counter() - begun)
+        samples.append((share * group.size(), max(min(seconds), 1e-9)))
+    return tuple(samples)
+
+
+def _agreed(gathers: Samples, speed: DeviceSpeed, group: dist.ProcessGroup) -> Costs:
+    """The slowest rank's numbers, on every rank."""
+    dtypes = list(speed.flops_per_s)
+    mine = [seconds for _, seconds in gathers] + [1 / speed.flops_per_s[dtype] for dtype in dtypes]
+    slowest = torch.tensor([*mine, 1 / speed.bytes_per_s, speed.launch_s], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    *rest, per_byte, launch_s = slowest.tolist()
+    seconds, per_flop = rest[: len(gathers)], rest[len(gathers) :]
+    return Costs(
+        tuple((size, took) for (size, _), took in zip(gathers, seconds, strict=True)),
+        DeviceSpeed({d: 1 / value for d, value in zip(dtypes, per_flop, strict=True)}, 1 / per_byte, launch_s),
+    )
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
