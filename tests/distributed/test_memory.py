@@ -130,6 +130,39 @@ def test_without_tags_gathered_weights_do_cross(ranks: Ranks) -> None:
     assert len(out["received"]) >= 5
 
 
+class Parts(nn.Module):
+    """Three graphs, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(19, 19, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(x))
+        torch._dynamo.graph_break()
+        x = self.c(torch.tanh(self.b(x)))
+        torch._dynamo.graph_break()
+        return self.d(torch.tanh(x)).square().mean()
+
+
+def kept_of_parts() -> list[tuple[str, ...]]:
+    model = build(Parts)
+    with engine_for(model, small_bytes=0) as engine:
+        for _ in range(3):
+            with engine.train_step():
+                loss = model(torch.ones(7, 19))
+            loss.backward()
+            engine.before_step()
+        graphs = engine.plan.graphs
+        assert sum(graph.kind == "forward" for graph in graphs) == 3
+        return [gather.weights for graph in graphs for gather in graph.gathers if gather.until == "backward"]
+
+
+def test_of_several_graphs_only_the_last_keeps_its_last_weight(ranks: Ranks) -> None:
+    """What the others kept would live while the last one runs forward and backward."""
+    assert ranks.run(2, kept_of_parts) == [[("d.weight",)]] * 2
+
+
 WIDTH = 190  # a weight is large enough, even in bfloat16, to be gathered for itself
 
 

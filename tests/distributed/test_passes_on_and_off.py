@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.models import TinyTransformer
+from lightning_zero.profiling.cost import DeviceSpeed
+from lightning_zero.profiling.estimate import NOMINAL, Costs
+from tests.helpers.models import TinyTransformer, build, make_batches
 from tests.helpers.oracle import Reference
-from tests.helpers.sharded import train_case
+from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
@@ -19,13 +21,16 @@ CASES = ("TiedTransformer", "LoRA", "OddMLP")
 OFF: dict[str, Any] = {"prefetch": False}
 ON: dict[str, Any] = {"gather_group_mb": 0.02, "reduce_group_mb": 0.02}
 PERSISTENT: dict[str, Any] = ON | {"persist_mb": float("inf")}
+# All weights at once; and each as late as a device that computes slowly lets it.
+EARLY: dict[str, Any] = ON | {"prefetch_mb": 64}
+LATE: dict[str, Any] = ON | {"costs": Costs(NOMINAL.gathers, DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-5))}
 
 
 def all_ways(case: str, mixed: bool) -> list[tuple[Reference, dict[str, int]]]:
     options: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16} if mixed else {}
     context = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
     results = []
-    for chosen in (OFF, ON, PERSISTENT):
+    for chosen in (OFF, ON, PERSISTENT, EARLY, LATE):
         torch._dynamo.reset()
         more = {"context": context} if mixed else {}
         engine_options = options | chosen
@@ -48,7 +53,7 @@ def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: s
 
 def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
     """Bytes on the wire, counted: half of what float32 takes, for every weight of a linear layer."""
-    (_, off), (_, on), (_, kept) = ranks.run(2, all_ways, "TinyTransformer", True, deadline=240)[0]
+    (_, off), (_, on), (_, kept), *_ = ranks.run(2, all_ways, "TinyTransformer", True, deadline=240)[0]
     # All gather in float32 in their first, eager step; later small weights are kept for backward, or all are.
     assert off["gathers"] > on["gathers"] > kept["gathers"]
     linears = [module for module in TinyTransformer().modules() if isinstance(module, torch.nn.Linear)]
@@ -63,6 +68,21 @@ def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
     assert on.get("shadow_writes", 0) == off.get("shadow_writes", 0)
 
 
+def starts(**options: Any) -> list[list[int]]:
+    """Where each graph starts its gathers."""
+    model = build("TinyTransformer")
+    with engine_for(model, "aot_eager", **options) as engine:
+        train_sharded(engine, model, make_batches("TinyTransformer", 2, 12), sgd(model))
+        return [[gather.started for gather in graph.gathers] for graph in engine.plan.graphs]
+
+
+def test_places_do_differ(ranks: Ranks) -> None:
+    """The tests above compare something."""
+    usual, early, late = (ranks.run(2, partial(starts, **options))[0] for options in (ON, EARLY, LATE))
+    assert sum(early[0]) < sum(usual[0]) < sum(late[0])
+    assert len(usual[0]) > 4
+
+
 def test_a_shadow_follows_its_master(ranks: Ranks) -> None:
     """In-place changes that leave no trace in version counters, between steps, are seen by the next step."""
     for before, after, expected in ranks.run(2, change_masters_behind_the_back, deadline=120):
@@ -71,9 +91,6 @@ def test_a_shadow_follows_its_master(ranks: Ranks) -> None:
 
 
 def change_masters_behind_the_back() -> tuple[float, float, float]:
-    from tests.helpers.models import build, make_batches
-    from tests.helpers.sharded import engine_for
-
     torch.manual_seed(0)
     model = build("TinyTransformer")
     (batch,) = make_batches("TinyTransformer", 1, 4)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_zero.compile.backend import GraphObserver
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine
+from lightning_zero.profiling.estimate import NOMINAL, Costs
 from tests.helpers.models import Case, build, make_batches
 from tests.helpers.oracle import Batch, Reference, shard_batch
 
@@ -47,12 +48,14 @@ def engine_for(
     device: str = "cpu",
     emulate_capture: bool = False,
     capture_step: bool | str = "auto",
+    costs: Costs = NOMINAL,
     **compile: Any,
 ) -> Iterator[Engine]:
     """An engine that is closed at the end, with buckets so small that there are several.
 
     backend: EAGER, or one of the compiler's
     small_bytes: up to this size weights are gathered all together; the real limit is above all that our models have
+    costs: as if they had been measured
     compile: further arguments of CompileConfig
     """
     compiled = backend != EAGER
@@ -65,7 +68,8 @@ def engine_for(
         emulate_capture=emulate_capture,
         capture_step=capture_step,
     )
-    engine = Engine(torch.device(device), config, observe=observe)
+    with patch("lightning_zero.engine.measure_costs", lambda *args: costs):
+        engine = Engine(torch.device(device), config, observe=observe)
     try:
         with patch("lightning_zero.compile.passes.SMALL_BYTES", small_bytes):
             if model is not None:

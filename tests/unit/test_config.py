@@ -24,6 +24,8 @@ WRONG = [
     (CompileConfig, {"gather_group_mb": math.nan}, r"gather_group_mb=nan must be a positive"),
     (CompileConfig, {"gather_group_mb": math.inf}, r"gather_group_mb=inf must be a positive"),
     (CompileConfig, {"gather_group_mb": "128"}, r"gather_group_mb='128' must be a positive"),
+    (CompileConfig, {"prefetch_mb": 0}, r"prefetch_mb=0 must be a positive number of MiB\. Try 256"),
+    (CompileConfig, {"prefetch_mb": math.inf}, r"prefetch_mb=inf must be a positive"),
     (CompileConfig, {"reduce_group_mb": 0}, r"reduce_group_mb=0 must be a positive number of MiB\. Try 64"),
     (CompileConfig, {"persist_mb": -1}, r"persist_mb=-1 must be a number of MiB: 0 to keep no weight"),
     (CompileConfig, {"persist_mb": math.nan}, r"persist_mb=nan must be a number of MiB"),
@@ -41,6 +43,7 @@ WRONG = [
     (ZeroStrategy, {"reduce_dtype": torch.bfloat16}, r"reduce_dtype=torch\.bfloat16 is unknown\. Choose one of 'bf16'"),
     (ZeroStrategy, {"reduce_bucket_mb": 0}, r"bucket_mb=0 must be a positive"),
     (ZeroStrategy, {"compile_backend": "cudagraphs"}, r"compile_backend='cudagraphs' is unknown"),
+    (ZeroStrategy, {"prefetch_mb": -1}, r"prefetch_mb=-1 must be a positive"),
     (ZeroStrategy, {"gather_group_mb": -1}, r"gather_group_mb=-1 must be a positive"),
 ]
 

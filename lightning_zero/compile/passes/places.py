@@ -11,6 +11,7 @@ estimates.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from lightning_zero.compile.graph import first_call, readers
 from lightning_zero.profiling.estimate import Costs
 
 __all__ = ["Pace", "places"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ def places(
     """The nodes that each group is started before, and waited for before. Groups are started in their order.
 
     Args:
-        at_once: whether a group is started at the beginning.
-        ahead: others are started, at the latest, where the group that comes ``ahead`` before is first used; unless
-            ``pace`` says that later is early enough.
+        at_once: whether a group is small, and may be started at the beginning.
+        ahead: others are started where the group that comes ``ahead`` before is first used.
+        pace: whether earlier is better, or later early enough; None to start groups where the above says.
     """
     anchors = list(graph.nodes)
     position = {node: number for number, node in enumerate(anchors)}
@@ -57,11 +60,25 @@ def places(
     starts = _ahead(waits, at_once, ahead, begin)
     if pace is not None:
         last = [max(_last_use(node, position) for node in group) for group in groups]
-        room = [begin if now else at for now, at in zip(at_once, _room(last, pace, begin), strict=True)]
+        large = [0 if now else size for now, size in zip(at_once, pace.sizes, strict=True)]
+        room = _room(last, large, pace.window_bytes, begin)
         # Both grow from group to group, so their minimum does.
         earliest = list(map(min, starts, accumulate(room, max)))
-        starts = _just_in_time(pace.costs.node_seconds(graph), waits, earliest, pace)
+        starts = _just_in_time(_seconds(graph, pace.costs), waits, earliest, pace)
     return [anchors[start] for start in starts], [anchors[wait] for wait in waits]
+
+
+def _seconds(graph: Graph, costs: Costs) -> list[float]:
+    try:
+        return costs.node_seconds(graph)
+    except Exception as error:  # an op that the estimate does not understand must not end a compilation
+        log.warning(
+            "The cost of a graph's nodes could not be estimated (%s: %s). Its gathers start as early as there is room "
+            "for. Training goes on; please report the op.",
+            type(error).__name__,
+            error,
+        )
+        return [0.0] * len(graph.nodes)
 
 
 def _ahead(waits: Sequence[int], at_once: Sequence[bool], ahead: int, begin: int) -> list[int]:
@@ -83,14 +100,14 @@ def _last_use(node: Node, position: dict[Node, int]) -> int:
     return max((position[user] for user in readers(node) if user.op != "output"), default=position[node])
 
 
-def _room(last: Sequence[int], pace: Pace, begin: int) -> list[int]:
+def _room(last: Sequence[int], sizes: Sequence[int], window_bytes: float, begin: int) -> list[int]:
     """For each group, the first position at which it fits next to those before it that are still needed."""
     found = []
-    for number, size in enumerate(pace.sizes):
-        alive = sum(pace.sizes[:number])
+    for number, size in enumerate(sizes):
+        alive = sum(sizes[:number])
         at = begin
-        for end, freed in sorted(zip(last[:number], pace.sizes[:number], strict=True)):
-            if alive + size <= pace.window_bytes:
+        for end, freed in sorted(zip(last[:number], sizes[:number], strict=True)):
+            if not size or alive + size <= window_bytes:
                 break
             at, alive = max(at, end + 1), alive - freed
         found.append(at)

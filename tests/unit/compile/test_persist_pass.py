@@ -50,6 +50,45 @@ def test_the_last_weights_are_kept_first_and_what_does_not_fit_is_skipped() -> N
     assert choose_kept(graph, 0, math.inf) == gathers[::-1]
 
 
+def test_what_backward_would_wait_for_longest_for_its_size_is_kept() -> None:
+    """After the last weight has come, the small one before it is hidden behind it, and the large one is not."""
+    graph, gathers = joint(4, 40, 8, 8)  # of 160, 320, 64 and 64 elements
+    assert choose_kept(graph, 0, 4 * (64 + 320)) == [gathers[3], gathers[1]]
+
+
+def test_the_last_group_of_a_steps_forward_is_kept_without_a_budget() -> None:
+    graph, gathers = joint(4, 40, 8, 8)
+    assert choose_kept(graph, 0, 0, group_bytes=4 * 64) == [gathers[3]]
+    assert choose_kept(graph, 0, 0, group_bytes=4 * 128) == [gathers[3], gathers[2]]
+    assert choose_kept(graph, 0, 0, group_bytes=4 * 64 - 1) == []
+    # Where the graph gathers little, groups are smaller; the last weight may be larger than they are.
+    assert choose_kept(graph, 0, 0, group_bytes=10**6, parts=12) == [gathers[3]]
+    # It does not count against the budget.
+    assert choose_kept(graph, 0, 4 * 64, group_bytes=4 * 64) == [gathers[3], gathers[2]]
+
+
+def test_a_last_weight_that_others_are_used_after_is_not_kept_without_a_budget() -> None:
+    b = Builder()
+    shards = [b.shard(name, 64) for name in "ab"]
+    x, g = b.input("x", 8, 8), b.input("tangents_1", 8, 8)
+    first, second = (b.gather(shard, 8, 8) for shard in shards)
+    y = b.call(aten.mm.default, b.call(aten.mm.default, b.call(aten.mm.default, x, second), first), first)
+    # Backward needs the second weight first, and forward uses the first one after it.
+    h = b.call(aten.mm.default, b.call(aten.mm.default, g, second), first)
+    graph = b.done(y, h)
+    assert choose_kept(graph, 0, 0, group_bytes=10**6, parts=1) == []
+
+
+def test_a_weight_that_is_used_at_both_ends_of_forward_is_not_kept_without_a_budget() -> None:
+    b = Builder()
+    tied, other = b.shard("tied", 64), b.shard("other", 64)
+    x, g = b.input("x", 8, 8), b.input("tangents_1", 8, 8)
+    first, middle, last = b.gather(tied, 8, 8), b.gather(other, 8, 8), b.gather(tied, 8, 8)
+    y = b.call(aten.mm.default, b.call(aten.mm.default, b.call(aten.mm.default, x, first), middle), last)
+    h = b.call(aten.mm.default, b.call(aten.mm.default, g, last), middle)
+    assert choose_kept(b.done(y, h), 0, 0, group_bytes=10**6, parts=1) == []
+
+
 def test_what_is_kept_is_the_cast_that_is_used_and_counts_as_such() -> None:
     graph, gathers = joint(8, 8, cast=True)
     kept = choose_kept(graph, 0, 2 * 64 * 2)
