@@ -32,7 +32,7 @@ def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return ids[rank : rank + rows, :length], target[rank : rank + rows, :length]
 
 
-def train_on_all_lengths() -> tuple[list[dict[str, Tensor]], int]:
+def train_on_all_lengths() -> tuple[list[dict[str, Tensor]], int, list[list[int]]]:
     model = build(OneBlock)
     graphs = 0
 
@@ -51,8 +51,9 @@ def train_on_all_lengths() -> tuple[list[dict[str, Tensor]], int]:
             optimizer.step()
             optimizer.zero_grad()
             params.append(whole_params(engine, model))
+        starts = [[gather.started for gather in plan.gathers] for plan in engine.plan.graphs]
         assert len({plan.digest for plan in engine.plan.graphs}) == len(engine.plan.graphs)
-    return params, graphs
+    return params, graphs, starts
 
 
 def test_ranks_with_batches_of_different_lengths_train(ranks: Ranks) -> None:
@@ -65,7 +66,9 @@ def test_ranks_with_batches_of_different_lengths_train(ranks: Ranks) -> None:
         optimizer.step()
         optimizer.zero_grad()
         expected.append({name: param.detach().clone() for name, param in model.named_parameters()})
-    for params, graphs in ranks.run(world_size, train_on_all_lengths, deadline=120):
+    found = ranks.run(world_size, train_on_all_lengths, deadline=120)
+    assert found[0][2] != found[1][2], "gathers start elsewhere, and are the same"
+    for params, graphs, _ in found:
         assert_close_relative(params, expected, 2e-5, what="params")
         # A forward and a backward for fixed sizes, then for variable ones.
         assert graphs <= 8
