@@ -102,7 +102,8 @@ def default_passes(
 # Enough groups that a graph of little weight still overlaps transfers with compute.
 GROUPS_PER_GRAPH = 12
 # Nothing hides the first groups of a graph: the weight that is needed first comes alone, and the next ones in groups
-# that grow to full size, so that compute begins early and waits for little at a time.
-FIRST_GROUPS = (0.0, 1 / 8, 1 / 4, 1 / 2)
+# that grow to full size, so that compute begins early and waits for little at a time. Two of each size: compute with a
+# group takes little longer than its transfer, and must win a lead before it can hide a larger one.
+FIRST_GROUPS = (0.0, 1 / 8, 1 / 8, 1 / 4, 1 / 4, 1 / 2, 1 / 2)
 # Biases and norms: a transfer of their own is not worth its launch, and keeping them costs next to nothing.
 SMALL_BYTES = 64 * 1024
