@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import report
+from tests.ranks import nursery, report
 from tests.ranks.report import RankDeadline, RankFailure
 
 __all__ = ["RankDeadline", "RankFailure", "RankPool", "Ranks"]
@@ -27,7 +27,7 @@ Words = dict[int, tuple[str, Any]]  # rank -> (kind, body)
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | nursery.Forked
     link: Connection
     log: Path
     stacks: Path
@@ -64,7 +64,7 @@ class RankPool:
         *,
         preload: tuple[str, ...] = PRELOAD,
         start_deadline: float = 180.0,
-        grace: float = 5.0,
+        grace: float = 3.0,
         settle_deadline: float = 20.0,
         collective_timeout: float = 600.0,
     ) -> None:
@@ -158,6 +158,9 @@ class RankPool:
             self._home = Path(tempfile.mkdtemp(prefix=f"ranks-{self.backend.replace(':', '-')}-"))
         self.starts += 1
         port = self._host_store()
+        if self._forks:
+            for rank in range(self.world_size):  # all at once, before any is waited for
+                self._nursery(rank, self._environ(rank, port))
         for rank in range(self.world_size):
             self._ranks.append(self._spawn(rank, port))
         words = self._await(self.start_deadline)
@@ -181,22 +184,35 @@ class RankPool:
         ours, theirs = Pipe()
         log = self._home / f"start{self.starts}-rank{rank}.log"
         stacks = self._home / f"start{self.starts}-rank{rank}.stacks"
-        command = [sys.executable, "-m", "tests.ranks.worker", str(theirs.fileno())]
-        command += [str(os.getpid()), str(stacks), self.backend, str(self.collective_timeout)]
-        command += [",".join(self.preload)]
-        with open(log, "wb") as out:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=self._environ(rank, port),
-                cwd=self._home,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # one process group per rank, killed as a whole
-            )
-        theirs.close()
+        arguments = [str(stacks), self.backend, str(self.collective_timeout)]
+        environ = self._environ(rank, port)
+        with open(log, "wb") as out, theirs:
+            process: subprocess.Popen[bytes] | nursery.Forked
+            if self._forks:
+                process = self._nursery(rank, environ).fork(
+                    arguments, environ, str(self._home), theirs.fileno(), out.fileno()
+                )
+            else:
+                command = [sys.executable, "-m", "tests.ranks.worker", str(theirs.fileno()), str(os.getpid())]
+                process = subprocess.Popen(
+                    [*command, *arguments, ",".join(self.preload)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=environ,
+                    cwd=self._home,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # one process group per rank, killed as a whole
+                )
         return _Rank(process, ours, log, stacks)
+
+    @property
+    def _forks(self) -> bool:
+        # what has touched CUDA cannot be forked, and importing may touch it
+        return sys.platform == "linux" and "nccl" not in self.backend
+
+    def _nursery(self, rank: int, environ: dict[str, str]) -> nursery.Nursery:
+        return nursery.shared(rank, environ, str(REPO), self.preload, self.start_deadline)
 
     def _environ(self, rank: int, port: int) -> dict[str, str]:
         world = str(self.world_size)

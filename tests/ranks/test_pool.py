@@ -20,8 +20,8 @@ from tests.ranks.pool import REPO, RankDeadline, RankFailure, RankPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    # its own, as it gets killed; without Lightning it starts in less than half the time
-    with RankPool(2, preload=("torch",), grace=3.0, settle_deadline=5.0) as pool:
+    # its own, as it gets killed
+    with RankPool(2, grace=2.0, settle_deadline=3.0) as pool:
         yield pool
 
 

@@ -50,9 +50,12 @@ class Baseline:
     def __init__(self) -> None:
         import torch
         import torch._dynamo
+        import torch._dynamo.guards
         import torch._functorch.config
         import torch._inductor.config
 
+        # it flushes the processor's cache for each graph, to log a duration that nobody reads
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
         configs = (torch._dynamo.config, torch._inductor.config, torch._functorch.config)
         self.configs = [(config, config.get_config_copy()) for config in configs]
         self.home = os.getcwd()
@@ -164,6 +167,7 @@ class Worker:
             dist.barrier()
             torch._dynamo.reset()
             gc.collect()
+            gc.freeze()  # the compiler's caches grow, and each clean-up would walk all of them
             # groups are threads and sockets, and communicators on a GPU; nothing else frees them
             for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not self.world:
@@ -176,16 +180,24 @@ class Worker:
             return "raised", traceback.format_exc()
 
 
-def main() -> None:
-    fd, parent, stacks, backend, timeout, preload = sys.argv[1:]
-    die_with(int(parent))
+def begin(parent: int, stacks: str) -> None:
+    die_with(parent)
     dump_stacks_on_signal(open(stacks, "a"))  # noqa: SIM115 - open as long as this rank lives
-    for module in filter(None, preload.split(",")):
+
+
+def import_all(modules: str) -> None:
+    for module in filter(None, modules.split(",")):
         try:
             importlib.import_module(module)
         except Exception:
             # only a head start: the test that needs the module reports it
             traceback.print_exc()
+
+
+def main() -> None:
+    fd, parent, stacks, backend, timeout, preload = sys.argv[1:]
+    begin(int(parent), stacks)
+    import_all(preload)
     Worker(Connection(int(fd)), backend, float(timeout)).serve()
 
 
