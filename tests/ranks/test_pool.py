@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ranks import nursery
 from tests.ranks.pool import REPO, RankDeadline, RankFailure, RankPool
 
 
@@ -230,6 +232,37 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], env=env, cwd="/", capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert wait_until_gone([int(pid) for pid in done.stdout.split()])
+
+
+def hash_of(word: str) -> int:
+    return hash(word)
+
+
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="all processes hash alike")
+def test_sets_have_another_order_on_each_rank(pool: RankPool) -> None:
+    first, second = pool.run(hash_of, "word")
+    assert first != second
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are not forked")
+def test_ranks_end_with_the_process_that_forked_them(tmp_path: Path) -> None:
+    def start() -> nursery.Nursery:
+        return nursery.shared(7, environ, str(tmp_path), (), 60.0)
+
+    environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    first = start()
+    assert start() is first
+    link, theirs = Pipe()
+    with link, theirs, open(tmp_path / "log", "wb") as log:
+        arguments = [str(tmp_path / "stacks"), "gloo", "60"]
+        rank = first.fork(arguments, environ, str(tmp_path), theirs.fileno(), log.fileno())
+        assert rank.poll() is None
+        first.process.kill()
+        assert wait_until_gone([rank.pid])
+    assert rank.wait() == -signal.SIGKILL
+    second = start()
+    assert second is not first
+    second.close()
 
 
 def test_lightning_finds_the_rank_in_its_environment(ranks) -> None:  # noqa: ANN001
