@@ -125,7 +125,7 @@ def test_a_late_rank_is_named(ranks: Ranks) -> None:
     with pytest.raises(
         RankFailure, match=r"(?s)Rank 0 is about to run.*rank 1 did not come.*raise agreement_timeout_s"
     ):
-        ranks.run(2, run_and_raise, swaps, 1.0, {1: 20.0})
+        ranks.run(2, run_and_raise, swaps, 1.0, {1: 2.5})
 
 
 def run_and_raise(*args: Any) -> None:

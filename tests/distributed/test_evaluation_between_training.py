@@ -10,7 +10,7 @@ from tests.helpers.oracle import assert_close_relative, shard_batch
 from tests.helpers.sharded import BACKENDS, EAGER, adamw, engine_for, train_plain, train_sharded
 from tests.ranks.pool import Ranks
 
-CASE, STEPS, SAMPLES = "TinyTransformer", 3, 12
+CASE, STEPS, SAMPLES = "OneBlock", 3, 12
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
@@ -36,8 +36,8 @@ def train_evaluate_train(backend: str) -> tuple[Any, dict[str, float], Any, bool
 
 @pytest.mark.parametrize(
     ("world_size", "backend"),
-    [(1, EAGER), (2, EAGER), (2, "aot_eager"), (3, "aot_eager")],
-    ids=["1-eager", "2-eager", "2-compiled", "3-compiled"],
+    [(1, EAGER), (2, "aot_eager"), (3, EAGER)],
+    ids=["1-eager", "2-compiled", "3-eager"],
 )
 def test_training_goes_on_as_if_nothing_had_been_evaluated(ranks: Ranks, world_size: int, backend: str) -> None:
     plain = build(CASE)

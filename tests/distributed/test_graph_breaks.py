@@ -12,7 +12,7 @@ from torch.fx import Graph
 from tests.helpers.memory import gathered_weights
 from tests.helpers.models import Batch, Case, build, make_batches
 from tests.helpers.oracle import assert_close_relative, train_reference
-from tests.helpers.sharded import BACKENDS, adamw, engine_for, sgd, train_case, train_plain, train_sharded
+from tests.helpers.sharded import BACKENDS, EAGER, adamw, engine_for, sgd, train_case, train_plain, train_sharded
 from tests.ranks.pool import Ranks
 
 SAMPLES = 12
@@ -91,9 +91,8 @@ class ItemInTheMiddle(DataDependent):
         return self.last(self.negative(hidden))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "aot_eager"), (3, EAGER)])
 @pytest.mark.parametrize("case", [DataDependent, ItemInTheMiddle, "CompilerDisabled"])
-@pytest.mark.parametrize("world_size", [3], ids="W={}".format)
 def test_broken_graphs_train_as_in_one_process(
     ranks: Ranks, world_size: int, case: type[Case] | str, backend: str
 ) -> None:
@@ -172,9 +171,10 @@ def trip_and_go_on(backend: str, where: str, at: int) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(("world_size", "at"), [(2, 0), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "at", "backend"), [*((2, at, backend) for at in (0, 2) for backend in BACKENDS), (3, 2, EAGER)]
+)
 def test_training_goes_on_after_an_exception(ranks: Ranks, world_size: int, at: int, where: str, backend: str) -> None:
     """`at`: the step in which it is raised. The first is the one that finds out what to compile."""
     model = build(Fragile)

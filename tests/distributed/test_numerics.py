@@ -26,6 +26,7 @@ from tests.helpers.sharded import (
 from tests.ranks.pool import Ranks
 
 STEPS, SAMPLES, CLIP = 20, 12, 0.25
+FOLLOWED = 10  # steps, each of which starts anew
 
 # Arguments of the engine, and whether autocast is on.
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -122,7 +123,7 @@ def follow(precision: str, backend: str) -> None:
     context = context_of(precision)
     optimizer, plain_optimizer = adamw(model), adamw(plain)
     with engine_for(model, backend, **PRECISIONS[precision]) as engine:
-        for step, batch in enumerate(make_batches(Transformer, STEPS, SAMPLES)):
+        for step, batch in enumerate(make_batches(Transformer, FOLLOWED, SAMPLES)):
             plain.load_state_dict(whole_params(engine, model))
             shares = []
             for share in range(engine.world_size):

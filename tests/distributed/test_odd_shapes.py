@@ -10,7 +10,7 @@ from tests.helpers.oracle import assert_close_relative, train_reference
 from tests.helpers.sharded import BACKENDS, adamw, engine_for, train_case, train_sharded, whole_state
 from tests.ranks.pool import Ranks
 
-STEPS, SAMPLES, CLIP = 20, 12, 0.1
+STEPS, SAMPLES, CLIP = 8, 12, 0.1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

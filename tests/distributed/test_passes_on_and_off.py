@@ -8,14 +8,14 @@ import torch
 
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import NOMINAL, Costs
-from tests.helpers.models import TinyTransformer, build, make_batches
+from tests.helpers.models import OneBlock, build, make_batches
 from tests.helpers.oracle import Reference
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 STEPS = 4
-CASES = ("TiedTransformer", "LoRA", "OddMLP")
+CASES = ("TiedBlock", "LoRA", "OddMLP")
 
 
 OFF: dict[str, Any] = {"prefetch": False}
@@ -53,10 +53,10 @@ def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: s
 
 def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
     """Bytes on the wire, counted: half of what float32 takes, for every weight of a linear layer."""
-    (_, off), (_, on), (_, kept), *_ = ranks.run(2, all_ways, "TinyTransformer", True, deadline=240)[0]
+    (_, off), (_, on), (_, kept), *_ = ranks.run(2, all_ways, "OneBlock", True, deadline=240)[0]
     # All gather in float32 in their first, eager step; later small weights are kept for backward, or all are.
     assert off["gathers"] > on["gathers"] > kept["gathers"]
-    linears = [module for module in TinyTransformer().modules() if isinstance(module, torch.nn.Linear)]
+    linears = [module for module in OneBlock().modules() if isinstance(module, torch.nn.Linear)]
     weights = sum(linear.weight.numel() for linear in linears)
     # Two bytes an element, in forward and in backward of each compiled step.
     assert off["gather_bytes"] - on["gather_bytes"] >= (STEPS - 1) * 2 * 2 * weights
@@ -93,8 +93,8 @@ def test_a_shadow_follows_its_master(ranks: Ranks) -> None:
 
 def change_masters_behind_the_back() -> tuple[float, float, float]:
     torch.manual_seed(0)
-    model = build("TinyTransformer")
-    (batch,) = make_batches("TinyTransformer", 1, 4)
+    model = build("OneBlock")
+    (batch,) = make_batches("OneBlock", 1, 4)
     context = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
     losses = []
     with engine_for(model, "aot_eager", compute_dtype=BF16, reduce_dtype=BF16) as engine:
@@ -113,7 +113,7 @@ def change_masters_behind_the_back() -> tuple[float, float, float]:
         with torch.no_grad(), context():
             back = model.loss(batch).item()
         assert back == losses[1], "an exchanged weight must be seen in evaluation, too"
-    plain = build("TinyTransformer")
+    plain = build("OneBlock")
     with torch.no_grad(), context():
         for param in plain.parameters():
             param.mul_(0.5)

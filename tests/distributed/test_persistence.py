@@ -35,7 +35,7 @@ def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Referen
 
 @pytest.mark.parametrize(
     ("case", "backend", "mixed"),
-    [("TiedTransformer", "aot_eager", True), ("LoRA", "aot_eager", False), ("OddMLP", "inductor", False)],
+    [("TiedBlock", "aot_eager", True), ("LoRA", "aot_eager", False), ("OddMLP", "inductor", False)],
 )
 def test_accumulation_is_bitwise_the_same_and_gathers_once(ranks: Ranks, case: str, backend: str, mixed: bool) -> None:
     for (expected, usual), (out, kept) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
@@ -53,9 +53,9 @@ def test_accumulation_is_bitwise_the_same_and_gathers_once(ranks: Ranks, case: s
 
 def change_between() -> list[bool]:
     """What is read after each kind of change, against what a plain model computes."""
-    model, plain = build("TinyTransformer"), build("TinyTransformer")
-    batch = make_batches("TinyTransformer", 1, 12)[0]
-    other = build("TinyTransformer", seed=3).state_dict()
+    model, plain = build("OneBlock"), build("OneBlock")
+    batch = make_batches("OneBlock", 1, 12)[0]
+    other = build("OneBlock", seed=3).state_dict()
     same = []
     with engine_for(model, "aot_eager", **STEP) as engine:
 

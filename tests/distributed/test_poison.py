@@ -35,7 +35,7 @@ def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bo
     [
         ("LoRA", "aot_eager", PLAIN, True),
         ("OddMLP", "aot_eager", KEPT, False),
-        ("TiedTransformer", "aot_eager", STEP, True),
+        ("TiedBlock", "aot_eager", STEP, True),
         ("BranchByStep", "aot_eager", {"prefetch": False}, False),
         ("OddMLP", EAGER, {}, False),
     ],

@@ -133,6 +133,10 @@ class TiedTransformer(TinyTransformer):
     tied = True
 
 
+class TiedBlock(OneBlock):
+    tied = True
+
+
 class _BreakingBlock(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -385,6 +389,8 @@ CASES: dict[str, type[Case]] = {
         OddMLP,
         TinyTransformer,
         TiedTransformer,
+        OneBlock,
+        TiedBlock,
         TwelveBlocks,
         TiedAcrossBreak,
         CalledTwice,
