@@ -50,7 +50,7 @@ def allocations() -> Iterator[Allocations]:
     to be free only when somebody else gets it: allow for a few outputs more than there are.
     """
     out = Allocations()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield out
     path = Path(f"allocations-{torch.distributed.get_rank()}.json")
     profiler.export_chrome_trace(str(path))
