@@ -111,9 +111,9 @@ void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
   auto& slot = slots_[index];
   const auto& record = *slot.record;
-  auto target = run(slot);
   // In the gradient's own shape: one that is a transposed view is copied once, not flattened first.
-  auto filled = target.narrow(0, 0, record.numel).view(grad.sizes());
+  const auto begin = ranks_ * slot.offset;
+  auto filled = piece(buffer_->send, begin, record.numel).view(grad.sizes());
   if (slot.arrivals++ > 0) {
     filled.add_(grad, scale);
     return;
@@ -125,16 +125,18 @@ void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale) {
   } else {
     // 1/3 in bfloat16 would be off by 0.2%, always to the same side; a 0-dim double does not change the
     // dtype.
-    at::mul_out(filled, grad, at::scalar_tensor(scale, at::kDouble));
+    if (!scale_.defined())
+      scale_ = at::scalar_tensor(scale, at::kDouble);
+    at::mul_out(filled, grad, scale_);
   }
   // Stale values in the padding would reach the last ranks' shards, and from there the gradient norm.
-  const auto padding = target.numel() - record.numel;
+  const auto padding = ranks_ * record.shard_numel() - record.numel;
   if (padding > 0)
-    target.narrow(0, record.numel, padding).zero_();
+    piece(buffer_->send, begin + record.numel, padding).zero_();
 }
 
 at::Tensor ReduceBucket::run(const Slot& slot) const {
-  return buffer_->send.narrow(0, ranks_ * slot.offset, ranks_ * slot.record->shard_numel());
+  return piece(buffer_->send, ranks_ * slot.offset, ranks_ * slot.record->shard_numel());
 }
 
 bool ReduceBucket::complete() const {
@@ -178,7 +180,7 @@ void ReduceBucket::accumulate() {
       length += grad.numel();
     }
     auto to = target.as_strided({length}, {1});
-    auto from = result.narrow(0, head.offset, length);
+    auto from = piece(result, head.offset, length);
     if (head.add) {
       to.add_(from);
     } else {

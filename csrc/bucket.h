@@ -102,18 +102,19 @@ class ReduceBucket {
   int64_t chunk() const { return chunk_; }
   std::vector<Slot>& slots() { return slots_; }
   BucketBuffer* buffer() { return buffer_; }
-  at::Tensor send() const { return buffer_->send.narrow(0, 0, ranks_ * chunk_); }
-  at::Tensor recv() const { return buffer_->recv.narrow(0, 0, chunk_); }
+  at::Tensor send() const { return piece(buffer_->send, 0, ranks_ * chunk_); }
+  at::Tensor recv() const { return piece(buffer_->recv, 0, chunk_); }
   // The parts of send() and recv() that belong to one parameter.
   at::Tensor run(const Slot& slot) const;
   at::Tensor part(const Slot& slot) const {
-    return buffer_->recv.narrow(0, slot.offset, slot.record->shard_numel());
+    return piece(buffer_->recv, slot.offset, slot.record->shard_numel());
   }
 
  private:
   at::ScalarType dtype_;
   int ranks_;
   int64_t chunk_ = 0;
+  at::Tensor scale_;  // of put(), the same each time
   std::vector<Slot> slots_;
   State state_ = State::EMPTY;
   BucketBuffer* buffer_ = nullptr;

@@ -238,7 +238,7 @@ void Executor::open(ReduceBucket& bucket, bool adding) {
 
 void Executor::reduce(int64_t index, const at::Tensor& grad) {
   std::lock_guard lock(mutex_);
-  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView no_autograd;  // and not only no graph: the way through it takes time
   auto& record = at(index);
   TORCH_CHECK(grad.numel() == record.numel, "lightning_zero: the gradient of ", record.name, " has shape ",
               grad.sizes(), " but the parameter has shape ", at::IntArrayRef(record.shape), ".");
@@ -293,7 +293,7 @@ void Executor::launch(ReduceBucket& bucket) {
     runs.push_back(bucket.run(slot));
   }
   bucket.buffer()->pending = reduce_comm_.reduce_scatter_group(parts, runs, send, op, [&bucket] {
-    at::NoGradGuard no_grad;
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
     bucket.accumulate();
   });
 }

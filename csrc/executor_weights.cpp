@@ -132,6 +132,7 @@ at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, i
   std::lock_guard lock(mutex_);
   if (!tracked_.empty())
     sync_edits(/*forget=*/false);
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
   auto buffer = fresh(numel, shards[0].options().dtype(dtype).requires_grad(std::nullopt));
   std::vector<at::Tensor> outputs, sources;
   int64_t offset = 0;
@@ -141,7 +142,7 @@ at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, i
     if (!source.defined())
       source = record.shard.to(dtype);
     const auto length = size() * record.shard_numel();
-    outputs.push_back(buffer.narrow(0, offset, length));
+    outputs.push_back(piece(buffer, offset, length));
     sources.push_back(std::move(source));
     offset += length;
   }

@@ -67,19 +67,14 @@ class StepKernel:
         """Whether we know the optimizer's rule for all of its groups."""
         return all(rule_for(optimizer, group) is not None for group in groups)
 
-    @property
-    def replays(self) -> int:
-        """Steps that were replayed."""
-        return sum(sequence.replays for sequence in self._sequences.values())
-
     def run(
         self,
         groups: Sequence[dict[str, Any]],
         squared_norm: Tensor,
         max_norm: float | None = None,
         skip: Tensor | None = None,
-    ) -> None:
-        """One step.
+    ) -> bool:
+        """One step; returns whether it was a replay.
 
         Args:
             groups: with the settings of this step.
@@ -106,6 +101,7 @@ class StepKernel:
         if variant not in self._sequences:
             self._sequences[variant] = GraphedSequence(self._update, self._device)
         self._sequences[variant]()
+        return self._sequences[variant].captured
 
     def _update(self) -> None:
         assert self._variant is not None

@@ -88,12 +88,7 @@ class OptimizerStepper:
         self._kinds: dict[int, int] = {}
         self._clip: tuple[_Plan, float] | None = None  # to be done by the step
         self._seen: tuple[list[dict[str, Any]], State, Any, _Plan | None] | None = None
-
-    @property
-    def captured(self) -> bool:
-        """Whether steps are replayed now."""
-        kernel = self._last.kernel if self._last is not None else None
-        return kernel is not None and kernel.replays > 0
+        self.replays = 0  # steps that were one launch
 
     # -- gradients
 
@@ -144,7 +139,7 @@ class OptimizerStepper:
             max_norm = self._clip[1] if self._clip is not None else None
             self._clip = None
             with torch.no_grad():
-                kernel.run(groups, plan.squared, max_norm, skip)
+                self.replays += kernel.run(groups, plan.squared, max_norm, skip)
             flat: list[dict[str, Any]] = []
         else:
             assert skip is None, "only what replays can skip"

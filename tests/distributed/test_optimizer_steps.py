@@ -175,9 +175,8 @@ def train_sharded_steps(
         record = train(model, optimizer, event, engine)
         stepper = engine.stepper(optimizer)
         kernel = stepper._last.kernel
-        replays = kernel.replays if kernel is not None else 0
         state = whole_state(engine, optimizer)
-        return record, state, (len(stepper._last.segments), kernel is not None, counts(optimizer), replays)
+        return record, state, (len(stepper._last.segments), kernel is not None, counts(optimizer), stepper.replays)
 
 
 def counts(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -62,7 +62,7 @@ def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
     assert off["gather_bytes"] - on["gather_bytes"] >= (STEPS - 1) * 2 * 2 * weights
     # Kept weights are not gathered in backward at all. (Those of the first layer norm, say, are small anyway, and the
     # last one is kept without a budget.)
-    weights -= TinyTransformer().head.weight.numel()
+    weights -= OneBlock().head.weight.numel()
     assert on["gather_bytes"] - kept["gather_bytes"] >= (STEPS - 1) * 2 * weights
     # All shadows are written at once, not one by one; only the first, eager step takes edits of weights into account.
     assert on.get("shadow_writes", 0) == off.get("shadow_writes", 0)
