@@ -340,7 +340,12 @@ class Engine:
         """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no
         shards."""
         check_optimizer(optimizer)
-        self.stepper(optimizer)
+        reason = self.stepper(optimizer).why_eager
+        if self.config.capture_step is True and reason is not None:
+            raise UnsupportedError(
+                f"capture_step=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
+                "Pass capture_step='auto' to step it eagerly where it must be."
+            )
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 if self.sharder.find(param) is None:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -140,6 +141,43 @@ class ZeroMixedPrecision(_ForShards, MixedPrecision):
             self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
 
 
+class FlatGradScaler(ShardedGradScaler):
+    """A loss scaler that unscales the arenas in a few kernels, and leaves it to the device whether the step is skipped
+    where the step allows it."""
+
+    def __init__(self, engine: Callable[[], Engine], device: str, **settings: Any) -> None:
+        super().__init__(device, **settings)
+        self._engine = engine
+
+    @override
+    def unscale_(self, optimizer: Optimizer) -> None:
+        with self._engine().stepper(optimizer).flat():
+            super().unscale_(optimizer)
+
+    @override
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine()
+        if not self.is_enabled() or not engine.stepper(optimizer).may_skip():
+            engine.begin_step(optimizer)
+            try:
+                return super().step(optimizer, *args, **kwargs)
+            finally:
+                engine.end_step(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        found = torch.stack([value.to(engine.device) for value in state["found_inf_per_device"].values()]).sum()
+        engine.begin_step(optimizer, skip=found)
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            engine.end_step(optimizer)
+        state["stage"] = OptState.STEPPED
+        return result
+
+
 def plain(optimizer: Any) -> Optimizer:
     """The user's optimizer, without Lightning's wrapper."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -175,7 +213,7 @@ def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
                     "backoff_factor": scaler.get_backoff_factor(),
                     "growth_interval": scaler.get_growth_interval(),
                 }
-            scaler = ShardedGradScaler(plugin.device, **settings)
+            scaler = FlatGradScaler(engine, plugin.device, **settings)
         ours = ZeroMixedPrecision(cast(Any, plugin.precision), plugin.device, scaler)
     else:
         raise MisconfigurationException(

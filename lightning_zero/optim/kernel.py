@@ -63,9 +63,15 @@ class StepKernel:
         self._sequences: dict[tuple[bool, bool], GraphedSequence] = {}  # with or without clipping and skipping
 
     @staticmethod
-    def covers(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether we know the optimizer's rule for all of its groups."""
-        return all(rule_for(optimizer, group) is not None for group in groups)
+    def covers(
+        optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], segments: Sequence[Segment] = ()
+    ) -> bool:
+        """Whether we know the optimizer's rule for all of its groups, and these segments have the state it needs."""
+        rules = [rule_for(optimizer, group) for group in groups]
+        known = [rule for rule in rules if rule is not None]
+        return len(known) == len(rules) and all(
+            isinstance(segment.state.get(name), Tensor) for segment in segments for name in known[segment.group].state
+        )
 
     def run(
         self,

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -58,7 +60,7 @@ class OptimizerStepper:
         optimizer: of shards.
         sharder: knows them.
         group: process group over which norms are summed.
-        capture: ``"auto"``: where possible; False: never; True: raise where it is not possible.
+        capture: ``"auto"`` or True: where possible; False: never.
         emulate: debugging: do on any device what a captured step does, without a graph.
         compile_kernels: compile the update with inductor; otherwise it runs op by op.
     """
@@ -77,7 +79,10 @@ class OptimizerStepper:
         self._group = group
         self._device = sharder.executor.device
         self._capture = capture
+        self.why_eager = self._why_eager(bool(capture), emulate)
         self._graphs = bool(capture) and (emulate or self._device.type == "cuda")
+        if self.why_eager is not None:
+            log.info("%s steps without a captured graph: %s.", type(optimizer).__name__, self.why_eager)
         self._compile = compile_kernels and self._device.type == "cuda"
         self._plans: dict[Any, _Plan] = {}
         self._known: Any = None  # what the plans were made for
@@ -89,6 +94,16 @@ class OptimizerStepper:
         self._clip: tuple[_Plan, float] | None = None  # to be done by the step
         self._seen: tuple[list[dict[str, Any]], State, Any, _Plan | None] | None = None
         self.replays = 0  # steps that were one launch
+
+    def _why_eager(self, capture: bool, emulate: bool) -> str | None:
+        """Why the optimizer's step cannot be captured, as it is now; None if it can."""
+        if not capture:
+            return "capture_step is off"
+        if self._device.type != "cuda" and not emulate:
+            return f"there are no CUDA graphs on device {str(self._device)!r}"
+        if not StepKernel.covers(self.optimizer, self.optimizer.param_groups):
+            return "its update rule is not one that is known here (Adam, AdamW and SGD of torch.optim, no subclasses)"
+        return None
 
     # -- gradients
 
@@ -124,6 +139,25 @@ class OptimizerStepper:
 
     # -- stepping
 
+    @contextmanager
+    def flat(self) -> Iterator[None]:
+        """Inside, the optimizer's parameters are the flat ones, with their gradients; nothing may be stepped."""
+        plan = self._plan()
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = self._flat_groups(plan, groups)
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups = groups
+
+    @staticmethod
+    def _flat_groups(plan: _Plan, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        flat: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
+        for segment in plan.segments:
+            segment.param.grad = segment.grad
+            flat[segment.group]["params"].append(segment.param)
+        return flat
+
     def begin(self, skip: Tensor | None = None) -> None:
         """The gradients are final: the optimizer's ``step`` comes next.
 
@@ -144,11 +178,9 @@ class OptimizerStepper:
         else:
             assert skip is None, "only what replays can skip"
             self._scale()
-            flat = [{**group, "params": []} for group in groups]
+            flat = self._flat_groups(plan, groups)
             for segment in plan.segments:
-                segment.param.grad = segment.grad
                 segment.read_numbers(state)
-                flat[segment.group]["params"].append(segment.param)
         self._seen = groups, state, flat, None if kernel is not None else plan
         self._before = [dict(group) for group in flat]
         self.optimizer.param_groups = flat
@@ -272,7 +304,7 @@ class OptimizerStepper:
         if plan.kernel is not None or not self._graphs or plan.runs == 0 or not plan.segments:
             return plan.kernel
         groups, state = self._seen[:2] if self._seen else (self.optimizer.param_groups, self.optimizer.state)
-        if not StepKernel.covers(self.optimizer, groups):
+        if not StepKernel.covers(self.optimizer, groups, plan.segments):
             return None
         plan.kernel = StepKernel(self.optimizer, groups, plan.segments, self._device, self._compile)
         for segment in plan.segments:

@@ -281,6 +281,27 @@ def test_hooks_see_the_optimizers_own_parameters_and_state(ranks: Ranks) -> None
         assert all(seen), seen
 
 
+def require_capture(name: str, emulate: bool) -> str:
+    model = build(Parts)
+    with engine_for(model, "eager", emulate_capture=emulate, capture_step=True) as engine:
+        with engine.shards_in_sight():
+            optimizer = OPTIMIZERS[name](model)
+        try:
+            engine.check_optimizer(optimizer)
+        except UnsupportedError as error:
+            return str(error)
+    return ""
+
+
+def test_a_step_that_must_be_captured_but_cannot_is_an_error(ranks: Ranks) -> None:
+    (message,) = ranks.run(1, require_capture, "AdamW", False)
+    assert "capture_step=True, but the step of AdamW cannot be captured: there are no CUDA graphs" in message
+    assert "capture_step='auto'" in message
+    (message,) = ranks.run(1, require_capture, "Lion", True)
+    assert "the step of Lion cannot be captured: its update rule is not one that is known here" in message
+    assert ranks.run(1, require_capture, "AdamW", True) == [""]
+
+
 def step_by_rows() -> str:
     model = build(Parts)
     with engine_for(model, "eager") as engine:

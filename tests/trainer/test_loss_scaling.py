@@ -1,0 +1,66 @@
+"""16-mixed: an overflow on one rank skips the step on all, whether the host reads it or the device knows."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_zero.engine import engine_of
+from tests.helpers.oracle import assert_close_relative
+from tests.ranks.pool import Ranks
+from tests.trainer.helpers import Regression, close, make_loader, make_trainer, whole_state
+
+OVERFLOW = 3  # the step with an infinite gradient
+
+
+class Overflows(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[float] = []
+        self.steps: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+    def on_after_backward(self) -> None:
+        sharded = engine_of(self) is not None
+        if (
+            self.trainer.global_step == OVERFLOW
+            and len(self.scales) == OVERFLOW
+            and (not sharded or dist.get_rank() == 0)
+        ):
+            next(iter(self.parameters())).grad.view(-1)[0] = torch.inf
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+        state = self.optimizers().optimizer.state
+        self.steps.append(float(next(iter(state.values()))["step"]) if state else 0.0)
+
+
+def fit_with_scaler(kind: str) -> dict[str, Any]:
+    module = Overflows()
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3))
+    trainer = make_trainer(kind, plugins=[plugin], gradient_clip_val=0.2)
+    trainer.fit(module, make_loader(kind, 8))
+    state = whole_state(module)
+    engine = engine_of(module)
+    skips = engine.stepper(module.optimizers().optimizer).may_skip() if engine is not None else None
+    close(module)
+    return {"state": state, "scales": module.scales, "steps": module.steps, "device decides": skips}
+
+
+def fit_both(kind: str) -> list[dict[str, Any]]:
+    return [fit_with_scaler("ddp"), fit_with_scaler(kind)]
+
+
+@pytest.mark.parametrize("kind", ["eager", "captured"])
+def test_an_overflow_skips_one_step_as_under_ddp(ranks: Ranks, kind: str) -> None:
+    for ddp, ours in ranks.run(2, fit_both, kind, deadline=120):
+        assert ddp["scales"][OVERFLOW] == ddp["scales"][OVERFLOW - 1] / 2
+        assert ours["scales"] == ddp["scales"]
+        assert ours["steps"] == ddp["steps"]
+        assert ddp["steps"][OVERFLOW] == ddp["steps"][OVERFLOW - 1] == OVERFLOW
+        assert_close_relative(ours["state"], ddp["state"], 1e-3, what="weights")
+        assert ours["device decides"] == (kind == "captured")
