@@ -108,13 +108,14 @@ class Module(L.LightningModule):
     def configure_model(self) -> None:
         if self.net is not None:
             return
-        if not self.fsdp2:
+        with torch.device("meta"):
             self.net = Decoder(*SIZES[self.size])
+        if not self.fsdp2:
+            self.net.cos, self.net.sin = (torch.empty_like(t, device="cpu") for t in (self.net.cos, self.net.sin))
+            self.net.reset_parameters()
             return
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        with torch.device("meta"):
-            self.net = Decoder(*SIZES[self.size])
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         mesh = self.device_mesh["data_parallel"]
         for block in self.net.blocks:
