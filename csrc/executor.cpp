@@ -370,7 +370,10 @@ void Executor::attach(const std::vector<int64_t>& flags) {
     attached_.push_back(record.index);
     auto& held = record.param.mutable_grad();
     if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {
-      held = record.grad.view(record.param.sizes());
+      auto& shown = record.visible_grad;
+      if (!shown.defined() || shown.const_data_ptr() != record.grad.const_data_ptr())
+        shown = record.grad.view(record.param.sizes());
+      held = shown;
     }
   }
 }
@@ -419,6 +422,10 @@ int64_t Executor::gradients_key() const {
   std::lock_guard lock(mutex_);
   uint64_t key = 14695981039346656037ULL;
   for (const auto& record : records_) {
+    TORCH_CHECK_VALUE(!record->live || record->param.const_data_ptr() == record->shard.const_data_ptr(),
+                      "lightning_zero: the data of parameter ", record->name,
+                      " was replaced by another tensor, which neither gathers nor optimizer steps would see. "
+                      "Copy into it instead (param.data.copy_(x)), or assign to module.weight.data.");
     const auto& grad = record->param.grad();
     key =
         (key ^ (grad.defined() ? reinterpret_cast<uintptr_t>(grad.const_data_ptr()) : 0)) * 1099511628211ULL;

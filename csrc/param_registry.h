@@ -22,9 +22,10 @@ class Executor;
 struct ParamRecord {
   int64_t index = 0;
   std::string name;
-  at::Tensor param;  // the nn.Parameter that users hold; its data is `shard` in another shape
-  at::Tensor shard;  // 1-D view of an arena: shard_numel elements, the tail of the last ranks zero
-  at::Tensor grad;   // 1-D view of the gradient arena, same layout; undefined until training needs it
+  at::Tensor param;         // the nn.Parameter that users hold; its data is `shard` in another shape
+  at::Tensor shard;         // 1-D view of an arena: shard_numel elements, the tail of the last ranks zero
+  at::Tensor grad;          // 1-D view of the gradient arena, same layout; undefined until training needs it
+  at::Tensor visible_grad;  // the same in the parameter's shape: what param.grad is given, each time
   // The same values in the dtype that is computed in; undefined when nothing is computed in another.
   at::Tensor shadow;
   int64_t shadow_epoch = -1;  // as Executor::epoch_ and param._version() were when it was written

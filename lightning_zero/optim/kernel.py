@@ -105,7 +105,8 @@ class StepKernel:
                     tensor.fill_(value)
                     floats[name] = value
         if variant not in self._sequences:
-            self._sequences[variant] = GraphedSequence(self._update, self._device)
+            used = [t for s in self._segments for t in (s.param, s.grad, *s.state.values()) if isinstance(t, Tensor)]
+            self._sequences[variant] = GraphedSequence(self._update, self._device, watch=used)
         self._sequences[variant]()
         return self._sequences[variant].captured
 

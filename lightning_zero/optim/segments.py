@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class Segment:
     grad: Tensor
     counts: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    _given: dict[str, Any] | None = None
+    _shown: dict[str, Any] = field(default_factory=dict)
 
     def take_in(self, state: State) -> bool:
         """Joins the members' state into this segment's; what is not in one piece of memory yet is moved there, and the
@@ -55,18 +54,18 @@ class Segment:
             values = [entries[key] for entries in own]
             if not isinstance(first, Tensor):
                 self.state[key] = first
-            elif self._is_count(first):
-                counts = _joined(values)
-                moved = moved or counts is None
-                self._publish_count(key, torch.stack([v.reshape(()) for v in values]) if counts is None else counts)
+                continue
+            joined = _joined(values)
+            moved = moved or joined is None
+            if self._is_count(first):
+                counts = torch.stack([value.reshape(()) for value in values]) if joined is None else joined
+                self.counts[key], self.state[key] = counts, counts[0]
             else:
                 self._check(key, first, self.members[0].layout.visible_shape)
-                flat = _joined(values)
-                moved = moved or flat is None
-                self.state[key] = (torch.cat([v.reshape(-1) for v in values]) if flat is None else flat).view(
-                    self.param.shape
-                )
-        self.give_out(state)
+                flat = torch.cat([value.reshape(-1) for value in values]) if joined is None else joined
+                self.state[key] = flat.view(self.param.shape)
+            del values
+            self._show(key, state)  # one by one, so that no more than one of them exists twice
         return moved
 
     def read_numbers(self, state: State) -> None:
@@ -77,40 +76,35 @@ class Segment:
     def give_out(self, state: State) -> None:
         """Shows what the optimizer keeps for this segment as the members' state, as far as it is something else than
         last time."""
-        given = self._given
-        if (
-            given is not None
-            and given.keys() == self.state.keys()
-            and all(map(is_, given.values(), self.state.values()))
-        ):
-            return
-        for key, value in list(self.state.items()):
-            if isinstance(value, Tensor) and self._is_count(value) and key not in self.counts:
-                self._publish_count(key, value.detach().reshape(1).repeat(len(self.members)))
+        for key, value in self.state.items():
+            if key in self._shown and self._shown[key] is value:
+                continue
+            if isinstance(value, Tensor) and self._is_count(value):
+                counts = self.counts.get(key)
+                if counts is None or counts.data_ptr() != value.data_ptr():
+                    self.counts[key] = counts = value.detach().reshape(1).repeat(len(self.members))
+                    self.state[key] = counts[0]
+            self._show(key, state)
+
+    def _show(self, key: str, state: State) -> None:
+        value = self._shown[key] = self.state[key]
         begin = 0
         for position, record in enumerate(self.members):
             end = begin + record.layout.shard_numel
-            entries = state[record.param]
-            for key, value in self.state.items():
-                if key in self.counts:
-                    entries[key] = self.counts[key][position]
-                elif isinstance(value, Tensor):
-                    self._check(key, value, self.param.shape)
-                    entries[key] = value.view(-1)[begin:end].view(record.layout.visible_shape)
-                else:
-                    entries[key] = value
+            if key in self.counts:
+                state[record.param][key] = self.counts[key][position]
+            elif isinstance(value, Tensor):
+                self._check(key, value, self.param.shape)
+                state[record.param][key] = value.view(-1)[begin:end].view(record.layout.visible_shape)
+            else:
+                state[record.param][key] = value
             begin = end
-        self._given = dict(self.state)
 
     def spread_counts(self) -> None:
         """The optimizer has changed the first member's counts; the others' follow."""
         for counts in self.counts.values():
             if counts.numel() > 1:
                 counts[1:] = counts[0]
-
-    def _publish_count(self, key: str, counts: Tensor) -> None:
-        self.counts[key] = counts
-        self.state[key] = counts[0]
 
     def _is_count(self, value: Tensor) -> bool:
         return value.numel() == 1  # a shard has more elements: see ShardLayout
