@@ -304,8 +304,9 @@ class Engine:
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """After the optimizer's ``step``, whether it succeeded or not, and before a closure is run again."""
-        self.stepper(optimizer).end()
-        self.executor.expire_shadows()
+        # Only after a step: in the last of several accumulated micro-batches, kept weights are still good.
+        if self.stepper(optimizer).end():
+            self.executor.expire_shadows()
 
     def eval_step(self) -> None:
         """Must come before a forward outside of training: weights may have been exchanged since the last one."""

@@ -190,12 +190,15 @@ class OptimizerStepper:
         hooks: Any = self.optimizer._optimizer_step_post_hooks
         hooks.move_to_end(self._hook.id, last=False)
 
-    def end(self) -> None:
-        """The optimizer has its own parameters again. Harmless when repeated."""
+    def end(self) -> bool:
+        """The optimizer has its own parameters again. Harmless when repeated; returns whether there was a step to
+        end."""
         self._restore()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._hook is None:
+            return False
+        self._hook.remove()
+        self._hook = None
+        return True
 
     def _restore(self) -> None:
         if self._seen is None:

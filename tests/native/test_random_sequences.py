@@ -5,7 +5,7 @@ import pytest
 from tests.native.sequences import run_sequences
 from tests.ranks.pool import Ranks
 
-SEQUENCES = {1: 550, 2: 300, 3: 200}
+SEQUENCES = {1: 850, 2: 140, 3: 60}
 
 
 def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> None:

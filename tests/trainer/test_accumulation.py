@@ -1,0 +1,51 @@
+"""Accumulated micro-batches through the Trainer: weights that stay until the optimizer steps are gathered once."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.engine import engine_of
+from tests.helpers.oracle import assert_close_relative
+from tests.ranks.pool import Ranks
+from tests.trainer.helpers import RTOL, Regression, close, make_loader, make_trainer, whole_state
+
+WINDOW, WINDOWS = 3, 4
+
+
+class Counts(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathers: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        engine = engine_of(self)
+        if engine is not None:
+            self.gathers.append(engine.executor.counters().get("kept_gathers", 0))
+
+
+def fit_both() -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    arguments = {"accumulate_grad_batches": WINDOW, "gradient_clip_val": 0.2}
+    plain = Counts()
+    make_trainer("ddp", **arguments).fit(plain, make_loader("ddp", WINDOW * WINDOWS))
+    ours = Counts()
+    strategy = ZeroStrategy(compile_backend="aot_eager", persist_mb=float("inf"), persist_until="step")
+    with patch("lightning_zero.compile.passes.SMALL_BYTES", 0):
+        trainer = make_trainer("compiled", strategy=strategy, **arguments)
+        trainer.fit(ours, make_loader("compiled", WINDOW * WINDOWS))
+    state = whole_state(ours)
+    close(ours)
+    torch._dynamo.reset()
+    return state, whole_state(plain), ours.gathers
+
+
+def test_kept_weights_are_gathered_once_in_a_window(ranks: Ranks) -> None:
+    for state, expected, gathers in ranks.run(2, fit_both, deadline=120):
+        assert_close_relative(state, expected, RTOL, what="weights")
+        windows = [gathers[begin : begin + WINDOW] for begin in range(0, len(gathers), WINDOW)]
+        # The first micro-batch of all is eager, the second compiles. Later only a window's first one gathers.
+        assert all(len(set(window)) == 1 for window in windows[1:]), gathers
+        growth = {after[0] - before[0] for before, after in zip(windows[1:], windows[2:], strict=False)}
+        assert len(growth) == 1
+        assert min(growth) > 0
