@@ -24,6 +24,7 @@ from typing import Any
 from tests.ranks import worker
 
 ROOM = 1 << 20  # bytes; an environment fits
+COLD = "TESTS_NURSERY_COLD"  # set where nothing may be compiled before a fork
 
 
 class Forked:
@@ -110,6 +111,19 @@ def shared(rank: int, environ: dict[str, str], cwd: str, preload: tuple[str, ...
     return found
 
 
+def children_can_run_backward() -> bool:
+    """Torch before 2.13 forbids backward in a fork of a process that has compiled something."""
+    import torch
+
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+        os._exit(0)
+    except RuntimeError:
+        os._exit(1)
+
+
 def warm_up() -> None:
     """What the first compilation imports and sets up takes longer than most tests."""
     import torch
@@ -162,8 +176,13 @@ def main() -> None:
     fd, parent, preload = sys.argv[1:]
     worker.die_with(int(parent))
     worker.import_all(preload)
-    if "lightning_zero" in preload.split(","):
+    if "lightning_zero" in preload.split(",") and COLD not in os.environ:
         warm_up()
+        if not children_can_run_backward():
+            os.set_inheritable(int(fd), True)
+            os.execve(
+                sys.executable, [sys.executable, "-m", "tests.ranks.nursery", *sys.argv[1:]], os.environ | {COLD: "1"}
+            )
     if threading.active_count() > 1:
         raise RuntimeError(f"a fork would lose some of {threading.enumerate()}")
     gc.collect()
