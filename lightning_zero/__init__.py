@@ -19,6 +19,7 @@ from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import NativeBuildError, RankMismatchError, UnsupportedError
+from lightning_zero.norms import grad_norm
 from lightning_zero.strategy import ZeroStrategy
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "UnsupportedError",
     "ZeroStrategy",
     "full_parameters",
+    "grad_norm",
     "unshard",
 ]
 

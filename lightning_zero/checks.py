@@ -24,8 +24,10 @@ def refuse_callbacks(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
-                "StochasticWeightAveraging copies the module and averages what it finds, which would be shards. "
-                "Remove the callback, or use another strategy."
+                "StochasticWeightAveraging is not supported by the ZeRO-3 strategies: it copies the module once it is "
+                "sharded. Use lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging in its place, which "
+                "average shards; for a constant learning rate at the end, add torch.optim.swa_utils.SWALR as a "
+                "scheduler."
             )
 
 

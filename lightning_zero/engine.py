@@ -33,6 +33,7 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 from lightning_zero.optim.clip import clip_by_norm, global_norm
 from lightning_zero.optim.formulas import rule_for
+from lightning_zero.optim.norms import norms_of_each
 from lightning_zero.optim.stepper import OptimizerStepper
 from lightning_zero.optim.support import check_optimizer
 from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
@@ -222,7 +223,7 @@ class Engine:
             values = [record.param.data for record in records]
         for record, value in zip(records, values, strict=True):
             record.param.grad = None
-            record.param.data = value
+            record.show_whole(value)
             for owner, _ in record.owners:
                 if is_sharded(owner):
                     del owner.__dict__[SHAPES]
@@ -280,6 +281,11 @@ class Engine:
         """Should come before each backward where users have put hooks on gradients and accumulate them."""
         self._gradient_hooks.before_backward()
 
+    def after_backward(self) -> None:
+        """Should come after each backward: weights that forward read win over what is then written to
+        ``param.data``."""
+        self.executor.sync_edits()
+
     def before_step(self) -> None:
         """Must come before shards are changed by an optimizer: edits of gathered weights reach them first."""
         self.executor.sync_edits(forget=True)
@@ -309,7 +315,8 @@ class Engine:
             self.executor.expire_shadows()
 
     def eval_step(self) -> None:
-        """Must come before a forward outside of training: weights may have been exchanged since the last one."""
+        """Must come before a forward outside of training: weights may have been exchanged since the last one. Should
+        come after it, too: weights that it read win over what is then written to ``param.data``."""
         self.executor.sync_edits()
         self.executor.expire_shadows()
 
@@ -368,6 +375,14 @@ class Engine:
     def grad_norm(self, params: Iterable[Tensor]) -> Tensor:
         """2-norm over all ranks' shards of the gradients: a scalar on the device. Collective."""
         return global_norm(params, self.reduce_group, self.device)
+
+    def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
+        """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the
+        device, zero where there is no gradient. Collective."""
+        live = self.sharder.live
+        shards = [record.param.grad for record in live]
+        norms = norms_of_each(shards, norm_type, self.reduce_group, self.device)
+        return dict(zip([record.index for record in live], norms, strict=True))
 
     def clip_grad_norm(self, params: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scales gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""

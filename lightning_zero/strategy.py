@@ -30,6 +30,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_zero.callbacks.averaging import average_shards
+from lightning_zero.callbacks.finetuning import restore_groups, tell_shards_apart
 from lightning_zero.checks import check_adopted, refuse_callbacks, take_apart_compiled
 from lightning_zero.compile.backend import GraphObserver
 from lightning_zero.compile.passes import PassSpec
@@ -270,6 +272,9 @@ class ZeroStrategy(ProcessStrategy):
         else:
             self._adopt(adopted, module)
         self.model_to_device()
+        engine = self._require_engine()
+        average_shards(trainer, engine, module, self.root_device)
+        tell_shards_apart(trainer, engine)
         self.model = module
         # Shards must not become inference tensors, which training could not use afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -333,24 +338,34 @@ class ZeroStrategy(ProcessStrategy):
         with self.precision_plugin.train_step_context(), self._require_engine().train_step():
             return self.lightning_module.training_step(*args, **kwargs)
 
+    @contextmanager
+    def _evaluation(self) -> Generator[None, None, None]:
+        self._require_engine().eval_step()
+        yield
+        self._require_engine().eval_step()
+
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._require_engine().eval_step()
-        return super().validation_step(*args, **kwargs)
+        with self._evaluation():
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._require_engine().eval_step()
-        return super().test_step(*args, **kwargs)
+        with self._evaluation():
+            return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._require_engine().eval_step()
-        return super().predict_step(*args, **kwargs)
+        with self._evaluation():
+            return super().predict_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._require_engine().before_backward()
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._require_engine().after_backward()
 
     @override
     def optimizer_step(
@@ -382,6 +397,8 @@ class ZeroStrategy(ProcessStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        restore_groups(self.lightning_module.trainer, self.lightning_module)
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise MisconfigurationException(

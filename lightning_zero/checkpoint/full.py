@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_zero.sharding.shard import ShardedParameter, Sharder
 from lightning_zero.sharding.state import StateDictHooks
 
-__all__ = ["model_state", "optimizer_state", "shard_optimizer_state"]
+__all__ = ["gather_value", "model_state", "optimizer_state", "shard_optimizer_state"]
 
 
 def model_state(module: nn.Module, hooks: StateDictHooks) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, sharder: Sharder) -> dict[
         if number not in packed["state"]:
             continue
         entries = packed["state"][number]
-        whole = {key: _gather(value, record, sharder) for key, value in entries.items()}
+        whole = {key: gather_value(value, record, sharder) for key, value in entries.items()}
         if rank == 0:
             # Copies: a file would hold the padding, too, and training may go on before it is written.
             state[number] = {k: v.to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in whole.items()}
@@ -67,7 +67,9 @@ def _numbered(optimizer: torch.optim.Optimizer, sharder: Sharder) -> Iterator[tu
     return ((number, sharder.find(param)) for number, param in enumerate(params))
 
 
-def _gather(value: Any, record: ShardedParameter | None, sharder: Sharder) -> Any:
+def gather_value(value: Any, record: ShardedParameter | None, sharder: Sharder) -> Any:
+    """The whole of what has one element for each of a parameter's; anything else as it is. On the device; its memory
+    holds padding, too. Collective."""
     if record is None or not isinstance(value, Tensor) or value.shape != record.layout.visible_shape:
         return value
     shard = value.reshape(-1).to(sharder.executor.device)

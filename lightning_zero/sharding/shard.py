@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,16 @@ class ShardedParameter:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def show_shard(self) -> None:
-        """Points the visible parameter at the shard."""
+        """Points the visible parameter at the shard. It goes on counting the whole parameter's elements: that is what
+        ``sum(p.numel() for p in model.parameters())`` and Lightning's model summary are for."""
         self.param.data = self.shard.view(self.layout.visible_shape)
+        self.param.__dict__["numel"] = self.param.__dict__["nelement"] = partial(int, self.layout.numel)
+
+    def show_whole(self, value: Tensor) -> None:
+        """Makes the visible parameter an ordinary one with this value."""
+        self.param.data = value
+        for name in ("numel", "nelement"):
+            self.param.__dict__.pop(name, None)
 
 
 class Sharder:

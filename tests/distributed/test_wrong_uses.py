@@ -278,7 +278,7 @@ def weight_changed_before_backward() -> None:
 
 
 @wrong(
-    r"MisconfigurationException: StochasticWeightAveraging copies the module.*Remove the callback, or use another strategy"
+    r"MisconfigurationException: StochasticWeightAveraging is not supported.*Use lightning.pytorch.callbacks.WeightAveraging or EMA"
 )
 def stochastic_weight_averaging() -> None:
     fit(Regression(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])

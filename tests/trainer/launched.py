@@ -46,7 +46,7 @@ class Write(pl.Callback):
             "strategy": type(trainer.strategy).__name__,
             "seen": module.seen,
             "weight": module.net[0].weight.tolist(),
-            "held": sum(param.numel() for param in module.parameters()),
+            "held": sum(param.data.numel() for param in module.parameters()),
         }
         (self.home / f"{trainer.global_rank}.json").write_text(json.dumps(found))
 

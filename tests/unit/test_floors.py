@@ -18,6 +18,7 @@ FLOORS = {
     "checkpoint": 4,
     "compile": 4,
     "engine": 5,
+    "norms": 6,
     "precision": 6,
     "processes": 6,
     "strategy": 6,

@@ -1,0 +1,99 @@
+"""Lightning's ``WeightAveraging`` (and ``EMAWeightAveraging``), over shards.
+
+The callback copies the module before it is sharded. From then on it only averages, swaps and copies elements, parameter
+by parameter, so an average of shards serves: each rank keeps its part. Checkpoints hold whole values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_zero.checkpoint.full import gather_value
+from lightning_zero.engine import Engine, engine_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["average_shards"]
+
+
+def average_shards(trainer: pl.Trainer, engine: Engine, module: nn.Module, device: torch.device) -> None:
+    """Makes the averages of the Trainer's callbacks averages of ``module``'s shards. Harmless when repeated.
+
+    Raises:
+        MisconfigurationException: the module got or lost parameters after the callback had copied it.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, WeightAveraging) or callback._average_model is None:
+            continue
+        average: Any = callback._average_model.module
+        if not getattr(average, "_zero_average", False):
+            _AveragedShards(engine, module, average)
+            average._zero_average = True
+            average.to(callback._device or device)
+            for name in ("_swap_models", "_copy_average_to_current"):
+                callback.__dict__.pop(name, None)  # of an earlier fit
+                callback.__dict__[name] = partial(_announced, getattr(callback, name))
+
+
+def _announced(exchange: Callable[[Any], None], module: Any) -> None:
+    engine = engine_of(module)
+    if engine is not None:
+        # It writes to `param.data`, which nobody notices: weights read earlier would win over it.
+        engine.before_step()
+    exchange(module)
+
+
+class _AveragedShards:
+    """Cuts an averaged copy like the module that it is a copy of; its hooks make its state dict one of whole
+    values."""
+
+    def __init__(self, engine: Engine, module: nn.Module, average: nn.Module) -> None:
+        self._engine = engine
+        named = dict(module.named_parameters(remove_duplicate=False))
+        copies = dict(average.named_parameters(remove_duplicate=False))
+        if list(named) != list(copies):
+            differing = sorted(named.keys() ^ copies.keys())
+            raise MisconfigurationException(
+                f"WeightAveraging copied the module before its parameters were complete: {differing[0]!r} is only in "
+                f"one of module and copy ({len(differing)} such). Create the network in __init__() or "
+                "configure_model(), not in setup()."
+            )
+        self._records = {}
+        for name, param in named.items():
+            record = engine.sharder.find(param)
+            assert record is not None
+            self._records[name] = record
+            # The copies may be of other initial values than rank 0's, which the shards are of.
+            copies[name].data = record.param.detach().to(copies[name].dtype, copy=True)
+        average.register_state_dict_post_hook(partial(self._gather))  # torch leaves a mark on the function
+        average.register_load_state_dict_pre_hook(self._scatter)
+
+    def _gather(self, average: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Whole values on rank 0's CPU, which writes the file; nothing elsewhere. Collective."""
+        whole: dict[int, Tensor] = {}  # what is tied stays one tensor
+        for name, record in self._records.items():
+            shard = state.get(prefix + name)
+            if shard is None:
+                continue
+            if record.index not in whole:
+                value = gather_value(shard, record, self._engine.sharder)
+                whole[record.index] = value.to("cpu", copy=True) if self._engine.rank == 0 else shard
+            state[prefix + name] = whole[record.index]
+        if self._engine.rank != 0:
+            state.clear()
+
+    def _scatter(self, average: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+        for name, record in self._records.items():
+            full = state.get(prefix + name)
+            if full is not None and full.shape == record.layout.shape:
+                shard = torch.zeros(record.layout.shard_numel, dtype=full.dtype)
+                record.layout.write(shard, full, self._engine.rank)
+                state[prefix + name] = shard.view(record.layout.visible_shape)
