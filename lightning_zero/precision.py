@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine
+from lightning_zero.norms import WholeNorms
 from lightning_zero.sharding.surgery import is_sharded
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["ZeroHalfPrecision", "ZeroMixedPrecision", "ZeroPrecision", "for_shards", "plain"]
 
 
-class _ForShards(Precision):
+class _ForShards(WholeNorms):
     """What the three plugins share. ``engine`` finds the strategy's engine when it is needed; it does not exist before
     setup."""
 

@@ -1,0 +1,167 @@
+"""Norms of gradients, logged as under DDP: by Lightning's function inside its hooks, by ours anywhere."""
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+
+import lightning_zero
+from tests.helpers.oracle import assert_close_relative
+from tests.ranks.pool import Ranks
+from tests.trainer.helpers import INPUTS, RTOL, Regression, close, make_loader, make_trainer, seeded
+
+TYPES: list[Any] = [1, 2, "3.5", "inf"]
+
+
+class Normed(Regression):
+    """Logs norms of all types wherever gradients can be looked at; a parameter is frozen, one is never used, one tied."""
+
+    def __init__(self, ours: bool = False) -> None:
+        super().__init__()
+        self.grad_norm = lightning_zero.grad_norm if ours else grad_norm
+        self.net[2].weight.requires_grad_(False)
+        with seeded(1):
+            self.unused = nn.Linear(3, 5)
+        self.alias = nn.Linear(6, 5)
+        self.alias.weight = self.net[0].weight
+        self.seen: list[dict[str, float]] = []
+
+    def note(self, module: nn.Module, *types: Any) -> None:
+        self.seen += [{k: float(v) for k, v in self.grad_norm(module, norm_type=p).items()} for p in types]
+
+    def on_after_backward(self) -> None:
+        self.note(self, 2)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(self.grad_norm(self, norm_type=2))
+        self.note(self, *TYPES)
+        self.note(self.net[4], 2)  # a part of the module
+        if self.trainer.global_step == 1:
+            next(self.net[4].parameters()).grad.mul_(3)  # which later norms must see
+            self.note(self.net[4], 2, "inf")
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, 0.15, "norm")
+        self.note(self, 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-2)
+
+
+class Manual(Normed):
+    def __init__(self, ours: bool = False) -> None:
+        super().__init__(ours)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if self.grad_norm is lightning_zero.grad_norm:  # there is no hook here
+            self.note(self, 2)
+        optimizer.step()
+
+
+class Monitor(pl.Callback):
+    """Callbacks look at gradients, too."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        module.note(module, 2)
+
+
+def _normed(kind: str, make: Any, ours: bool, **arguments: Any) -> tuple[list[dict[str, float]], dict[str, float]]:
+    module, trainer = make(ours), make_trainer(kind, callbacks=[Monitor()], **arguments)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*of this rank's part.*")
+        trainer.fit(module, make_loader(kind, 3))
+    close(module)
+    return module.seen, {key: float(value) for key, value in trainer.logged_metrics.items()}
+
+
+def _normed_under(kinds: list[str], make: Any = Normed, ours: bool = False, **arguments: Any) -> dict[str, Any]:
+    return {kind: _normed(kind, make, ours, **arguments) for kind in kinds}
+
+
+@pytest.mark.parametrize("kind", ["eager", "captured", "compiled"])
+@pytest.mark.parametrize("ours", [False, True], ids=["Lightning's", "ours"])
+def test_logged_norms_equal_ddps(ranks: Ranks, kind: str, ours: bool) -> None:
+    for result in ranks.run(2, _normed_under, ["ddp", kind], ours=ours):
+        (seen, logged), (expected, expected_logged) = result[kind], result["ddp"]
+        assert len(expected) == 3 * 8 + 2
+        assert len(expected_logged) == 6, "five parameters with gradients, and the total"
+        assert list(map(list, seen)) == list(map(list, expected))
+        assert_close_relative(seen, expected, 3 * RTOL)
+        assert_close_relative(logged, expected_logged, 3 * RTOL)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_norms_in_other_precisions(ranks: Ranks, precision: Any) -> None:
+    for result in ranks.run(2, _normed_under, ["single", "eager"], precision=precision):
+        (seen, _), (expected, _) = result["eager"], result["single"]
+        assert list(map(list, seen)) == list(map(list, expected))
+        assert_close_relative(seen, expected, 3e-2)
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["Lightning's", "ours"])
+def test_norms_in_manual_optimization(ranks: Ranks, ours: bool) -> None:
+    for result in ranks.run(2, _normed_under, ["ddp", "captured"], Manual, ours):
+        assert_close_relative(result["captured"], result["ddp"], 3 * RTOL)
+
+
+class Mistaken(Regression):
+    """Takes norms of shards, and calls a compiled module where gradients are looked at."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self.function = function
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [param.grad for param in self.parameters() if param.grad is not None]
+        with torch.no_grad():
+            self(torch.ones(2, INPUTS))
+        torch.linalg.vector_norm(torch.ones(3))  # of something else
+        if self.function == "Tensor.norm":
+            grads[2].detach().norm()
+        elif self.function == "torch.linalg.vector_norm":
+            torch.linalg.vector_norm(grads[1])
+        elif self.function == "torch.nn.utils.get_total_norm":
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1e9)
+
+
+def _mistaken(kind: str) -> dict[str, list[str]]:
+    messages = {}
+    for function in ("none", "Tensor.norm", "torch.linalg.vector_norm", "torch.nn.utils.get_total_norm"):
+        module = Mistaken(function)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(kind, gradient_clip_val=0.1).fit(module, make_loader(kind, 3))
+        messages[function] = [str(w.message) for w in caught if "of this rank's part" in str(w.message)]
+        close(module)
+    return messages
+
+
+@pytest.mark.parametrize("kind", ["captured", "compiled"])
+def test_a_norm_of_a_shard_warns_once_and_names_ours(ranks: Ranks, kind: str) -> None:
+    first, other = ranks.run(2, _mistaken, kind)
+    assert not first.pop("none"), "our own clipping is no mistake"
+    for function, messages in first.items():
+        assert len(messages) == 1
+        assert messages[0].startswith(f"{function}() was called on a gradient")
+        assert "lightning_zero.grad_norm(module, norm_type)" in messages[0]
+    assert not any(other.values()), "once is enough"
+
+
+def _not_sharded() -> tuple[dict[str, Any], dict[str, Any]]:
+    with seeded():
+        module = nn.Linear(3, 2)
+    module(torch.ones(1, 3)).sum().backward()
+    return lightning_zero.grad_norm(module, "inf", "."), grad_norm(module, "inf", ".")
+
+
+def test_ours_leaves_a_plain_module_to_lightnings() -> None:
+    ours, lightnings = _not_sharded()
+    assert ours == lightnings
