@@ -71,7 +71,7 @@ def ours(size: str, capture: bool | str) -> tuple[Callable[[], None], int]:
 
     step.engine = engine  # keeps it
     step.model = model
-    return step, sum(p.numel() for p in model.parameters())
+    return step, sum(p.data.numel() for p in model.parameters())
 
 
 def fused(size: str) -> tuple[Callable[[], None], int]:
