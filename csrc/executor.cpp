@@ -418,21 +418,6 @@ void Executor::abort_backward() {
   count("aborted_backwards");
 }
 
-int64_t Executor::gradients_key() const {
-  std::lock_guard lock(mutex_);
-  uint64_t key = 14695981039346656037ULL;
-  for (const auto& record : records_) {
-    TORCH_CHECK_VALUE(!record->live || record->param.const_data_ptr() == record->shard.const_data_ptr(),
-                      "lightning_zero: the data of parameter ", record->name,
-                      " was replaced by another tensor, which neither gathers nor optimizer steps would see. "
-                      "Copy into it instead (param.data.copy_(x)), or assign to module.weight.data.");
-    const auto& grad = record->param.grad();
-    key =
-        (key ^ (grad.defined() ? reinterpret_cast<uintptr_t>(grad.const_data_ptr()) : 0)) * 1099511628211ULL;
-  }
-  return static_cast<int64_t>(key);
-}
-
 void Executor::release_buffers() {
   std::lock_guard lock(mutex_);
   for (auto& [dtype, pool] : pools_) pool->release();

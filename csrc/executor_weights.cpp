@@ -292,6 +292,21 @@ void Executor::drop_weights() {
   outdated_.clear();
 }
 
+int64_t Executor::gradients_key() const {
+  std::lock_guard lock(mutex_);
+  uint64_t key = 14695981039346656037ULL;
+  for (const auto& record : records_) {
+    TORCH_CHECK_VALUE(!record->live || record->param.const_data_ptr() == record->shard.const_data_ptr(),
+                      "lightning_zero: the data of parameter ", record->name,
+                      " was replaced by another tensor, which neither gathers nor optimizer steps would see. "
+                      "Copy into it instead (param.data.copy_(x)), or assign to module.weight.data.");
+    const auto& grad = record->param.grad();
+    key =
+        (key ^ (grad.defined() ? reinterpret_cast<uintptr_t>(grad.const_data_ptr()) : 0)) * 1099511628211ULL;
+  }
+  return static_cast<int64_t>(key);
+}
+
 int64_t Executor::find_gathered(const at::Tensor& tensor) {
   std::lock_guard lock(mutex_);
   return gathered_.find(tensor);

@@ -10,6 +10,10 @@ import pytest
 from tests.ranks.pool import Ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices")
 
@@ -21,8 +25,12 @@ def _adds_nothing(item: pytest.Item) -> bool:
     return params.get("world_size") == 1 and params.get("backend") == "aot_eager"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if not _adds_nothing(item)]
+    if not config.getoption("--slow"):
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     marked = [(item, item.get_closest_marker("gpu")) for item in items]
     marked = [(item, mark) for item, mark in marked if mark is not None]
     if not marked:

@@ -253,15 +253,18 @@ class OptimizerStepper:
         self._values = _values(state)
         return plan
 
-    def _home(self, param: Tensor) -> bool:
-        """Whether there is a gradient; one that somebody put in place of ours is copied to where ours lies."""
+    def _home(self, param: Tensor) -> bool | int:
+        """Whether there is a gradient; one that somebody put in place of ours is copied to where ours lies. Its address
+        where we have no place for it."""
         grad = param.grad
         if grad is None:
             return False
         record = self._sharder.find(param)
         assert record is not None
         home = self._sharder.gradients.get(record.index)
-        if home is not None and grad.data_ptr() != home.data_ptr():
+        if home is None:
+            return grad.data_ptr()
+        if grad.data_ptr() != home.data_ptr():
             home.copy_(grad.reshape(-1))
             param.grad = home.view(param.shape)
         return True

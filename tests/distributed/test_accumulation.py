@@ -56,9 +56,9 @@ NONE, ZERO = True, False  # zero_grad(set_to_none=...)
         *((2, "aot_eager", Branches, window, NONE) for window in ("twos", "fours and three")),
         *((2, backend, Branches, "twos and one", ZERO) for backend in BACKENDS),
         *((2, EAGER, case, "twos", NONE) for case in (Lengths, Branches)),
-        (2, "aot_eager", Lengths, "twos and one", ZERO),
+        pytest.param(2, "aot_eager", Lengths, "twos and one", ZERO, marks=pytest.mark.slow),
         (1, EAGER, Branches, "twos and one", NONE),
-        (3, "aot_eager", Branches, "twos and one", NONE),
+        pytest.param(3, "aot_eager", Branches, "twos and one", NONE, marks=pytest.mark.slow),
         (3, "aot_eager", Lengths, "fours and three", ZERO),
     ],
 )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph
@@ -59,6 +60,7 @@ def train_all_ways() -> dict[str, Any]:
     return {choice: train(options) for choice, options in CHOICES.items()}
 
 
+@pytest.mark.slow
 def test_saving_less_changes_memory_and_nothing_else(ranks: Ranks) -> None:
     found = ranks.run(2, train_all_ways, deadline=120)[0]
     expected, usual, _, _ = found.pop("as usual")

@@ -56,6 +56,7 @@ def train_on_all_lengths() -> tuple[list[dict[str, Tensor]], int, list[list[int]
     return params, graphs, starts
 
 
+@pytest.mark.slow
 def test_ranks_with_batches_of_different_lengths_train(ranks: Ranks) -> None:
     world_size, model = 2, build(OneBlock)
     optimizer = sgd(model)
@@ -114,6 +115,7 @@ def test_ranks_that_compile_different_graphs_are_told_the_first_difference(ranks
         assert "'forward: gather right.bias + left.bias as float32" in message, message
 
 
+@pytest.mark.slow
 def test_a_rank_that_compiles_other_gathers_alone_is_told_who_is_missing(ranks: Ranks) -> None:
     swaps = {0: [False, False, False], 1: [False, False, True]}
     with pytest.raises(RankFailure, match=r"(?s)Rank 1 is about to run a newly compiled graph.*rank 0 did not come"):

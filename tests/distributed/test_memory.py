@@ -111,7 +111,7 @@ def crossings(backend: str, autocast: bool, tagged: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("backend", "autocast"),
-    [("aot_eager", False), ("aot_eager", True), ("inductor", True)],
+    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", True, marks=pytest.mark.slow)],
     ids=["aot_eager-fp32", "aot_eager-autocast", "inductor-autocast"],
 )
 def test_no_gathered_weight_crosses_from_forward_to_backward(ranks: Ranks, backend: str, autocast: bool) -> None:

@@ -158,6 +158,7 @@ class Unstepped:
         self.step = self.zero_grad = lambda **_: None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "backend"),
     [*((p, "aot_eager") for p in ("autocast", "bf16-mixed", "bf16-true")), ("bf16-mixed", EAGER)],
@@ -169,6 +170,7 @@ def test_each_low_precision_step_equals_that_of_one_process(
     ranks.run(world_size, follow, precision, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_low_precision_loss_curve_lies_on_that_of_one_process(ranks: Ranks, precision: str) -> None:
     out = ranks.run(3, train, precision, "aot_eager", CLIP)[0]

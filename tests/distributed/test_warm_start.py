@@ -4,6 +4,7 @@ import os
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -34,6 +35,7 @@ def compile_twice(folder: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_second_time_nothing_is_compiled(ranks: Ranks, tmp_path: Any) -> None:
     for cold, warm in ranks.run(1, compile_twice, str(tmp_path), deadline=240):
         assert (cold["hits"], cold["misses"], cold["aot"]) == (0, 2, 0)

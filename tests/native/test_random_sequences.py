@@ -5,7 +5,7 @@ import pytest
 from tests.native.sequences import run_sequences
 from tests.ranks.pool import Ranks
 
-SEQUENCES = {1: 850, 2: 140, 3: 60}
+SEQUENCES = {1: 750, 2: 180, 3: 120}
 
 
 def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> None:

@@ -217,6 +217,7 @@ def test_dead_rank_is_reported_and_replaced(pool: RankPool) -> None:
     assert pool.pids == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     script = (

@@ -80,6 +80,7 @@ def test_started_by_the_trainer(by_the_trainer: list[dict[str, Any]]) -> None:
     _check(by_the_trainer, "LightningEnvironment")
 
 
+@pytest.mark.slow
 def test_started_by_torchrun(native_library: None, by_the_trainer: list[dict[str, Any]], tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(*torchrun, str(SCRIPT), str(tmp_path), "zero3_compile", "2", cwd=tmp_path)
@@ -132,6 +133,7 @@ NAMES = """
 """
 
 
+@pytest.mark.slow
 def test_names_are_registered_by_importing_once_or_twice(tmp_path: Path) -> None:
     done = run("-c", textwrap.dedent(NAMES), cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "all is well"), done.stdout
@@ -163,6 +165,7 @@ CONFIG = """
 """
 
 
+@pytest.mark.slow
 def test_command_line_by_class_path(native_library: None, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     script, config = tmp_path / "cli.py", tmp_path / "config.yaml"

@@ -94,7 +94,10 @@ def _fail_under(kind: str) -> dict[str, Any]:
     return {place: (_fail_and_fit("single", place), _fail_and_fit(kind, place)) for place in PLACES}
 
 
-@pytest.mark.parametrize(("world_size", "kind"), [(1, "eager"), (2, "eager"), (2, "compiled"), (3, "eager")])
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [(1, "eager"), (2, "eager"), pytest.param(2, "compiled", marks=pytest.mark.slow), (3, "eager")],
+)
 def test_fit_after_an_exception_equals_a_single_devices(ranks: Ranks, world_size: int, kind: str) -> None:
     for results in ranks.run(world_size, _fail_under, kind, deadline=120):
         for place, (single, ours) in results.items():

@@ -78,6 +78,7 @@ def _all_scheduled(*kinds: str) -> dict[str, dict[str, Any]]:
     return {kind: {name: _scheduled(kind, name) for name in SCHEDULERS} for kind in kinds}
 
 
+@pytest.mark.slow
 def test_scheduled_rates_and_what_the_monitor_logs_equal_ddps(ranks: Ranks) -> None:
     for rank, result in enumerate(ranks.run(2, _all_scheduled, "ddp", "captured", "eager")):
         ddp = result.pop("ddp")
@@ -156,7 +157,7 @@ def _found_under(*kinds: str) -> dict[str, Any]:
     return {kind: _found(kind) for kind in kinds}
 
 
-@pytest.mark.parametrize("kind", ["captured", "compiled"])
+@pytest.mark.parametrize("kind", ["captured", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_the_rate_that_is_found_and_the_training_after_it_equal_ddps(ranks: Ranks, kind: str) -> None:
     for result in ranks.run(2, _found_under, "ddp", kind):
         ours, ddp = result[kind], result["ddp"]
