@@ -315,10 +315,14 @@ class Engine:
             self.executor.expire_shadows()
 
     def eval_step(self) -> None:
-        """Must come before a forward outside of training: weights may have been exchanged since the last one. Should
-        come after it, too: weights that it read win over what is then written to ``param.data``."""
+        """Must come before a forward outside of training: weights may have been exchanged since the last one."""
         self.executor.sync_edits()
         self.executor.expire_shadows()
+
+    def after_eval(self) -> None:
+        """Should come after such a forward: weights that it read, and that something still holds, would win over what
+        is then written to ``param.data``."""
+        self.executor.sync_edits(forget=True)
 
     def reset(self) -> None:
         """After an exception: drops half-done work and gathered weights. Not collective."""

@@ -342,7 +342,7 @@ class ZeroStrategy(ProcessStrategy):
     def _evaluation(self) -> Generator[None, None, None]:
         self._require_engine().eval_step()
         yield
-        self._require_engine().eval_step()
+        self._require_engine().after_eval()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

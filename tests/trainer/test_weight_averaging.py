@@ -141,8 +141,6 @@ def _by_hand(kinds: list[str], nested: bool, **arguments: Any) -> dict[str, Any]
     ("kind", "nested", "arguments"),
     [
         ("eager", False, {}),
-        # validation comes between micro-batches
-        ("eager", False, {"accumulate_grad_batches": 4, "val_check_interval": 2}),
         ("compiled", False, {}),
         ("captured", True, {}),
     ],
