@@ -118,7 +118,6 @@ class StepKernel:
             common["factor"] = clip_factor(self._squared, self._max_norm)
         if skip:
             common["skip"] = self._skip
-        # Segments of one group and one step count share these numbers.
         for segment in self._segments:
             rule = self._rules[segment.group]
             assert rule is not None

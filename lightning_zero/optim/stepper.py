@@ -78,7 +78,6 @@ class OptimizerStepper:
         self._sharder = sharder
         self._group = group
         self._device = sharder.executor.device
-        self._capture = capture
         self.why_eager = self._why_eager(bool(capture), emulate)
         self._graphs = bool(capture) and (emulate or self._device.type == "cuda")
         if self.why_eager is not None:
