@@ -145,6 +145,34 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
       copy_back(std::move(copies)));
 }
 
+Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
+                                 const std::vector<std::vector<at::Tensor>>& sources) {
+  dawdle();
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  for (auto& output : outputs) output = aside(output, copies);
+  return launch(
+      [&](bool) {
+        for (size_t i = 0; i < outputs.size(); ++i) {
+          const auto width = outputs[i].numel() / size();
+          // Each rank begins with its own part, so that no two read from one rank at a time.
+          for (int step = 0; step < size(); ++step) {
+            const int from = (rank() + step) % size();
+            piece(outputs[i], from * width, width).copy_(sources[i][from], /*non_blocking=*/true);
+          }
+        }
+        return Works{};
+      },
+      copy_back(std::move(copies)));
+}
+
+Pending Communicator::barrier() {
+  if (!token_.defined()) {
+    token_ = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device_));
+    tokens_ = at::zeros({size()}, token_.options());
+  }
+  return all_gather(tokens_, token_);
+}
+
 Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                                            at::Tensor all_inputs, c10d::ReduceOp::RedOpType op,
                                            std::function<void()> then) {

@@ -44,6 +44,23 @@ class Pending {
   std::function<void()> continuation_;
 };
 
+// A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
+class PendingWork : public c10d::Work {
+ public:
+  PendingWork(Pending pending, std::vector<at::Tensor> sources, c10::Device device)
+      : pending_(std::move(pending)), sources_(std::move(sources)), device_(device) {}
+  bool wait(std::chrono::milliseconds) override {
+    pending_.wait(device_);
+    return true;
+  }
+  bool isCompleted() override { return pending_.ready(); }
+
+ private:
+  Pending pending_;
+  std::vector<at::Tensor> sources_;  // a cast copy lives until the collective has read it
+  c10::Device device_;
+};
+
 class Communicator {
  public:
   Communicator(const std::string& group_name, const c10::Device& device);
@@ -59,6 +76,13 @@ class Communicator {
 
   // Several all-gathers in one launch, each straight into its output; dtypes may differ from pair to pair.
   Pending all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
+
+  // The same by copies that this rank makes alone: sources[i][r] is what rank r would have put in. The caller
+  // sees to it that they may be read.
+  Pending copy_group(std::vector<at::Tensor> outputs, const std::vector<std::vector<at::Tensor>>& sources);
+
+  // Work queued on our stream after it begins once all ranks' work queued before it has ended.
+  Pending barrier();
 
   // Several reduce-scatters in one launch. inputs[i]: size() * outputs[i].numel() elements; `all_inputs` is
   // the memory they lie in, whose contents are lost. `then` runs on our stream once the outputs are there.
@@ -88,6 +112,7 @@ class Communicator {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
   c10::Stream stream_;
+  at::Tensor token_, tokens_;         // what a barrier gathers
   std::optional<std::mt19937> dice_;  // when poisoning
 };
 

@@ -96,6 +96,7 @@ void Executor::move_parameter(int64_t index, at::Tensor shard) {
   TORCH_INTERNAL_ASSERT(shard.dim() == 1 && shard.is_contiguous() && shard.numel() == record.shard_numel());
   sync_edits(/*forget=*/true);
   ShardTable::instance().remove(record.shard);
+  published_ = false;
   record.shard = std::move(shard);
   ShardTable::instance().add(record.shard, ParamRef{this, index});
 }
@@ -132,6 +133,9 @@ void Executor::close() {
   tracked_.clear();
   outdated_.clear();
   arriving_.clear();
+  drop_ahead();
+  first_groups_.clear();
+  shadow_memory_.clear();
   gathered_.clear();
   buckets_.clear();
   late_.clear();
@@ -260,16 +264,20 @@ void Executor::reduce(int64_t index, const at::Tensor& grad) {
 }
 
 void Executor::enter(const std::string& digest, const std::string& plan) {
-  {
-    std::lock_guard lock(mutex_);
-    if (plans_.count(digest) > 0 || new_plan_op_.empty())
-      return;
+  std::unique_lock lock(mutex_);
+  if (plans_.count(digest) == 0 && !new_plan_op_.empty()) {
+    lock.unlock();  // Python waits there for the other ranks
+    torch::jit::Stack stack{digest, plan};
+    c10::Dispatcher::singleton().findSchemaOrThrow(new_plan_op_.c_str(), "").callBoxed(&stack);
+    lock.lock();
+    plans_.insert(digest);
   }
-  // Without the lock: Python waits there for the other ranks.
-  torch::jit::Stack stack{digest, plan};
-  c10::Dispatcher::singleton().findSchemaOrThrow(new_plan_op_.c_str(), "").callBoxed(&stack);
-  std::lock_guard lock(mutex_);
-  plans_.insert(digest);
+  if (!shared_)
+    return;
+  if (!tracked_.empty())
+    sync_edits(/*forget=*/false);
+  noting_first_ = noting_first_ && first_groups_.empty();  // of one graph only
+  publish(/*everything=*/false);
 }
 
 void Executor::launch_complete() {

@@ -14,11 +14,19 @@
 // gradient that arrives after its bucket was launched (a weight used in two graphs) waits in a second bucket
 // that is launched after the agreement.
 //
+// [Note: copies from peers] Where all ranks can read each other's shadows, compiled graphs fetch weights by plain
+// copies: a copy engine does them, no multiprocessor, and no rank waits for another. What makes it safe is that a
+// shadow changes only at points which every rank passes: before the forward of a training step
+// (write_shadows) and where a compiled graph begins (enter). There, all ranks have read what they wanted (first
+// barrier), stale shadows are written, and all ranks have written theirs (second barrier). Eager code, which may
+// find a stale shadow anywhere, casts the shard instead and gathers through the process group.
+//
 // State is per parameter and backward, never per graph. All methods may be called from autograd's threads.
 #pragma once
 
 #include <torch/custom_class.h>
 
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -70,11 +78,15 @@ class Executor : public torch::CustomClassHolder {
   void set_grad(int64_t index, at::Tensor grad) { at(index).grad = std::move(grad); }
   void set_kept(int64_t index, at::Tensor kept) { at(index).kept = std::move(kept); }
   void set_shadow(int64_t index, at::Tensor shadow) { at(index).shadow = std::move(shadow); }
+  // All shadows in one tensor, of the shards in another: written in one kernel.
+  void add_shadow_memory(at::Tensor copies, at::Tensor shards);
+  // The parameter's shadow on every rank, in memory that this process can read. See [Note: copies from peers].
+  void set_peers(int64_t index, std::vector<at::Tensor> peers);
   // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again
   // before use.
-  void expire_shadows() { ++epoch_; }
-  // The caller has just written all shadows, in one kernel.
-  void shadows_written();
+  void expire_shadows();
+  // A training step begins: writes all shadows, and starts to fetch what the last step's graph fetched first.
+  void write_shadows();
   void close();
 
   at::Tensor gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked);
@@ -134,6 +146,14 @@ class Executor : public torch::CustomClassHolder {
   at::Tensor gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending, at::Tensor output = {});
   void take_assigned(Tracked& weight);
   void refuse_late_edits();
+  bool is_stale(const ParamRecord& record) const;
+  void write_shadow(ParamRecord& record);
+  void publish(bool everything);
+  bool can_copy(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const;
+  Pending fetch(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
+                std::vector<at::Tensor>& sources);
+  at::Tensor take_ahead(const std::vector<ParamRecord*>& records, at::ScalarType dtype, int64_t numel);
+  void drop_ahead();
   // The shard in `dtype`, from the shadow where there is one; undefined when a cast is needed.
   at::Tensor source_in(ParamRecord& record, at::ScalarType dtype);
   at::ScalarType wire_dtype(const ParamRecord& record) const;
@@ -169,6 +189,25 @@ class Executor : public torch::CustomClassHolder {
   };
   std::unordered_map<int64_t, std::shared_ptr<Arriving>> arriving_;
   std::vector<Tracked> outdated_;  // still held although their shards have changed
+
+  std::vector<std::pair<at::Tensor, at::Tensor>> shadow_memory_;
+  bool shared_ = false;     // some shadow is read by peers
+  bool published_ = false;  // every rank's shadows may be read, until the next point where they change
+  // The first groups that a training step's compiled code fetches, as the last step showed, and those on the way.
+  struct Group {
+    std::vector<ParamRecord*> records;
+    at::ScalarType dtype;
+    int64_t numel;
+    bool operator==(const Group&) const = default;
+  };
+  struct Ahead {
+    Group group;
+    at::Tensor buffer;
+    Pending pending;
+  };
+  std::vector<Group> first_groups_;
+  bool noting_first_ = false;
+  std::deque<Ahead> ahead_;
 
   std::vector<int64_t> order_;         // trainable parameters in the order their gradients are sent
   std::vector<int> expected_;          // arrivals per backward, by parameter

@@ -9,23 +9,6 @@ namespace lightning_zero {
 
 namespace {
 
-// A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
-class PendingWork : public c10d::Work {
- public:
-  PendingWork(Pending pending, std::vector<at::Tensor> sources, c10::Device device)
-      : pending_(std::move(pending)), sources_(std::move(sources)), device_(device) {}
-  bool wait(std::chrono::milliseconds) override {
-    pending_.wait(device_);
-    return true;
-  }
-  bool isCompleted() override { return pending_.ready(); }
-
- private:
-  Pending pending_;
-  std::vector<at::Tensor> sources_;  // a cast copy lives until the collective has read it
-  c10::Device device_;
-};
-
 at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef shape) {
   return flat.narrow(0, 0, numel).view(shape);
 }
@@ -54,23 +37,12 @@ at::Tensor Executor::source_in(ParamRecord& record, at::ScalarType dtype) {
     return record.shard;
   if (!record.shadow.defined() || record.shadow.scalar_type() != dtype)
     return {};
-  const auto version = static_cast<int64_t>(record.param._version());
-  if (record.shadow_epoch != epoch_ || record.shadow_version != version) {
-    at::NoGradGuard no_grad;
-    record.shadow.copy_(record.shard);
-    record.shadow_epoch = epoch_;
-    record.shadow_version = version;
-    count("shadow_writes");
+  if (is_stale(record)) {
+    if (!record.peers.empty())
+      return {};  // a peer may be reading it
+    write_shadow(record);
   }
   return record.shadow;
-}
-
-void Executor::shadows_written() {
-  std::lock_guard lock(mutex_);
-  for (auto& record : records_) {
-    record->shadow_epoch = epoch_;
-    record->shadow_version = static_cast<int64_t>(record->param._version());
-  }
 }
 
 at::Tensor Executor::gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending,
@@ -132,25 +104,25 @@ at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, i
   std::lock_guard lock(mutex_);
   if (!tracked_.empty())
     sync_edits(/*forget=*/false);
+  std::vector<ParamRecord*> records;
+  for (const auto& shard : shards)
+    records.push_back(&at(ShardTable::instance().find(shard, "gather_group").index));
+  count("gathers", static_cast<int64_t>(shards.size()));
+  count("gather_bytes", numel * static_cast<int64_t>(c10::elementSize(dtype)));
+  count("gather_groups");
   at::AutoDispatchBelowADInplaceOrView no_autograd;
+  if (auto started = take_ahead(records, dtype, numel); started.defined())
+    return started;
   auto buffer = fresh(numel, shards[0].options().dtype(dtype).requires_grad(std::nullopt));
   std::vector<at::Tensor> outputs, sources;
   int64_t offset = 0;
-  for (const auto& shard : shards) {
-    auto& record = at(ShardTable::instance().find(shard, "gather_group").index);
-    auto source = source_in(record, dtype);
-    if (!source.defined())
-      source = record.shard.to(dtype);
-    const auto length = size() * record.shard_numel();
+  for (const auto* record : records) {
+    const auto length = size() * record->shard_numel();
     outputs.push_back(piece(buffer, offset, length));
-    sources.push_back(std::move(source));
     offset += length;
   }
   TORCH_INTERNAL_ASSERT(offset == numel, "a group of ", offset, " elements was planned as ", numel);
-  count("gathers", static_cast<int64_t>(shards.size()));
-  count("gather_bytes", static_cast<int64_t>(buffer.nbytes()));
-  count("gather_groups");
-  auto pending = gather_comm_.all_gather_group(std::move(outputs), sources);
+  auto pending = fetch(records, std::move(outputs), sources);
   c10d::register_work(buffer,
                       c10::make_intrusive<PendingWork>(std::move(pending), std::move(sources), device_));
   return buffer;
@@ -179,8 +151,6 @@ void Executor::keep_start(at::TensorList kept, at::TensorList shards) {
   std::vector<at::Tensor> outputs;
   int64_t bytes = 0;
   for (auto* record : records) {
-    auto source = source_in(*record, record->kept.scalar_type());
-    arriving->sources.push_back(source.defined() ? source : record->shard.to(record->kept.scalar_type()));
     outputs.push_back(record->kept);
     bytes += static_cast<int64_t>(record->kept.nbytes());
     record->kept_epoch = epoch_;
@@ -189,7 +159,7 @@ void Executor::keep_start(at::TensorList kept, at::TensorList shards) {
   count("gathers", static_cast<int64_t>(records.size()));
   count("gather_bytes", bytes);
   count("kept_gathers", static_cast<int64_t>(records.size()));
-  arriving->pending = gather_comm_.all_gather_group(std::move(outputs), arriving->sources);
+  arriving->pending = fetch(records, std::move(outputs), arriving->sources);
   for (auto* record : records) arriving_[record->index] = arriving;
 }
 

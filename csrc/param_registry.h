@@ -28,7 +28,8 @@ struct ParamRecord {
   at::Tensor visible_grad;  // the same in the parameter's shape: what param.grad is given, each time
   // The same values in the dtype that is computed in; undefined when nothing is computed in another.
   at::Tensor shadow;
-  int64_t shadow_epoch = -1;  // as Executor::epoch_ and param._version() were when it was written
+  std::vector<at::Tensor> peers;  // every rank's shadow of this parameter, where they can be read from here
+  int64_t shadow_epoch = -1;      // as Executor::epoch_ and param._version() were when it was written
   int64_t shadow_version = -1;
   // Memory for the whole parameter, padded, in which it stays until the optimizer steps; undefined where it
   // does not.

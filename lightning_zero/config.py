@@ -122,6 +122,8 @@ class EngineConfig:
         sync_collectives: debugging: wait on the host before and after every collective.
         poison: debugging, on a CPU: weights and gradients are NaN until they have been waited for and after they have
             been released, and ranks run at random speeds. Results must stay the same.
+        gather_by: ``"collective"``: weights come by all-gathers; ``"copy"``: compiled code with mixed precision copies
+            them out of its peers' memory, which takes no multiprocessors; ``"auto"``: copy between GPUs of one host.
         capture_step: replay the optimizer's step as a CUDA graph: ``"auto"`` where that is possible; ``True``, or raise
             where it is not; ``False`` never.
         emulate_capture: debugging: on any device, do what a captured step does, without the graph.
@@ -135,6 +137,7 @@ class EngineConfig:
     sync_collectives: bool = False
     poison: bool = False
     agreement_timeout_s: float = 25.0
+    gather_by: str = "auto"
     capture_step: bool | str = "auto"
     emulate_capture: bool = False
 
@@ -143,5 +146,7 @@ class EngineConfig:
             raise ValueError(
                 f"agreement_timeout_s={self.agreement_timeout_s!r} must be a positive number of seconds. Try 25."
             )
+        if self.gather_by not in ("auto", "collective", "copy"):
+            raise ValueError(f"gather_by={self.gather_by!r} must be 'auto', 'collective' or 'copy'.")
         if self.capture_step not in (True, False, "auto"):
             raise ValueError(f"capture_step={self.capture_step!r} must be True, False or 'auto'.")

@@ -79,6 +79,9 @@ class ZeroStrategy(ProcessStrategy):
         reduce_bucket_mb: capacity of a reduce bucket in MiB.
         reduce_double_buffer: fill one bucket while the other is reduced.
         reduce_free_buckets: give the buckets' memory back after each backward.
+        gather_by: ``"auto"``: between GPUs of one host, compiled code with mixed precision copies weights out of its
+            peers' memory, which takes no multiprocessors; elsewhere they are all-gathered. ``"copy"``: copy, or raise
+            where that cannot be. ``"collective"``: always all-gather.
         capture_step: replay norm, clipping and the optimizer's step as CUDA graphs: ``"auto"`` where that is possible;
             ``True``, or raise where it is not; ``False`` never.
         agreement_timeout_s: a rank that has compiled a graph waits so many seconds for ranks that are not compiling
@@ -109,6 +112,7 @@ class ZeroStrategy(ProcessStrategy):
         reduce_bucket_mb: float = 64.0,
         reduce_double_buffer: bool = True,
         reduce_free_buckets: bool = False,
+        gather_by: str = "auto",
         capture_step: bool | str = "auto",
         agreement_timeout_s: float = 25.0,
         sync_collectives: bool = False,
@@ -142,7 +146,10 @@ class ZeroStrategy(ProcessStrategy):
         )
         # Checked here, so that a mistake shows before any process is started.
         self._options = EngineConfig(
-            sync_collectives=sync_collectives, agreement_timeout_s=agreement_timeout_s, capture_step=capture_step
+            sync_collectives=sync_collectives,
+            agreement_timeout_s=agreement_timeout_s,
+            gather_by=gather_by,
+            capture_step=capture_step,
         )
         self._engine: Engine | None = None
         self._observers: list[GraphObserver] = []
@@ -246,6 +253,12 @@ class ZeroStrategy(ProcessStrategy):
     def plan(self) -> Plan:
         """What the compiled graphs that have run so far gather and reduce, and when; prints as a table."""
         return self._require_engine().plan
+
+    @property
+    def peer_bytes(self) -> int:
+        """Memory of this rank that peers read, which ``torch.cuda.max_memory_allocated()`` leaves out."""
+        peers = self._require_engine().peers
+        return 0 if peers is None else peers.nbytes
 
     @contextmanager
     @override

@@ -142,27 +142,45 @@ class Tokens(Dataset):
 
 
 class Clock(L.Callback):
+    """From the end of one optimizer step on the device to the end of the next. Nothing waits for the device here, as
+    nothing does in a user's training."""
+
     def __init__(self, warm: int) -> None:
-        self.warm, self.seconds, self.losses = warm, [], []
+        self.warm, self.marks, self.loss = warm, [], None
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.mark = self.begin = time.perf_counter()
+        self.begin = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, *_: object) -> None:
-        if trainer.global_step == len(self.seconds):
+        if trainer.global_step == len(self.marks):
             return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.seconds.append(now - self.mark)
-        self.mark = now
-        self.losses.append(float(outputs["loss"]))
-        if len(self.seconds) == self.warm:
-            self.steady_after = now - self.begin
+        self.marks.append(self.mark())
+        self.loss = outputs["loss"]
+        if len(self.marks) == self.warm:
             if torch.cuda.is_available():
+                torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
+            self.steady_after = time.perf_counter() - self.begin
         if (prof := getattr(self, "profiler", None)) is not None:
             prof.step()
+
+    @staticmethod
+    def mark() -> torch.cuda.Event | float:
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self) -> list[float]:
+        """Of the steps after warm-up; the first one of them, before which the device was waited for, left out."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        steady = self.marks[self.warm :]
+        return [
+            a.elapsed_time(b) if isinstance(a, torch.cuda.Event) else 1e3 * (b - a)
+            for a, b in zip(steady, steady[1:], strict=False)
+        ]
 
 
 def main() -> None:
@@ -211,7 +229,9 @@ def main() -> None:
     trainer.fit(
         Module(arguments.size, fsdp2, not arguments.no_reshard), DataLoader(Tokens(arguments.length), arguments.batch)
     )
-    steady = [1e3 * s for s in clock.seconds[arguments.warm :]]
+    steady = clock.milliseconds()
+    # Memory that all ranks can read is not the allocator's.
+    shared = 0 if fsdp2 or not hasattr(trainer.strategy, "peer_bytes") else trainer.strategy.peer_bytes
     result = {
         "strategy": arguments.strategy + ("_no_reshard" if arguments.no_reshard else ""),
         "options": arguments.option,
@@ -222,9 +242,11 @@ def main() -> None:
         "ms_10_90": [
             round(q, 2) for q in (statistics.quantiles(steady, n=10)[0], statistics.quantiles(steady, n=10)[-1])
         ],
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else None,
+        "peak_gib": round((torch.cuda.max_memory_allocated() + shared) / 2**30, 2)
+        if torch.cuda.is_available()
+        else None,
         "steady_after_s": round(clock.steady_after, 1),
-        "last_loss": round(clock.losses[-1], 4),
+        "last_loss": round(float(clock.loss), 4),
         "torch": torch.__version__,
     }
     if trainer.global_rank == 0:

@@ -115,9 +115,19 @@ class Executor:
         """Shards may have changed without a trace: each shadow is written again before it is next read."""
         self._native.expire_shadows()
 
-    def shadows_written(self) -> None:
-        """The caller has written all shadows itself."""
-        self._native.shadows_written()
+    def add_shadow_memory(self, copies: Tensor, shards: Tensor) -> None:
+        """Shadows that are neighbours in memory, and their shards likewise: :meth:`write_shadows` writes them in one
+        kernel."""
+        self._native.add_shadow_memory(copies, shards)
+
+    def set_peers(self, index: int, peers: list[Tensor]) -> None:
+        """The parameter's shadow on each rank, in memory that this process can read. Compiled code then copies from
+        there instead of gathering. The same parameters on every rank."""
+        self._native.set_peers(index, peers)
+
+    def write_shadows(self) -> None:
+        """Before the forward of a training step: writes all shadows. Collective where peers read them."""
+        self._native.write_shadows()
 
     def sync_edits(self, forget: bool = False) -> None:
         """Copies in-place edits of weights read outside compiled code into their shards.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ __all__ = ["NOMINAL", "Costs", "measure_costs"]
 # The one safety factor: the share of the measured bandwidth that transfers are expected to reach. They are measured
 # alone, and beside compute they reach less (180 of 305 GB/s on four H200); and compute may be faster than estimated.
 BESIDE_COMPUTE = 0.5
+COPIED_BESIDE_COMPUTE = 0.8  # copy engines compete for memory only
 
 SIZES = (1 << 18, 1 << 20, 1 << 23, 1 << 25, 1 << 27)
 REPETITIONS = 4
@@ -35,6 +36,7 @@ class Costs:
     Attributes:
         gathers: (bytes of the whole result, seconds) of all-gathers with nothing beside them, by growing bytes.
         speed: of the device.
+        beside: the share of the bandwidth that is left beside compute.
 
     Raises:
         ValueError: the samples are not positive and growing.
@@ -42,13 +44,14 @@ class Costs:
 
     gathers: Samples
     speed: DeviceSpeed
+    beside: float = BESIDE_COMPUTE
 
     def __post_init__(self) -> None:
         check_samples("gathers", self.gathers)
 
     def gather_seconds(self, nbytes: int) -> float:
         """For an all-gather whose result has so many bytes, beside compute."""
-        return seconds_between(self.gathers, nbytes) / BESIDE_COMPUTE
+        return seconds_between(self.gathers, nbytes) / self.beside
 
     def node_seconds(self, graph: Graph) -> list[float]:
         """For each node, in the graph's order, on the compute stream."""
@@ -64,12 +67,15 @@ NOMINAL = Costs(
 )
 
 
-def measure_costs(gather_group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device) -> Costs:
+def measure_costs(
+    gather_group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device, copied: bool = False
+) -> Costs:
     """Measures in under a second, not counting the time in which the group connects. Collective.
 
     Args:
         gather_group: whose all-gathers are measured.
         control_group: of the same ranks, on the CPU; they agree in it on the slowest one's numbers.
+        copied: weights will be copied from peers, which takes about as long as an all-gather alone.
 
     Returns:
         The same on every rank; :data:`NOMINAL` on a CPU, and with one rank.
@@ -78,7 +84,7 @@ def measure_costs(gather_group: dist.ProcessGroup, control_group: dist.ProcessGr
         return NOMINAL
     costs = _agreed(_gathers(gather_group, device, SIZES), DeviceSpeed.of(device), control_group)
     torch.accelerator.empty_cache()  # what was gathered would stay with the allocator
-    return costs
+    return replace(costs, beside=COPIED_BESIDE_COMPUTE) if copied else costs
 
 
 def _gathers(group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int]) -> Samples:

@@ -21,6 +21,7 @@ from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.native import Executor
 from lightning_zero.sharding.arena import Arena
 from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.peers import PeerMemory
 from lightning_zero.sharding.surgery import KEPT, SHAPES, ClassCache, is_sharded
 
 __all__ = ["Sharder", "ShardedParameter"]
@@ -70,7 +71,7 @@ class Sharder:
         self.grad_arena: Arena | None = None
         self.gradients: dict[int, Tensor] = {}  # by index, each trainable parameter's 1-D part of a gradient arena
         self._kept: Arena | None = None
-        self._shadows: list[tuple[Tensor, Tensor]] = []  # (low-precision copy, masters), one pair for each master dtype
+        self._shadows: list[Tensor] = []  # low-precision copies, one for each master dtype
         self._by_param: dict[int, ShardedParameter] = {}
 
     def find(self, param: Tensor) -> ShardedParameter | None:
@@ -269,26 +270,28 @@ class Sharder:
             self.gradients[record.index] = view
         self.grad_arena = self.grad_arena or arena
 
-    def allocate_shadows(self, dtype: torch.dtype) -> None:
-        """Memory for all wider floating point shards in ``dtype``, laid out like the shards. Harmless when repeated."""
+    def allocate_shadows(self, dtype: torch.dtype, peers: PeerMemory | None = None) -> None:
+        """Memory for all wider floating point shards in ``dtype``, laid out like the shards; such that all ranks can
+        read it, if ``peers`` is given. Harmless when repeated. Collective."""
         if self._shadows or self.arena is None:
             return
         wide = [t for t in self.arena.flat.values() if t.is_floating_point() and t.dtype.itemsize > dtype.itemsize]
-        copies = {masters.dtype: torch.empty_like(masters, dtype=dtype) for masters in wide}
-        self._shadows = [(copies[masters.dtype], masters) for masters in wide]
+        copies: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
+        for masters in wide:
+            if peers is None:
+                copy, all_ranks = torch.empty_like(masters, dtype=dtype), []
+            else:
+                copy, all_ranks = peers.empty(masters.numel(), dtype)
+            copies[masters.dtype] = copy, all_ranks
+            self._shadows.append(copy)
+            self.executor.add_shadow_memory(copy, masters)
         for record in self.live:
-            copy = copies.get(record.param.dtype)
-            if copy is not None:
-                begin = record.shard.storage_offset()
-                self.executor.set_shadow(record.index, copy[begin : begin + record.layout.shard_numel])
-
-    @torch.no_grad()
-    def write_shadows(self) -> None:
-        """Writes all shadows, one kernel for each master dtype."""
-        if self._shadows:
-            for copy, masters in self._shadows:
-                copy.copy_(masters)
-            self.executor.shadows_written()
+            if record.param.dtype in copies:
+                copy, all_ranks = copies[record.param.dtype]
+                part = slice(record.shard.storage_offset(), record.shard.storage_offset() + record.layout.shard_numel)
+                self.executor.set_shadow(record.index, copy[part])
+                if all_ranks:
+                    self.executor.set_peers(record.index, [memory[part] for memory in all_ranks])
 
     def allocate_kept(self, dtype: torch.dtype | None, small_bytes: int, budget_bytes: float) -> None:
         """Memory for whole parameters, in which compiled code keeps them until the optimizer steps. Harmless when

@@ -24,6 +24,9 @@ PERSISTENT: dict[str, Any] = ON | {"persist_mb": float("inf")}
 EARLY: dict[str, Any] = ON | {"prefetch_mb": 64}
 LATE: dict[str, Any] = ON | {"costs": Costs(NOMINAL.gathers, DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-5))}
 WAYS = (OFF, ON, PERSISTENT, EARLY, LATE)
+# Weights copied out of peers' memory.
+COPIED: dict[str, Any] = ON | {"gather_by": "copy"}
+KEPT: dict[str, Any] = COPIED | {"persist_mb": float("inf"), "persist_until": "step"}
 
 
 def all_ways(case: str, mixed: bool, ways: Sequence[dict[str, Any]] = WAYS) -> list[tuple[Reference, dict[str, int]]]:
@@ -69,6 +72,20 @@ def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
     assert on.get("shadow_writes", 0) == off.get("shadow_writes", 0)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_copies_from_peers_bring_the_same_bits(ranks: Ranks, world_size: int) -> None:
+    ways = (ON, COPIED, KEPT)
+    for (on, gathered), *others in ranks.run(world_size, all_ways, "TiedBlock", True, ways, deadline=240):
+        assert gathered.get("copied_weights", 0) == 0
+        assert others[0][1]["groups_ahead"] > 0  # on their way before the graph began
+        for copied, counters in others:
+            assert counters["copied_weights"] > 0
+            assert copied.losses == on.losses
+            for mine, theirs in zip(copied.grads + copied.params, on.grads + on.params, strict=True):
+                for name, value in theirs.items():
+                    assert value is None or torch.equal(mine[name], value), name
+
+
 def starts(options: dict[str, Any]) -> list[list[int]]:
     """Where each graph starts its gathers."""
     torch._dynamo.reset()
@@ -86,20 +103,21 @@ def test_places_do_differ(ranks: Ranks) -> None:
     assert len(usual[0]) > 4
 
 
-def test_a_shadow_follows_its_master(ranks: Ranks) -> None:
+@pytest.mark.parametrize("gather_by", ["collective", "copy"])
+def test_a_shadow_follows_its_master(ranks: Ranks, gather_by: str) -> None:
     """In-place changes that leave no trace in version counters, between steps, are seen by the next step."""
-    for before, after, expected in ranks.run(2, change_masters_behind_the_back, deadline=120):
+    for before, after, expected in ranks.run(2, change_masters_behind_the_back, gather_by, deadline=120):
         assert before != after
         assert after == expected
 
 
-def change_masters_behind_the_back() -> tuple[float, float, float]:
+def change_masters_behind_the_back(gather_by: str) -> tuple[float, float, float]:
     torch.manual_seed(0)
     model = build("OneBlock")
     (batch,) = make_batches("OneBlock", 1, 4)
     context = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
     losses = []
-    with engine_for(model, "aot_eager", compute_dtype=BF16, reduce_dtype=BF16) as engine:
+    with engine_for(model, "aot_eager", compute_dtype=BF16, reduce_dtype=BF16, gather_by=gather_by) as engine:
         for step in range(3):
             if step == 2:
                 for param in model.parameters():

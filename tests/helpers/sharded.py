@@ -49,6 +49,7 @@ def engine_for(
     emulate_capture: bool = False,
     capture_step: bool | str = "auto",
     costs: Costs = NOMINAL,
+    gather_by: str = "auto",
     **compile: Any,
 ) -> Iterator[Engine]:
     """An engine that is closed at the end, with buckets so small that there are several.
@@ -67,6 +68,7 @@ def engine_for(
         poison=poison,
         emulate_capture=emulate_capture,
         capture_step=capture_step,
+        gather_by=gather_by,
     )
     with patch("lightning_zero.engine.measure_costs", lambda *args: costs):
         engine = Engine(torch.device(device), config, observe=observe)

@@ -19,6 +19,7 @@ WRONG = [
     (ReduceConfig, {"bucket_mb": "64"}, r"bucket_mb='64' must be a positive"),
     (ReduceConfig, {"average": "mean"}, r"average='mean' must be 'predivide' or 'average'"),
     (ReduceConfig, {"dtype": torch.int8}, r"reduce_dtype=torch\.int8 is no floating point type\. Try torch\.bfloat16"),
+    (EngineConfig, {"gather_by": "mail"}, r"gather_by='mail' must be 'auto', 'collective' or 'copy'"),
     (EngineConfig, {"capture_step": "yes"}, r"capture_step='yes' must be True, False or 'auto'"),
     (CompileConfig, {"backend": "eager"}, r"compile_backend='eager' is unknown\. Choose one of inductor, aot_eager"),
     (CompileConfig, {"gather_group_mb": 0}, r"gather_group_mb=0 must be a positive number of MiB\. Try 128"),

@@ -1,0 +1,163 @@
+// The Executor's side of shadows: low-precision copies of shards, and fetching peers' copies. See executor.h.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "executor.h"
+
+namespace lightning_zero {
+
+namespace {
+
+// What a step fetches before Dynamo has checked its guards: the weights that the first kernels read, and not so
+// many that memory notices.
+constexpr size_t kGroupsAhead = 3;
+constexpr int64_t kBytesAhead = 256 << 20;
+
+}  // namespace
+
+bool Executor::is_stale(const ParamRecord& record) const {
+  return record.shadow_epoch != epoch_ || record.shadow_version != static_cast<int64_t>(record.param._version());
+}
+
+void Executor::write_shadow(ParamRecord& record) {
+  at::NoGradGuard no_grad;
+  record.shadow.copy_(record.shard);
+  record.shadow_epoch = epoch_;
+  record.shadow_version = static_cast<int64_t>(record.param._version());
+  count("shadow_writes");
+}
+
+void Executor::add_shadow_memory(at::Tensor copies, at::Tensor shards) {
+  std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(copies.numel() == shards.numel());
+  shadow_memory_.emplace_back(std::move(copies), std::move(shards));
+}
+
+void Executor::set_peers(int64_t index, std::vector<at::Tensor> peers) {
+  std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(peers.size()) == size());
+  at(index).peers = std::move(peers);
+  shared_ = true;
+  published_ = false;
+}
+
+void Executor::expire_shadows() {
+  std::lock_guard lock(mutex_);
+  ++epoch_;
+  published_ = false;
+  drop_ahead();
+}
+
+void Executor::publish(bool everything) {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  std::vector<ParamRecord*> stale;
+  for (auto& record : records_) {
+    if (record->shadow.defined() && (everything || is_stale(*record)))
+      stale.push_back(record.get());
+  }
+  if (!stale.empty())
+    drop_ahead();
+  // Whether this rank has anything to write is its own affair: all ranks meet here whenever one might.
+  if (shared_) {
+    auto all_have_read = gather_comm_.barrier();
+    if (!stale.empty() || !has_streams(device_))
+      all_have_read.wait(device_);
+  }
+  if (everything) {
+    for (auto& [copies, shards] : shadow_memory_) copies.copy_(shards);
+    for (auto* record : stale) {
+      record->shadow_epoch = epoch_;
+      record->shadow_version = static_cast<int64_t>(record->param._version());
+    }
+  } else {
+    for (auto* record : stale) write_shadow(*record);
+  }
+  if (!shared_)
+    return;
+  auto all_have_written = gather_comm_.barrier();
+  if (!has_streams(device_))
+    all_have_written.wait(device_);
+  published_ = true;
+}
+
+void Executor::write_shadows() {
+  std::lock_guard lock(mutex_);
+  drop_ahead();
+  if (shadow_memory_.empty())
+    return;
+  publish(/*everything=*/true);
+  noting_first_ = published_;
+  for (auto& group : std::exchange(first_groups_, {})) {
+    if (!can_copy(group.records, group.dtype))
+      break;
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    auto buffer = fresh(group.numel, group.records[0]->shadow.options());
+    std::vector<at::Tensor> outputs, sources;
+    int64_t offset = 0;
+    for (const auto* record : group.records) {
+      outputs.push_back(piece(buffer, offset, size() * record->shard_numel()));
+      offset += outputs.back().numel();
+    }
+    auto pending = fetch(group.records, std::move(outputs), sources);
+    ahead_.push_back({std::move(group), std::move(buffer), std::move(pending)});
+  }
+}
+
+bool Executor::can_copy(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const {
+  return published_ && std::all_of(records.begin(), records.end(), [&](const ParamRecord* record) {
+           return !record->peers.empty() && record->shadow.scalar_type() == dtype;
+         });
+}
+
+// Starts to bring whole weights into `outputs`. `sources` must live until they are there.
+Pending Executor::fetch(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
+                        std::vector<at::Tensor>& sources) {
+  const auto dtype = outputs[0].scalar_type();
+  if (can_copy(records, dtype)) {
+    std::vector<std::vector<at::Tensor>> peers;
+    for (const auto* record : records) peers.push_back(record->peers);
+    count("copied_weights", static_cast<int64_t>(records.size()));
+    return gather_comm_.copy_group(std::move(outputs), peers);
+  }
+  for (size_t i = 0; i < records.size(); ++i) {
+    auto source = source_in(*records[i], outputs[i].scalar_type());
+    sources.push_back(source.defined() ? std::move(source) : records[i]->shard.to(outputs[i].scalar_type()));
+  }
+  return gather_comm_.all_gather_group(std::move(outputs), sources);
+}
+
+// The group, if it has been on its way since the step began; otherwise undefined.
+at::Tensor Executor::take_ahead(const std::vector<ParamRecord*>& records, at::ScalarType dtype, int64_t numel) {
+  if (!can_copy(records, dtype))
+    return {};
+  Group group{records, dtype, numel};
+  if (noting_first_) {
+    int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+    for (const auto& other : first_groups_)
+      bytes += other.numel * static_cast<int64_t>(c10::elementSize(other.dtype));
+    noting_first_ = bytes <= kBytesAhead && first_groups_.size() < kGroupsAhead;
+    if (noting_first_)
+      first_groups_.push_back(group);
+  }
+  if (ahead_.empty())
+    return {};
+  if (!(ahead_.front().group == group)) {
+    drop_ahead();
+    return {};
+  }
+  auto found = std::move(ahead_.front());
+  ahead_.pop_front();
+  count("groups_ahead");
+  c10d::register_work(found.buffer, c10::make_intrusive<PendingWork>(std::move(found.pending),
+                                                                     std::vector<at::Tensor>{}, device_));
+  return found.buffer;
+}
+
+void Executor::drop_ahead() {
+  // Their memory must not be given to somebody else while it is being written.
+  for (auto& group : ahead_) group.pending.wait(device_);
+  ahead_.clear();
+}
+
+}  // namespace lightning_zero

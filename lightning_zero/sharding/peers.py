@@ -1,0 +1,168 @@
+"""Memory of every rank that every rank can read, so that weights can be fetched by plain copies.
+
+On GPUs of one host it is torch's symmetric memory: copy engines read it over NVLink, without a kernel that would take
+multiprocessors from the model. On a CPU it is shared memory of the operating system.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.errors import UnsupportedError
+
+__all__ = ["PeerMemory", "peer_memory"]
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def peer_memory(
+    gather_by: str, use: bool, group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device
+) -> PeerMemory | None:
+    """What the option ``gather_by`` comes to; None: weights come by all-gathers. Collective.
+
+    Args:
+        use: whether there will be shadows, and code that copies them.
+
+    Raises:
+        UnsupportedError: ``"copy"`` where that is impossible.
+    """
+    if gather_by == "collective" or (gather_by == "auto" and (device.type == "cpu" or not use)):
+        return None
+    memory, reason = None, "only compiled code with mixed precision keeps weights where others can read them"
+    if use:
+        memory, reason = PeerMemory.of(group, control_group, device)
+    if memory is None and gather_by == "copy":
+        raise UnsupportedError(
+            f"gather_by='copy' is impossible here: {reason}. Use gather_by='auto' to copy where that is possible."
+        )
+    if memory is None and group.rank() == 0:
+        log.info("Weights are all-gathered, not copied: %s.", reason)
+    return memory
+
+
+class PeerMemory:
+    """Allocates such memory for the ranks of a process group; see :meth:`of`.
+
+    Args:
+        group: process group of the device.
+        control_group: of the same ranks, on the CPU.
+        device: of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._control_group = control_group
+        self._device = device
+        self._owners: list[Any] = []  # what keeps peers' memory mapped
+        self.nbytes = 0  # of this rank's
+
+    @classmethod
+    def of(
+        cls, group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device
+    ) -> tuple[PeerMemory | None, str]:
+        """This memory if there can be any, or None and the reason. The same on every rank. Collective."""
+        if group.size() == 1:
+            return None, "there is one rank"
+        memory = cls(group, control_group, device)
+        reason = memory._first(_host())
+        if reason is not None:
+            return None, reason
+        try:
+            memory.empty(1, torch.uint8)
+        except UnsupportedError as error:
+            return None, str(error)
+        return memory, ""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """1-D memory of this rank, and that of all ranks in their order, this one's included. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when one has no such memory.
+        """
+        allocate, share = (self._file, self._map) if self._device.type == "cpu" else (self._symmetric, self._rendezvous)
+        # In two steps: no rank may wait for one that has failed.
+        mine = self._all(lambda: allocate(numel, dtype), "allocated")
+        result = self._all(lambda: share(mine, numel, dtype), "mapped")
+        self.nbytes += numel * dtype.itemsize
+        return result
+
+    def _all(self, job: Any, what: str) -> Any:
+        error, result = None, None
+        try:
+            result = job()
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        errors: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(errors, error, group=self._control_group)
+        for rank, text in enumerate(errors):
+            if text is not None:
+                raise UnsupportedError(f"memory that all ranks can read cannot be {what} on rank {rank} ({text})")
+        return result
+
+    def _first(self, host: str) -> str | None:
+        hosts: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(hosts, host, group=self._control_group)
+        other = next((rank for rank, name in enumerate(hosts) if name != hosts[0]), None)
+        return None if other is None else f"ranks 0 and {other} are on different hosts"
+
+    # -- GPUs
+
+    def _symmetric(self, numel: int, dtype: torch.dtype) -> Tensor:
+        import torch.distributed._symmetric_memory as symmetric
+
+        return symmetric.empty(numel, dtype=dtype, device=self._device)
+
+    def _rendezvous(self, mine: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        import torch.distributed._symmetric_memory as symmetric
+
+        handle = symmetric.rendezvous(mine, self._group.group_name)
+        self._owners.append((handle, mine))
+        return mine, [handle.get_buffer(rank, (numel,), dtype) for rank in range(self._group.size())]
+
+    # -- CPUs
+
+    def _file(self, numel: int, dtype: torch.dtype) -> str:
+        descriptor, path = tempfile.mkstemp(prefix="lightning_zero_", dir=SHARED_MEMORY)
+        try:
+            # Claimed now: memory that runs out when it is first written ends the process without a word.
+            os.posix_fallocate(descriptor, 0, max(numel * dtype.itemsize, 1))
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+        return path
+
+    def _map(self, path: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        paths: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(paths, path, group=self._control_group)
+        try:
+            tensors = [_mapped(other, numel, dtype) for other in paths]
+        finally:
+            dist.barrier(group=self._control_group)
+            os.unlink(path)  # it lives on while it is mapped, and not a moment longer
+        return tensors[self._group.rank()], tensors
+
+
+def _mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
+    with open(path, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    return torch.frombuffer(memory, dtype=dtype, count=numel)  # holds the mapping
+
+
+def _host() -> str:
+    # Containers of one image may share a name, and hosts of one cloud a boot.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
