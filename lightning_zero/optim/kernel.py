@@ -70,7 +70,9 @@ class StepKernel:
         rules = [rule_for(optimizer, group) for group in groups]
         known = [rule for rule in rules if rule is not None]
         return len(known) == len(rules) and all(
-            isinstance(segment.state.get(name), Tensor) for segment in segments for name in known[segment.group].state
+            all(isinstance(segment.state.get(name), Tensor) for name in known[segment.group].state)
+            and all(name in segment.counts for name in known[segment.group].counts)
+            for segment in segments
         )
 
     def run(
@@ -125,7 +127,13 @@ class StepKernel:
             if steps is not None:
                 steps.add_(1 if not skip else (self._skip == 0).to(steps.dtype))
             step = segment.state["step"] if steps is not None else self._squared
-            numbers = {k: v.float() for k, v in rule.scalars(self._settings[segment.group], step).items()}
+            counts = {name: segment.state[name].double() for name in rule.counts}
+            scalars = rule.scalars({**self._settings[segment.group], **counts}, step)
+            new = {name: scalars.pop(name) for name in rule.counts}
+            numbers = {k: v.float() for k, v in scalars.items()}
+            for name, value in new.items():
+                old = segment.counts[name]
+                old.copy_(value if not skip else torch.where(self._skip == 0, value.to(old.dtype), old))
             state = {name: segment.state[name].view(-1) for name in rule.state}
             self._apply(rule, segment.param.detach().view(-1), segment.grad.view(-1), state, {**numbers, **common})
 

@@ -101,7 +101,7 @@ class OptimizerStepper:
         if self._device.type != "cuda" and not emulate:
             return f"there are no CUDA graphs on device {str(self._device)!r}"
         if not StepKernel.covers(self.optimizer, self.optimizer.param_groups):
-            return "its update rule is not one that is known here (Adam, AdamW and SGD of torch.optim, no subclasses)"
+            return "its update rule is not one that is known here (elementwise ones of torch.optim, no subclasses)"
         return None
 
     # -- gradients

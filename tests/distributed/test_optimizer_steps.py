@@ -74,9 +74,18 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW": lambda m: torch.optim.AdamW(two_groups(m), lr=0.02, eps=1e-4),
     "Adam": lambda m: torch.optim.Adam(two_groups(m), lr=0.02, eps=1e-4, amsgrad=True),
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
-    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, eps=1e-4),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, eps=1e-4, momentum=0.5, centered=True),
     "Lion": lambda m: Lion([param for param in m.parameters() if param.requires_grad]),
+    "NAdam": lambda m: torch.optim.NAdam(two_groups(m), lr=0.02, eps=1e-4, decoupled_weight_decay=True),
+    "RAdam": lambda m: torch.optim.RAdam(two_groups(m), lr=0.02, eps=1e-4),
+    "Adamax": lambda m: torch.optim.Adamax(two_groups(m), lr=0.02, eps=1e-4),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1),
+    "Adadelta": lambda m: torch.optim.Adadelta(two_groups(m), eps=1e-4),
+    "ASGD": lambda m: torch.optim.ASGD(two_groups(m), lr=0.1, lambd=0.1, t0=4),
+    "Rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01),
 }
+UNPADDED = ("Adamax", "Adagrad", "Rprop")  # whose state is not zero where gradients are
+SELDOM = ("NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "Rprop")
 
 Event = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
@@ -175,14 +184,25 @@ def train_sharded_steps(
         record = train(model, optimizer, event, engine)
         stepper = engine.stepper(optimizer)
         kernel = stepper._last.kernel
-        state = whole_state(engine, optimizer)
-        return record, state, (len(stepper._last.segments), kernel is not None, counts(optimizer), stepper.replays)
+        state = whole_state(engine, optimizer, any_padding=name in UNPADDED)
+        kept = counts(optimizer), kinds(optimizer)
+        return record, state, (len(stepper._last.segments), kernel is not None, kept, stepper.replays)
 
 
-def counts(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What optimizers count, parameter by parameter."""
+def counts(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """The numbers that optimizers keep, parameter by parameter."""
     return [
-        [float(v) for k, v in optimizer.state[param].items() if k in ("step", "count")]
+        {key: float(v) for key, v in optimizer.state[param].items() if not isinstance(v, Tensor) or v.dim() == 0}
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param in optimizer.state
+    ]
+
+
+def kinds(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
+    """What optimizers keep, parameter by parameter, in its order."""
+    return [
+        [(key, getattr(value, "dtype", type(value))) for key, value in optimizer.state[param].items()]
         for group in optimizer.param_groups
         for param in group["params"]
         if param in optimizer.state
@@ -218,17 +238,25 @@ def compare(
             if isinstance(value, Tensor) and value.dim()
         }
         assert_close_relative(state, theirs, 10 * rtol, atol=1e-7, what="state")
-        assert facts[2] == counts(optimizer)
+        numbers, types = facts[2]
+        assert_close_relative(numbers, counts(optimizer), 1e-6, what="numbers")
+        assert types == kinds(optimizer)
         found.append(facts)
     return found
 
 
 @pytest.mark.parametrize("emulate", [False, True], ids=["own", "captured"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in SELDOM])
 def test_steps_equal_the_plain_optimizers(ranks: Ranks, name: str, emulate: bool) -> None:
     for segments, captured, *_ in compare(ranks, 3 if name == "AdamW" else 2, name, nothing, emulate):
-        assert captured == (emulate and name in ("AdamW", "Adam", "SGD"))
+        assert captured == (emulate and name != "Lion")
         assert segments <= 2 if captured else segments <= 4
+
+
+@pytest.mark.parametrize("name", SELDOM)
+def test_captured_steps_of_less_common_optimizers_equal_the_plain_ones(ranks: Ranks, name: str) -> None:
+    for _, captured, *_ in compare(ranks, 2, name, load_own_state, True):
+        assert captured
 
 
 @pytest.mark.parametrize("emulate", [False, True], ids=["own", "captured"])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.distributed.test_optimizer_steps import (
+    SELDOM,
     Event,
     compare,
     forget_one_state,
@@ -44,6 +45,20 @@ def test_steps_equal_the_plain_optimizers(ranks: Ranks, name: str, event: Event,
     options = {"backend": "nccl", "deadline": 200}
     for *_, replays in compare(ranks, 2, name, event, capture, train_on_gpu, 1e-4, **options):
         assert (replays > 0) == (capture and name != "Lion")
+
+
+def ask_for_capturable(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Only on a GPU, where alone torch lets one ask."""
+    for group in optimizer.param_groups:
+        if "capturable" in group and group["params"][0].is_cuda:
+            group["capturable"] = True
+
+
+@pytest.mark.parametrize("event", [nothing, ask_for_capturable], ids=["as made", "capturable"])
+@pytest.mark.parametrize("name", ["RMSprop", *SELDOM])
+def test_captured_steps_of_less_common_optimizers_equal_the_plain_ones(ranks: Ranks, name: str, event: Event) -> None:
+    for *_, replays in compare(ranks, 2, name, event, True, train_on_gpu, 1e-4, backend="nccl", deadline=200):
+        assert replays > 0
 
 
 def profile_steps():

@@ -81,10 +81,12 @@ def engine_for(
         engine.close()
 
 
-def whole_all(engine: Engine, shards: Mapping[str, tuple[Tensor, Tensor | None]]) -> dict[str, Tensor | None]:
+def whole_all(
+    engine: Engine, shards: Mapping[str, tuple[Tensor, Tensor | None]], any_padding: bool = False
+) -> dict[str, Tensor | None]:
     """The whole values of things cut like parameters: name -> (parameter, shard). Collective.
 
-    Fails unless all padding, of every rank, is exactly zero.
+    Fails unless all padding, of every rank, is exactly zero, or may be anything.
     """
     by_dtype: dict[torch.dtype, list[str]] = {}
     layouts = {}
@@ -106,7 +108,7 @@ def whole_all(engine: Engine, shards: Mapping[str, tuple[Tensor, Tensor | None]]
             flat = torch.cat([rank[begin : begin + layout.shard_numel] for rank in ranks])
             begin += layout.shard_numel
             padding = flat[layout.numel :]
-            assert not padding.any(), f"{name}: padding holds {padding[padding != 0][:4].tolist()}"
+            assert any_padding or not padding.any(), f"{name}: padding holds {padding[padding != 0][:4].tolist()}"
             out[name] = flat[: layout.numel].view(layout.shape)
     return out
 
@@ -120,7 +122,7 @@ def whole_grads(engine: Engine, model: nn.Module) -> dict[str, Tensor | None]:
     return whole_all(engine, {name: (param, param.grad) for name, param in trained.items()})
 
 
-def whole_state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def whole_state(engine: Engine, optimizer: torch.optim.Optimizer, any_padding: bool = False) -> dict[str, Tensor]:
     """The sharded entries of an optimizer's state."""
     shards = {}
     for param, entries in optimizer.state.items():
@@ -128,7 +130,7 @@ def whole_state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, T
         for key, value in entries.items():
             if isinstance(value, Tensor) and value.shape == record.layout.visible_shape:
                 shards[f"{record.name}.{key}"] = (param, value)
-    return whole_all(engine, shards)
+    return whole_all(engine, shards, any_padding)
 
 
 def mean_over_ranks(value: Tensor) -> float:

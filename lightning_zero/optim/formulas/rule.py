@@ -1,0 +1,59 @@
+"""What an update rule is, and what most of them begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Descent", "Rule", "Tensors"]
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one optimizer changes elements.
+
+    Attributes:
+        settings: the floats of a parameter group that the rule reads, by name; ``"betas.0"`` is the first of a pair.
+        state: names of the state tensors of a parameter's shape.
+        scalars: (settings and ``counts``, all 0-dim float64; step count after this step, 0-dim) -> 0-dim float64
+            tensors, among them the new ``counts``.
+        apply: (parameter, gradient, state, scalars; all float32) -> (new parameter, new state).
+        counts: names of the state tensors of no dimensions, other than ``step``.
+    """
+
+    settings: tuple[str, ...]
+    state: tuple[str, ...]
+    scalars: Callable[[Tensors, Tensor], Tensors]
+    apply: Callable[[Tensor, Tensor, Tensors, Tensors], tuple[Tensor, Tensors]]
+    counts: tuple[str, ...] = ()
+
+
+class Descent(NamedTuple):
+    """Which way to go, and how weights decay; most optimizers share these options."""
+
+    maximize: bool
+    decay: bool
+    decoupled: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], decoupled: bool = False) -> Descent:
+        """As the group says; ``decoupled`` where it does not."""
+        return cls(
+            bool(group["maximize"]),
+            bool(group.get("weight_decay")),
+            bool(group.get("decoupled_weight_decay", decoupled)),
+        )
+
+    def begin(self, param: Tensor, grad: Tensor, s: Tensors) -> tuple[Tensor, Tensor]:
+        """Parameter and gradient to go on with. Reads ``weight_decay``, or ``keep`` if that is decoupled."""
+        grad = -grad if self.maximize else grad
+        if self.decay and self.decoupled:
+            param = param * s["keep"]
+        elif self.decay:
+            grad = grad + param * s["weight_decay"]
+        return param, grad

@@ -1,0 +1,86 @@
+"""The kernel keeps an optimizer's state as that optimizer would: all of it, as it was typed, and not in a skipped step."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.optim.kernel import StepKernel
+from lightning_zero.optim.segments import Segment
+
+CPU = torch.device("cpu")
+MAKES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.02, eps=1e-4),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.02, eps=1e-4),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, t0=0, lambd=0.1),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.02),
+}
+
+
+class Pair:
+    """A plain optimizer after its first step, and a kernel that goes on from there for two members at once."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(5)
+        self.param = torch.nn.Parameter(torch.randn(12))
+        self.optimizer = MAKES[name]([self.param])
+        self.grads = [torch.randn(12) for _ in range(8)]
+        self.step()
+        own = copy.deepcopy(self.optimizer.state[self.param])
+        self.counts = {key: value.repeat(2) for key, value in own.items() if value.dim() == 0}
+        flat = torch.nn.Parameter(self.param.detach().clone())
+        self.segment = Segment(0, [], flat, torch.zeros(12), self.counts, own)
+        groups = self.optimizer.param_groups
+        assert StepKernel.covers(self.optimizer, groups, [self.segment])
+        self.kernel = StepKernel(self.optimizer, groups, [self.segment], CPU, False)
+        self.squared = torch.zeros(())
+
+    def step(self) -> None:
+        self.param.grad = self.grads.pop(0)
+        self.optimizer.step()
+
+    def run(self, skip: float | None = None) -> None:
+        self.segment.grad.copy_(self.grads[0])
+        flag = None if skip is None else torch.tensor(skip)
+        self.kernel.run(self.optimizer.param_groups, self.squared, None, flag)
+
+    def kept(self) -> dict[str, Tensor]:
+        return {**self.segment.state, **self.counts, "param": self.segment.param.detach()}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_state_is_the_plain_optimizers(name: str) -> None:
+    pair = Pair(name)
+    while pair.grads:
+        pair.optimizer.param_groups[0]["lr"] *= 0.9
+        pair.run()
+        pair.step()
+    theirs = pair.optimizer.state[pair.param]
+    assert list(pair.segment.state) == list(theirs)
+    for key, value in theirs.items():
+        torch.testing.assert_close(pair.segment.state[key], value, rtol=1e-5, atol=1e-6)
+        if key in pair.counts:
+            assert pair.counts[key].tolist() == [float(pair.segment.state[key])] * 2
+    torch.testing.assert_close(pair.segment.param, pair.param, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_skipped_step_changes_nothing(name: str) -> None:
+    pair = Pair(name)
+    before = copy.deepcopy(pair.kept())
+    pair.run(skip=1.0)
+    assert {key: value.tolist() for key, value in pair.kept().items()} == {k: v.tolist() for k, v in before.items()}
+    pair.run(skip=0.0)
+    still = {key for key, value in pair.kept().items() if torch.equal(value, before[key])}
+    assert not still
+
+
+def test_a_state_that_lacks_a_number_is_not_covered() -> None:
+    pair = Pair("NAdam")
+    without: dict[str, Any] = {key: value for key, value in pair.counts.items() if key != "mu_product"}
+    segment = Segment(0, [], pair.segment.param, pair.segment.grad, without, pair.segment.state)
+    assert not StepKernel.covers(pair.optimizer, pair.optimizer.param_groups, [segment])
