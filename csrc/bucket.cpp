@@ -31,11 +31,8 @@ BucketBuffer* BufferPool::grow(int64_t chunk, PoolStats& stats) {
   if (chunk > capacity_ || buffers_.size() >= depth_)
     ++stats.grown;
   ++stats.allocated;
-  const auto elements = std::max(chunk, expected_);
-  const auto options = at::TensorOptions().dtype(dtype_).device(device_);
   auto buffer = std::make_unique<BucketBuffer>();
-  buffer->send = at::empty({ranks_ * elements}, options);
-  buffer->recv = at::empty({elements}, options);
+  buffer->capacity = std::max(chunk, expected_);
   buffer->filling = true;
   buffers_.push_back(std::move(buffer));
   return buffers_.back().get();
@@ -48,7 +45,8 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
   if (oldest == buffers_.end() || !(*oldest)->pending.ready_within(kPeerPatience))
     return grow(chunk, stats);
   (*oldest)->pending.wait(device_);
-  if ((*oldest)->recv.numel() < chunk) {
+  (*oldest)->held.clear();
+  if ((*oldest)->capacity < chunk) {
     // The wait above put the old memory's last use in the caller's past, so replacing it is in order.
     buffers_.erase(oldest);
     return grow(chunk, stats);
@@ -62,8 +60,10 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
 
 void BufferPool::drain() {
   for (auto& buffer : buffers_) {
-    if (!buffer->filling)
+    if (!buffer->filling) {
       buffer->pending.wait(device_);
+      buffer->held.clear();
+    }
   }
 }
 
@@ -75,14 +75,18 @@ void BufferPool::release() {
 void BufferPool::discard() {
   for (auto& buffer : buffers_) {
     buffer->pending.drop_continuation();
+    if (has_streams(device_))
+      buffer->pending.wait(device_);  // it may still be reading what is held
+    buffer->held.clear();
     buffer->filling = false;
   }
 }
 
 int64_t BufferPool::bytes() const {
   int64_t total = 0;
-  for (const auto& buffer : buffers_)
-    total += static_cast<int64_t>(buffer->send.nbytes() + buffer->recv.nbytes());
+  for (const auto& buffer : buffers_) {
+    for (const auto& tensor : {buffer->send, buffer->recv}) total += tensor.defined() ? tensor.nbytes() : 0;
+  }
   return total;
 }
 
@@ -96,6 +100,7 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding) {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "cannot open a bucket that is ", name(state_));
   state_ = State::FILLING;
   buffer_ = buffer;
+  buffer_->held.assign(slots_.size(), {});
   for (auto& slot : slots_) {
     auto& record = *slot.record;
     const auto& held = record.param.grad();
@@ -107,17 +112,58 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding) {
   }
 }
 
-void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale) {
+at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t rows) {
+  if (!tensor.defined()) {
+    const auto& shard = slots_.front().record->shard;
+    tensor = at::empty({rows * buffer_->capacity}, shard.options().dtype(dtype_).requires_grad(std::nullopt));
+    if (poison)
+      fill_with_poison(tensor);
+  }
+  return tensor;
+}
+
+void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale, bool hold) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
+  auto& held = buffer_->held[index];
+  if (held.defined())
+    copy_in(index, std::exchange(held, {}), held_scale_);
   auto& slot = slots_[index];
+  if (slot.arrivals++ > 0) {
+    run(slot).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
+  } else if (hold && grad.scalar_type() == dtype_ && grad.is_contiguous() &&
+             grad.numel() == ranks_ * slot.record->shard_numel()) {
+    held = grad.view({-1});
+    held_scale_ = scale;
+  } else {
+    copy_in(index, grad, scale);
+  }
+}
+
+void ReduceBucket::release(size_t index, const c10::Stream& stream) {
+  auto& held = buffer_->held[index];
+  if (!held.defined())
+    return;
+  if (state_ == State::LAUNCHED) {
+    buffer_->read.block(stream);
+  } else {
+    copy_in(index, held, held_scale_);
+  }
+  held.reset();
+}
+
+void ReduceBucket::settle() {
+  for (size_t index = 0; index < slots_.size(); ++index) {
+    if (buffer_->held[index].defined())
+      copy_in(index, std::exchange(buffer_->held[index], {}), held_scale_);
+  }
+}
+
+void ReduceBucket::copy_in(size_t index, const at::Tensor& grad, double scale) {
+  const auto& slot = slots_[index];
   const auto& record = *slot.record;
   // In the gradient's own shape: one that is a transposed view is copied once, not flattened first.
   const auto begin = ranks_ * slot.offset;
-  auto filled = piece(buffer_->send, begin, record.numel).view(grad.sizes());
-  if (slot.arrivals++ > 0) {
-    filled.add_(grad, scale);
-    return;
-  }
+  auto filled = piece(memory(buffer_->send, ranks_), begin, record.numel).view(grad.sizes());
   if (scale == 1.0) {
     filled.copy_(grad);
   } else if (filled.element_size() > grad.element_size()) {
@@ -135,8 +181,12 @@ void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale) {
     piece(buffer_->send, begin + record.numel, padding).zero_();
 }
 
-at::Tensor ReduceBucket::run(const Slot& slot) const {
-  return piece(buffer_->send, ranks_ * slot.offset, ranks_ * slot.record->shard_numel());
+at::Tensor ReduceBucket::run(const Slot& slot) {
+  return piece(memory(buffer_->send, ranks_), ranks_ * slot.offset, ranks_ * slot.record->shard_numel());
+}
+
+at::Tensor ReduceBucket::source(size_t slot) {
+  return buffer_->held[slot].defined() ? buffer_->held[slot] : run(slots_[slot]);
 }
 
 bool ReduceBucket::complete() const {
@@ -161,18 +211,28 @@ void ReduceBucket::seal() {
   buffer_->filling = false;
 }
 
-void ReduceBucket::accumulate() {
+void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin) {
+  const auto end = begin + rows.size(1);
+  // What of a slot's gradient shard lies between `begin` and `end`, and where in `rows`.
+  const auto within = [&](const Slot& slot) {
+    const auto from = std::max(begin, slot.offset);
+    const auto to = std::min(end, slot.offset + slot.record->shard_numel());
+    return from < to ? piece(slot.record->grad, from - slot.offset, to - from) : at::Tensor();
+  };
   // Neighbours in the bucket are usually neighbours in the gradient arena too: one kernel for each run.
-  auto result = recv();
   for (size_t first = 0; first < slots_.size();) {
-    auto& head = slots_[first];
-    auto target = head.record->grad;
+    const auto& head = slots_[first];
+    auto target = within(head);
+    if (!target.defined()) {
+      ++first;
+      continue;
+    }
     const auto* expected_next = static_cast<const char*>(target.const_data_ptr()) + target.nbytes();
-    int64_t length = head.record->shard_numel();
+    auto length = target.numel();
     size_t next = first + 1;
     for (; next < slots_.size(); ++next) {
-      const auto& grad = slots_[next].record->grad;
-      if (grad.const_data_ptr() != expected_next || slots_[next].add != head.add ||
+      const auto grad = within(slots_[next]);
+      if (!grad.defined() || grad.const_data_ptr() != expected_next || slots_[next].add != head.add ||
           !grad.is_alias_of(target)) {
         break;
       }
@@ -180,14 +240,21 @@ void ReduceBucket::accumulate() {
       length += grad.numel();
     }
     auto to = target.as_strided({length}, {1});
-    auto from = piece(result, head.offset, length);
-    if (head.add) {
-      to.add_(from);
+    auto from = rows.narrow(1, std::max(begin, head.offset) - begin, length);
+    const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
+    if (rows.size(0) == 1) {
+      from = from.select(0, 0);
+    } else if (head.add || to.scalar_type() != wide) {
+      from = at::mean(from, at::IntArrayRef{0}, /*keepdim=*/false, wide);
     } else {
-      to.copy_(from);
+      at::mean_out(to, from, at::IntArrayRef{0}, /*keepdim=*/false, wide);
+      from.reset();
     }
-    for (; first < next; ++first) slots_[first].add = true;
+    if (from.defined())
+      head.add ? to.add_(from) : to.copy_(from);
+    first = next;
   }
+  for (auto& slot : slots_) slot.add = slot.add || slot.offset + slot.record->shard_numel() <= end;
 }
 
 void ReduceBucket::reset() {

@@ -6,6 +6,9 @@
 // same collectives whatever gradients arrived on it; a gradient that is missing travels as zeros.
 // The memory is borrowed from a BufferPool while FILLING and LAUNCHED. Nothing here launches work.
 //
+// A gradient that its owner leaves alone until further notice is held instead of copied: what travels is read from
+// where it lies.
+//
 // Memory of a bucket: one run of `ranks` shards for each parameter, so that a gradient is copied in by one
 // contiguous copy and its padding is the end of its run. The reduce-scatters of all parameters in a bucket
 // are one launch.
@@ -22,9 +25,12 @@ namespace lightning_zero {
 
 // Send and receive memory of one bucket in flight.
 struct BucketBuffer {
-  at::Tensor send;  // ranks * capacity
-  at::Tensor recv;  // capacity
+  int64_t capacity = 0;  // elements per rank
+  at::Tensor send;       // ranks * capacity; like recv, undefined until it is needed
+  at::Tensor recv;       // capacity
+  std::vector<at::Tensor> held;  // by slot: the gradient itself, 1-D; undefined where it was copied into `send`
   Pending pending;
+  Fence read;  // what travels has been read: held gradients are their owner's again
   bool filling = false;
 };
 
@@ -85,15 +91,21 @@ class ReduceBucket {
 
   // Copies `grad` (any layout and dtype, the whole parameter's elements) times `scale` into its slot, cast in
   // the same kernel; adds when the slot was filled before. Legal only while FILLING.
-  void put(size_t slot, const at::Tensor& grad, double scale);
+  // `hold`: keep it where it is, if what travels are its very bytes.
+  void put(size_t slot, const at::Tensor& grad, double scale, bool hold = false);
+
+  // The owner wants a held gradient's memory back. Copies it when it has not been read yet.
+  void release(size_t slot, const c10::Stream& stream);
+  void settle();  // copies all that are held
 
   bool complete() const;  // every slot has what it expects, and at least one gradient is there
 
   // FILLING -> LAUNCHED. Zeroes the slots nothing arrived for; the caller launches send() -> recv().
   void seal();
 
-  // Moves recv() into the gradient shards. Runs behind the reduce-scatter.
-  void accumulate();
+  // Adds up rows, and moves the sums into elements `begin` to `begin + rows.size(1)` of the gradient shards. One row:
+  // recv(), as a reduce-scatter left it. One for each rank: what they sent, of which the mean is taken in float32.
+  void accumulate(const at::Tensor& rows, int64_t begin);
 
   void reset();  // any -> EMPTY; forgets the buffer
 
@@ -102,18 +114,23 @@ class ReduceBucket {
   int64_t chunk() const { return chunk_; }
   std::vector<Slot>& slots() { return slots_; }
   BucketBuffer* buffer() { return buffer_; }
-  at::Tensor send() const { return piece(buffer_->send, 0, ranks_ * chunk_); }
-  at::Tensor recv() const { return piece(buffer_->recv, 0, chunk_); }
+  at::Tensor send() { return piece(memory(buffer_->send, ranks_), 0, ranks_ * chunk_); }
+  at::Tensor recv() { return piece(memory(buffer_->recv, 1), 0, chunk_); }
   // The parts of send() and recv() that belong to one parameter.
-  at::Tensor run(const Slot& slot) const;
-  at::Tensor part(const Slot& slot) const {
-    return piece(buffer_->recv, slot.offset, slot.record->shard_numel());
-  }
+  at::Tensor run(const Slot& slot);
+  at::Tensor part(const Slot& slot) { return piece(recv(), slot.offset, slot.record->shard_numel()); }
+  // What travels for the parameter: its run, or the gradient that is held.
+  at::Tensor source(size_t slot);
+  bool poison = false;
 
  private:
+  at::Tensor& memory(at::Tensor& tensor, int64_t rows);
+  void copy_in(size_t slot, const at::Tensor& grad, double scale);
+
   at::ScalarType dtype_;
   int ranks_;
   int64_t chunk_ = 0;
+  double held_scale_ = 1.0;
   at::Tensor scale_;  // of put(), the same each time
   std::vector<Slot> slots_;
   State state_ = State::EMPTY;

@@ -152,17 +152,28 @@ Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
   for (auto& output : outputs) output = aside(output, copies);
   return launch(
       [&](bool) {
+        std::vector<Copy> parts;
         for (size_t i = 0; i < outputs.size(); ++i) {
           const auto width = outputs[i].numel() / size();
           // Each rank begins with its own part, so that no two read from one rank at a time.
           for (int step = 0; step < size(); ++step) {
             const int from = (rank() + step) % size();
-            piece(outputs[i], from * width, width).copy_(sources[i][from], /*non_blocking=*/true);
+            parts.push_back({piece(outputs[i], from * width, width), sources[i][from]});
           }
         }
+        copy_all(parts, stream_);
         return Works{};
       },
       copy_back(std::move(copies)));
+}
+
+Pending Communicator::run(const std::function<void()>& work) {
+  return launch(
+      [&](bool) {
+        work();
+        return Works{};
+      },
+      {});
 }
 
 Pending Communicator::barrier() {
@@ -171,6 +182,12 @@ Pending Communicator::barrier() {
     tokens_ = at::zeros({size()}, token_.options());
   }
   return all_gather(tokens_, token_);
+}
+
+void Communicator::meet() {
+  auto met = barrier();
+  if (!has_streams(device_))
+    met.wait(device_);
 }
 
 Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,

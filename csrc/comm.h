@@ -81,6 +81,12 @@ class Communicator {
   // sees to it that they may be read.
   Pending copy_group(std::vector<at::Tensor> outputs, const std::vector<std::vector<at::Tensor>>& sources);
 
+  // Whatever `work` queues, on our stream, behind what the caller has queued.
+  Pending run(const std::function<void()>& work);
+
+  // The same on the current stream, ours; a CPU waits.
+  void meet();
+
   // Work queued on our stream after it begins once all ranks' work queued before it has ended.
   Pending barrier();
 

@@ -1,6 +1,64 @@
 #include "device.h"
 
+#include <ATen/ATen.h>
+#include <dlfcn.h>
+
 namespace lightning_zero {
+
+namespace {
+
+// cudaMemcpyBatchAsync and its cudaMemcpyAttributes as CUDA 13 has them; 12.8 has another signature. Looked up in the
+// library that torch has loaded, so that neither CUDA nor its headers are needed to build this.
+struct BatchAttributes {
+  int source_order = 1;  // as the stream has it
+  int source_hint[2] = {0, 0}, target_hint[2] = {0, 0};
+  unsigned flags = 1;  // copy engines rather than multiprocessors
+};
+using BatchCopy = int (*)(void* const*, const void* const*, const size_t*, size_t, BatchAttributes*, size_t*, size_t,
+                          void*);
+using LastError = int (*)();
+
+struct CudaRuntime {
+  BatchCopy copy = nullptr;
+  LastError last_error = nullptr;
+  CudaRuntime() {
+    if (void* library = dlopen("libcudart.so.13", RTLD_LAZY | RTLD_NOLOAD)) {
+      copy = reinterpret_cast<BatchCopy>(dlsym(library, "cudaMemcpyBatchAsync"));
+      last_error = reinterpret_cast<LastError>(dlsym(library, "cudaGetLastError"));
+    }
+  }
+};
+
+bool copy_in_one_call(const std::vector<Copy>& copies, const c10::Stream& stream) {
+  static const CudaRuntime runtime;
+  if (stream.device_type() != c10::kCUDA || runtime.copy == nullptr || runtime.last_error == nullptr)
+    return false;
+  std::vector<void*> to;
+  std::vector<const void*> from;
+  std::vector<size_t> bytes;
+  for (const auto& copy : copies) {
+    if (copy.to.numel() == 0)
+      continue;
+    to.push_back(copy.to.mutable_data_ptr());
+    from.push_back(copy.from.const_data_ptr());
+    bytes.push_back(copy.to.nbytes());
+  }
+  BatchAttributes attributes;
+  size_t first = 0;
+  if (to.empty() ||
+      runtime.copy(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first, 1, stream.native_handle()) == 0)
+    return true;
+  runtime.last_error();  // or the next kernel would be blamed
+  return false;
+}
+
+}  // namespace
+
+void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream) {
+  if (has_streams(stream.device()) && copies.size() > 1 && copy_in_one_call(copies, stream))
+    return;
+  for (const auto& copy : copies) copy.to.copy_(copy.from, /*non_blocking=*/true);
+}
 
 c10::Stream current_stream(const c10::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);

@@ -10,6 +10,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
+#include <vector>
 
 namespace lightning_zero {
 
@@ -26,6 +27,15 @@ c10::Stream new_stream(const c10::Device& device);
 
 // Waits on the host until everything queued on `stream` has run. For debugging only.
 void synchronize(const c10::Stream& stream);
+
+// Contiguous tensors of one size and dtype.
+struct Copy {
+  at::Tensor to, from;
+};
+
+// Queues copies on `stream`, which must be the current one, in any order: one call of the driver for all of them where
+// it has such a call, since on the host each takes longer than a small transfer does.
+void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream);
 
 // A point in a stream's queue that other streams can wait for without involving the host.
 // Copies share the point. A fence that was never recorded, or any fence on a CPU, lets everybody pass.

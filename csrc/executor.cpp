@@ -222,6 +222,7 @@ void Executor::join_round() {
   if (tasks_.empty()) {
     arrivals_.clear();
     next_launch_ = 0;
+    rounds_ = 0;
     if (plan_is_stale())
       plan_buckets();
   }
@@ -235,12 +236,13 @@ void Executor::open(ReduceBucket& bucket, bool adding) {
     return;
   for (auto& slot : bucket.slots()) ensure_grad(*slot.record);
   auto* buffer = pool(bucket.dtype()).acquire(bucket.chunk(), pool_stats_);
-  if (options_.poison)
+  bucket.poison = options_.poison;
+  if (options_.poison && buffer->send.defined())
     fill_with_poison(buffer->send);
   bucket.open(buffer, adding);
 }
 
-void Executor::reduce(int64_t index, const at::Tensor& grad) {
+void Executor::reduce(int64_t index, const at::Tensor& grad, bool hold) {
   std::lock_guard lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView no_autograd;  // and not only no graph: the way through it takes time
   auto& record = at(index);
@@ -258,7 +260,8 @@ void Executor::reduce(int64_t index, const at::Tensor& grad) {
   const bool late = buckets_[position.bucket].state() == ReduceBucket::State::LAUNCHED;
   auto& bucket = (late ? late_ : buckets_)[position.bucket];
   open(bucket, /*adding=*/late);
-  bucket.put(position.slot, grad, options_.predivide ? 1.0 / static_cast<double>(size()) : 1.0);
+  const bool scale = options_.predivide && staging_.empty();
+  bucket.put(position.slot, grad, scale ? 1.0 / static_cast<double>(size()) : 1.0, hold && !late && !staging_.empty());
   if (!late)
     launch_complete();
 }
@@ -283,7 +286,7 @@ void Executor::enter(const std::string& digest, const std::string& plan) {
 void Executor::launch_complete() {
   // When the host waits for each collective, it must not wait for peers that have no such gradient: launch
   // after the agreement.
-  if (options_.sync_collectives)
+  if (options_.sync_collectives || (!staging_.empty() && !has_streams(device_)))
     return;
   while (next_launch_ < buckets_.size() && buckets_[next_launch_].complete())
     launch(buckets_[next_launch_++]);
@@ -291,10 +294,12 @@ void Executor::launch_complete() {
 
 void Executor::launch(ReduceBucket& bucket) {
   bucket.seal();
+  count("flushes");
+  count("reduce_bytes", size() * bucket.chunk() * static_cast<int64_t>(c10::elementSize(bucket.dtype())));
+  if (!staging_.empty())
+    return push(bucket);
   const auto op = options_.predivide ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
   auto send = bucket.send();
-  count("flushes");
-  count("reduce_bytes", static_cast<int64_t>(send.nbytes()));
   std::vector<at::Tensor> parts, runs;
   for (const auto& slot : bucket.slots()) {
     parts.push_back(bucket.part(slot));
@@ -302,7 +307,7 @@ void Executor::launch(ReduceBucket& bucket) {
   }
   bucket.buffer()->pending = reduce_comm_.reduce_scatter_group(parts, runs, send, op, [&bucket] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
-    bucket.accumulate();
+    bucket.accumulate(bucket.recv().unsqueeze(0), 0);
   });
 }
 

@@ -21,6 +21,11 @@
 // barrier), stale shadows are written, and all ranks have written theirs (second barrier). Eager code, which may
 // find a stale shadow anywhere, casts the shard instead and gathers through the process group.
 //
+// [Note: gradients pushed to peers] Likewise, where ranks can write into each other's memory, a bucket is not
+// reduce-scattered: each rank copies every peer's part into that peer's staging memory, all meet (a barrier), and
+// each adds up what it was sent, in float32. Staging memory has two halves, used in turn: whoever passes the barrier
+// of one round knows that all have added up the round before it, so its half may be written again.
+//
 // State is per parameter and backward, never per graph. All methods may be called from autograd's threads.
 #pragma once
 
@@ -96,7 +101,11 @@ class Executor : public torch::CustomClassHolder {
   // Weights that stay until the optimizer steps: gathers them into their memory unless they are there.
   void keep_start(at::TensorList kept, at::TensorList shards);
   void keep_wait(at::TensorList shards);
-  void reduce(int64_t index, const at::Tensor& grad);
+  // `hold`: the caller leaves the gradient's memory alone until it calls release().
+  void reduce(int64_t index, const at::Tensor& grad, bool hold = false);
+  void release(int64_t index);
+  // Memory of each rank that this one can write, of two halves. See [Note: gradients pushed to peers].
+  void set_staging(std::vector<at::Tensor> staging);
   // A compiled graph begins that gathers and reduces as `plan` says.
   void enter(const std::string& digest, const std::string& plan);
 
@@ -165,6 +174,7 @@ class Executor : public torch::CustomClassHolder {
   void ensure_grad(ParamRecord& record);
   void open(ReduceBucket& bucket, bool adding);
   void launch(ReduceBucket& bucket);
+  void push(ReduceBucket& bucket);
   void launch_complete();
   std::vector<int64_t> agree();
   void learn_order(const std::vector<int64_t>& agreed);
@@ -219,6 +229,8 @@ class Executor : public torch::CustomClassHolder {
 
   std::vector<int64_t> arrivals_;  // this backward, in order
   size_t next_launch_ = 0;
+  std::vector<at::Tensor> staging_;  // bytes, by rank
+  int64_t rounds_ = 0;               // of pushing, this backward
   std::vector<int> tasks_;  // autograd graph tasks that will call end_backward()
   std::vector<int64_t> attached_;
 

@@ -56,6 +56,19 @@ void reduce_group(at::TensorList grads, at::TensorList shards) {
   }
 }
 
+// Gradients whose memory is left alone until reduce_release, where `hold` is not 0.
+void reduce_hold(at::TensorList grads, at::TensorList shards, at::IntArrayRef hold) {
+  auto [executor, first] = ShardTable::instance().find(shards[0], "reduce_hold");
+  for (size_t i = 0; i < grads.size(); ++i) {
+    executor->reduce(ShardTable::instance().find(shards[i], "reduce_hold").index, grads[i], hold[i] != 0);
+  }
+}
+
+void reduce_release(at::TensorList grads, at::TensorList shards) {
+  auto [executor, first] = ShardTable::instance().find(shards[0], "reduce_release");
+  for (const auto& shard : shards) executor->release(ShardTable::instance().find(shard, "reduce_release").index);
+}
+
 void enter(const at::Tensor& shard, std::string_view digest, std::string_view plan) {
   auto [executor, index] = ShardTable::instance().find(shard, "enter");
   executor->enter(std::string(digest), std::string(plan));
@@ -88,6 +101,7 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("guard_gradient", &Executor::guard_gradient)
       .def("set_grad", &Executor::set_grad)
       .def("set_kept", &Executor::set_kept)
+      .def("set_staging", &Executor::set_staging)
       .def("set_shadow", &Executor::set_shadow)
       .def("add_shadow_memory", &Executor::add_shadow_memory)
       .def("set_peers", &Executor::set_peers)
@@ -121,6 +135,8 @@ TORCH_LIBRARY(lightning_zero, m) {
   m.def("reduce(Tensor grad, Tensor shard) -> Tensor");
   m.def("reduce_add(Tensor grad, Tensor shard) -> ()");
   m.def("reduce_group(Tensor[] grads, Tensor[] shards) -> ()");
+  m.def("reduce_hold(Tensor[] grads, Tensor[] shards, int[] hold) -> ()");
+  m.def("reduce_release(Tensor[] grads, Tensor[] shards) -> ()");
   m.def("enter(Tensor shard, str digest, str plan) -> ()");
 }
 
@@ -134,5 +150,7 @@ TORCH_LIBRARY_IMPL(lightning_zero, CompositeExplicitAutograd, m) {
   m.impl("reduce", reduce);
   m.impl("reduce_add", reduce_add);
   m.impl("reduce_group", reduce_group);
+  m.impl("reduce_hold", reduce_hold);
+  m.impl("reduce_release", reduce_release);
   m.impl("enter", enter);
 }

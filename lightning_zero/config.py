@@ -124,6 +124,8 @@ class EngineConfig:
             been released, and ranks run at random speeds. Results must stay the same.
         gather_by: ``"collective"``: weights come by all-gathers; ``"copy"``: compiled code with mixed precision copies
             them out of its peers' memory, which takes no multiprocessors; ``"auto"``: copy between GPUs of one host.
+        reduce_by: ``"collective"``: gradients are reduce-scattered; ``"copy"``: they are copied into peers' memory and
+            added up there, in float32; ``"auto"``: copy between GPUs of one host.
         capture_step: replay the optimizer's step as a CUDA graph: ``"auto"`` where that is possible; ``True``, or raise
             where it is not; ``False`` never.
         emulate_capture: debugging: on any device, do what a captured step does, without the graph.
@@ -138,6 +140,7 @@ class EngineConfig:
     poison: bool = False
     agreement_timeout_s: float = 25.0
     gather_by: str = "auto"
+    reduce_by: str = "auto"
     capture_step: bool | str = "auto"
     emulate_capture: bool = False
 
@@ -146,7 +149,8 @@ class EngineConfig:
             raise ValueError(
                 f"agreement_timeout_s={self.agreement_timeout_s!r} must be a positive number of seconds. Try 25."
             )
-        if self.gather_by not in ("auto", "collective", "copy"):
-            raise ValueError(f"gather_by={self.gather_by!r} must be 'auto', 'collective' or 'copy'.")
+        for name in ("gather_by", "reduce_by"):
+            if getattr(self, name) not in ("auto", "collective", "copy"):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be 'auto', 'collective' or 'copy'.")
         if self.capture_step not in (True, False, "auto"):
             raise ValueError(f"capture_step={self.capture_step!r} must be True, False or 'auto'.")

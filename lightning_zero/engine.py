@@ -40,7 +40,7 @@ from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
 from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.hooks import GradientHooks
-from lightning_zero.sharding.peers import peer_memory
+from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
 from lightning_zero.sharding.surgery import KEPT, SHAPES, ClassCache, engine_of_class, is_sharded
@@ -106,9 +106,7 @@ class Engine:
             f"lightning_zero/{self.control_group.group_name}", dist.distributed_c10d._get_default_store()
         )
         self._costs: Costs | None = None
-        compile = self.config.compile
-        use = self.config.compute_dtype is not None and compile.enabled and compile.prefetch
-        self.peers = peer_memory(self.config.gather_by, use, self.gather_group, self.control_group, device)
+        self.peers = Peers.of(self.config, self.gather_group, self.control_group, device)
         limit = (timeout or dist.constants.default_pg_timeout).total_seconds()
         agreement = Agreement(store, self.rank, self.world_size, self.config.agreement_timeout_s, limit)
         self._supervisor = Supervisor(agreement, [observe] if observe is not None else [], say)
@@ -148,8 +146,12 @@ class Engine:
         """Of a new compiler. Measures, on all ranks together, when it is first needed."""
         compile = self.config.compile
         if self._costs is None and compile.enabled and compile.prefetch:
-            self._costs = measure_costs(self.gather_group, self.control_group, self.device, self.peers is not None)
-        return self._supervisor.compiler(compile, self.world_size, self._costs or NOMINAL)
+            self._costs = measure_costs(
+                self.gather_group, self.control_group, self.device, self.peers.for_weights is not None
+            )
+        return self._supervisor.compiler(
+            compile, self.world_size, self._costs or NOMINAL, self.peers.for_gradients is not None
+        )
 
     def observe(self, observer: GraphObserver) -> None:
         """``observer`` sees every graph that is compiled from now on; it must not keep graphs."""
@@ -257,8 +259,9 @@ class Engine:
         self._sharded_module()
         assert self.calls is not None
         self.sharder.allocate_gradients()
+        self.peers.stage_gradients(self.executor, self.config.reduce.bucket_mb)
         if self.config.compute_dtype is not None and self.config.compile.enabled:
-            self.sharder.allocate_shadows(self.config.compute_dtype, self.peers)
+            self.sharder.allocate_shadows(self.config.compute_dtype, self.peers.for_weights)
             self.executor.write_shadows()
         if self.config.compile.enabled and self.config.compile.persist_until == "step":
             self.sharder.allocate_kept(

@@ -82,6 +82,7 @@ class ZeroStrategy(ProcessStrategy):
         gather_by: ``"auto"``: between GPUs of one host, compiled code with mixed precision copies weights out of its
             peers' memory, which takes no multiprocessors; elsewhere they are all-gathered. ``"copy"``: copy, or raise
             where that cannot be. ``"collective"``: always all-gather.
+        reduce_by: likewise for gradients, which are copied into peers' memory, or else reduce-scattered.
         capture_step: replay norm, clipping and the optimizer's step as CUDA graphs: ``"auto"`` where that is possible;
             ``True``, or raise where it is not; ``False`` never.
         agreement_timeout_s: a rank that has compiled a graph waits so many seconds for ranks that are not compiling
@@ -113,6 +114,7 @@ class ZeroStrategy(ProcessStrategy):
         reduce_double_buffer: bool = True,
         reduce_free_buckets: bool = False,
         gather_by: str = "auto",
+        reduce_by: str = "auto",
         capture_step: bool | str = "auto",
         agreement_timeout_s: float = 25.0,
         sync_collectives: bool = False,
@@ -144,11 +146,12 @@ class ZeroStrategy(ProcessStrategy):
         self._reduce = ReduceConfig(
             bucket_mb=reduce_bucket_mb, double_buffer=reduce_double_buffer, free_buckets=reduce_free_buckets
         )
-        # Checked here, so that a mistake shows before any process is started.
+        # Here, so that a mistake shows before any process is started.
         self._options = EngineConfig(
             sync_collectives=sync_collectives,
             agreement_timeout_s=agreement_timeout_s,
             gather_by=gather_by,
+            reduce_by=reduce_by,
             capture_step=capture_step,
         )
         self._engine: Engine | None = None
@@ -257,8 +260,7 @@ class ZeroStrategy(ProcessStrategy):
     @property
     def peer_bytes(self) -> int:
         """Memory of this rank that peers read, which ``torch.cuda.max_memory_allocated()`` leaves out."""
-        peers = self._require_engine().peers
-        return 0 if peers is None else peers.nbytes
+        return self._require_engine().peers.nbytes
 
     @contextmanager
     @override

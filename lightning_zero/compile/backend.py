@@ -62,11 +62,14 @@ class Compiler:
         last_weight: the shard that a step's forward reads last: backward follows on the graph that ends with it.
     """
 
-    def __init__(self, config: CompileConfig, world_size: int, events: Events, costs: Costs = NOMINAL) -> None:
+    def __init__(
+        self, config: CompileConfig, world_size: int, events: Events, costs: Costs = NOMINAL, hold: bool = False
+    ) -> None:
         self._config = config
         self._world_size = world_size
         self._events = events
         self._costs = costs
+        self._hold = hold
         self._agreed: dict[tuple[str, ...] | None, list[GraphPlan]] = {}
         self.registered: dict[str, PassSpec] = {}  # users' own
         self.chosen: tuple[str, ...] | None = None
@@ -84,7 +87,7 @@ class Compiler:
 
     def passes(self) -> Sequence[PassSpec]:
         """The passes that the next graph goes through: the chosen ones, or the default ones."""
-        default = default_passes(self._config, self._world_size, self.agreed, self._costs)
+        default = default_passes(self._config, self._world_size, self.agreed, self._costs, self._hold)
         if self.chosen is None:
             return default
         known = self.known()
@@ -92,7 +95,7 @@ class Compiler:
 
     def known(self) -> dict[str, PassSpec]:
         """All passes that can be chosen, by name."""
-        default = default_passes(self._config, self._world_size, self.agreed, self._costs)
+        default = default_passes(self._config, self._world_size, self.agreed, self._costs, self._hold)
         return {spec.name: spec for spec in (*MINIMAL_PASSES, *default)} | self.registered
 
     def _backend(self) -> Callable[..., Any]:

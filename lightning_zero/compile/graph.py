@@ -83,7 +83,7 @@ def is_start(node: Node) -> bool:
 
 def is_reduce(node: Node) -> bool:
     """Whether a node hands gradients over, after the passes."""
-    return node.target in (ops("reduce_add"), ops("reduce_group"))
+    return node.target in (ops("reduce_add"), ops("reduce_group"), ops("reduce_hold"))
 
 
 def kind_of(graph: Graph) -> str:

@@ -44,9 +44,11 @@ class Supervisor:
         self._plans: list[GraphPlan] = []
         self._compiler: Compiler | None = None
 
-    def compiler(self, config: CompileConfig, world_size: int, costs: Costs = NOMINAL) -> dict[str, Any]:
+    def compiler(
+        self, config: CompileConfig, world_size: int, costs: Costs = NOMINAL, hold: bool = False
+    ) -> dict[str, Any]:
         """Arguments of ``torch.compile``; replaces the compiler before, whose passes stay chosen."""
-        before, self._compiler = self._compiler, Compiler(config, world_size, self, costs)
+        before, self._compiler = self._compiler, Compiler(config, world_size, self, costs, hold)
         if before is not None:
             self._compiler.registered, self._compiler.chosen = before.registered, before.chosen
         return self._compiler.arguments()

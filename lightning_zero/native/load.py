@@ -45,11 +45,23 @@ def load() -> None:
     torch.library.register_fake("lightning_zero::reduce", lambda grad, shard: shard.new_empty(shard.shape))
     torch.library.register_fake("lightning_zero::reduce_add", lambda grad, shard: None)
     torch.library.register_fake("lightning_zero::reduce_group", lambda grads, shards: None)
+    torch.library.register_fake("lightning_zero::reduce_hold", lambda grads, shards, hold: None)
+    torch.library.register_fake("lightning_zero::reduce_release", lambda grads, shards: None)
     torch.library.register_fake("lightning_zero::enter", lambda shard, digest, plan: None)
     # Without these a graph would lose the ops whose results nobody reads.
     for name in ("keep_start", "keep_wait"):
         torch.library.register_fake(f"lightning_zero::{name}", lambda kept, shards: None)
-    for name in ("reduce", "reduce_add", "reduce_group", "enter", "keep_start", "keep_wait"):
+    voids = (
+        "reduce",
+        "reduce_add",
+        "reduce_group",
+        "reduce_hold",
+        "reduce_release",
+        "enter",
+        "keep_start",
+        "keep_wait",
+    )
+    for name in voids:
         torch.fx.node.has_side_effect(getattr(torch.ops.lightning_zero, name).default)
 
 

@@ -1,4 +1,4 @@
-"""Memory of every rank that every rank can read, so that weights can be fetched by plain copies.
+"""Memory of every rank that every rank can read, so that weights are fetched, and gradients sent, by plain copies.
 
 On GPUs of one host it is torch's symmetric memory: copy engines read it over NVLink, without a kernel that would take
 multiprocessors from the model. On a CPU it is shared memory of the operating system.
@@ -7,6 +7,7 @@ multiprocessors from the model. On a CPU it is shared memory of the operating sy
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import socket
@@ -18,38 +19,75 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.native import Executor
 
-__all__ = ["PeerMemory", "peer_memory"]
+__all__ = ["PeerMemory", "Peers"]
 
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def peer_memory(
-    gather_by: str, use: bool, group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device
-) -> PeerMemory | None:
-    """What the option ``gather_by`` comes to; None: weights come by all-gathers. Collective.
+class Peers:
+    """What ranks copy out of, and into, each other's memory; the rest goes through process groups.
 
-    Args:
-        use: whether there will be shadows, and code that copies them.
-
-    Raises:
-        UnsupportedError: ``"copy"`` where that is impossible.
+    Attributes:
+        for_weights: where shadows lie that compiled code copies; None: weights are all-gathered.
+        for_gradients: where gradients are copied to; None: they are reduce-scattered.
     """
-    if gather_by == "collective" or (gather_by == "auto" and (device.type == "cpu" or not use)):
-        return None
-    memory, reason = None, "only compiled code with mixed precision keeps weights where others can read them"
-    if use:
-        memory, reason = PeerMemory.of(group, control_group, device)
-    if memory is None and gather_by == "copy":
-        raise UnsupportedError(
-            f"gather_by='copy' is impossible here: {reason}. Use gather_by='auto' to copy where that is possible."
-        )
-    if memory is None and group.rank() == 0:
-        log.info("Weights are all-gathered, not copied: %s.", reason)
-    return memory
+
+    def __init__(self, for_weights: PeerMemory | None, for_gradients: PeerMemory | None) -> None:
+        self.for_weights = for_weights
+        self.for_gradients = for_gradients
+        self._staged = False
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        group: dist.ProcessGroup,
+        control_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> Peers:
+        """What the options come to, the same on every rank. Collective.
+
+        Raises:
+            UnsupportedError: ``"copy"`` where that is impossible.
+        """
+        shadows = config.compute_dtype is not None and config.compile.enabled and config.compile.prefetch
+        wanted = [_wanted(config.gather_by, device, shadows), _wanted(config.reduce_by, device, True)]
+        memory, reason = PeerMemory.of(group, control_group, device) if any(wanted) else (None, "")
+        for name, choice in (("gather_by", config.gather_by), ("reduce_by", config.reduce_by)):
+            here = reason
+            if name == "gather_by" and not shadows:
+                here = "only compiled code with mixed precision keeps weights where others can read them"
+            if choice == "copy" and here:
+                raise UnsupportedError(
+                    f"{name}='copy' is impossible here: {here}. Use {name}='auto' to copy where that is possible."
+                )
+        if reason and group.rank() == 0:
+            log.info("Collectives move all weights and gradients: %s.", reason)
+        return cls(memory if wanted[0] else None, memory if wanted[1] else None)
+
+    def stage_gradients(self, executor: Executor, bucket_mb: float) -> None:
+        """Memory for gradients on their way, two buckets' worth. Harmless when repeated. Collective."""
+        if self.for_gradients is None or self._staged:
+            return
+        unit = 1024 * executor.world_size
+        size = max(1, math.ceil(2 * bucket_mb * 2**20 / unit)) * unit
+        executor.set_staging(self.for_gradients.empty(size, torch.uint8)[1])
+        self._staged = True
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's memory that peers read or write."""
+        return sum(memory.nbytes for memory in {self.for_weights, self.for_gradients} if memory is not None)
+
+
+def _wanted(choice: str, device: torch.device, usable: bool) -> bool:
+    return choice == "copy" or (choice == "auto" and usable and device.type != "cpu")
 
 
 class PeerMemory:

@@ -278,13 +278,12 @@ class Sharder:
         wide = [t for t in self.arena.flat.values() if t.is_floating_point() and t.dtype.itemsize > dtype.itemsize]
         copies: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
         for masters in wide:
-            if peers is None:
-                copy, all_ranks = torch.empty_like(masters, dtype=dtype), []
+            if peers is not None:
+                copies[masters.dtype] = peers.empty(masters.numel(), dtype)
             else:
-                copy, all_ranks = peers.empty(masters.numel(), dtype)
-            copies[masters.dtype] = copy, all_ranks
-            self._shadows.append(copy)
-            self.executor.add_shadow_memory(copy, masters)
+                copies[masters.dtype] = torch.empty_like(masters, dtype=dtype), []
+            self._shadows.append(copies[masters.dtype][0])
+            self.executor.add_shadow_memory(self._shadows[-1], masters)
         for record in self.live:
             if record.param.dtype in copies:
                 copy, all_ranks = copies[record.param.dtype]

@@ -10,7 +10,7 @@ import torch
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import NOMINAL, Costs
 from tests.helpers.models import OneBlock, build, make_batches
-from tests.helpers.oracle import Reference
+from tests.helpers.oracle import Reference, assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
 
@@ -84,6 +84,22 @@ def test_copies_from_peers_bring_the_same_bits(ranks: Ranks, world_size: int) ->
             for mine, theirs in zip(copied.grads + copied.params, on.grads + on.params, strict=True):
                 for name, value in theirs.items():
                     assert value is None or torch.equal(mine[name], value), name
+
+
+def mean_of_parts(case: str, mixed: bool) -> list[tuple[Reference, dict[str, int]]]:
+    """Gradients reduce-scattered; pushed into peers' memory; and weights copied out of it, too."""
+    pushed = ON | {"reduce_by": "copy"}
+    return all_ways(case, mixed, (ON, pushed, pushed | {"gather_by": "copy"}) if mixed else (ON, pushed))
+
+
+@pytest.mark.parametrize(("world_size", "mixed"), [(2, True), (3, False)])
+def test_gradients_pushed_to_peers_are_the_same(ranks: Ranks, world_size: int, mixed: bool) -> None:
+    for (on, _), *others in ranks.run(world_size, mean_of_parts, "OneBlock", mixed, deadline=240):
+        for pushed, _ in others:
+            tolerance = 1e-2 if mixed else 1e-6
+            assert_close_relative(pushed.losses, on.losses, tolerance, what="losses")
+            assert_close_relative(pushed.grads[0], on.grads[0], tolerance, atol=1e-6, what="gradients")
+            assert_close_relative(pushed.params, on.params, tolerance, atol=1e-5, what="parameters")
 
 
 def starts(options: dict[str, Any]) -> list[list[int]]:

@@ -50,6 +50,7 @@ def engine_for(
     capture_step: bool | str = "auto",
     costs: Costs = NOMINAL,
     gather_by: str = "auto",
+    reduce_by: str = "auto",
     **compile: Any,
 ) -> Iterator[Engine]:
     """An engine that is closed at the end, with buckets so small that there are several.
@@ -69,6 +70,7 @@ def engine_for(
         emulate_capture=emulate_capture,
         capture_step=capture_step,
         gather_by=gather_by,
+        reduce_by=reduce_by,
     )
     with patch("lightning_zero.engine.measure_costs", lambda *args: costs):
         engine = Engine(torch.device(device), config, observe=observe)

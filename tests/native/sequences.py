@@ -17,6 +17,7 @@ from lightning_zero.config import EngineConfig, ReduceConfig
 from lightning_zero.native import Executor
 from lightning_zero.sharding.arena import Arena
 from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.peers import PeerMemory
 
 ops = torch.ops.lightning_zero
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -118,8 +119,14 @@ class Sequence:
         self.ragged = self.world > 1 and self.rng.random() < 0.3  # each rank has gradients of its own choice
         self.reduce = self._options()
         self.executor = Executor(*process_groups, torch.device("cpu"), self._config(), self._ended)
+        self.pushing = self.world > 1 and self.rng.random() < 0.3  # gradients go into peers' memory
+        if self.pushing:
+            size = self.rng.choice((1, 2, 64)) * 1024 * self.world
+            peers = PeerMemory(process_groups[0], process_groups[2], torch.device("cpu"))
+            self.executor.set_staging(peers.empty(size, torch.uint8)[1])
         self.trace = [
-            f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, {self.reduce}"
+            f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, "
+            f"{'pushed' if self.pushing else 'scattered'}, {self.reduce}"
         ]
         self.complaints: list[str] = []
         self.counts = {"gathers": 0, "gather_bytes": 0, "eager_gathers": 0, "reduces": 0, "agreements": 0}

@@ -5,7 +5,7 @@ import pytest
 from tests.native.sequences import run_sequences
 from tests.ranks.pool import Ranks
 
-SEQUENCES = {1: 750, 2: 180, 3: 120}
+SEQUENCES = {1: 750, 2: 200, 3: 160}
 
 
 def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> None:
@@ -26,4 +26,4 @@ def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> 
         "aborted_backwards",
     ]
     visited += ["shadow_writes"]
-    assert all(totals.get(what, 0) > 20 for what in visited), totals
+    assert all(totals.get(what, 0) > 20 for what in visited), {what: totals.get(what) for what in visited}

@@ -11,7 +11,7 @@ from lightning_zero.compile.passes.cast import fuse_casts
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.kept import use_kept
 from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
-from lightning_zero.compile.passes.reduce import group_reduces, hand_over_gradients
+from lightning_zero.compile.passes.reduce import group_reduces, hand_over_gradients, hold_gradients
 from lightning_zero.compile.passes.sink import sink_gathers
 from lightning_zero.compile.passes.split import split_gathers
 from lightning_zero.compile.plan import GraphPlan
@@ -24,6 +24,8 @@ ANNOUNCE = PassSpec(
     "announce_plan", announce_plan, requires=frozenset({"started", "handed over"}), provides=frozenset({"announced"})
 )
 HAND_OVER = PassSpec("hand_over_gradients", hand_over_gradients, provides=frozenset({"handed over"}))
+
+HOLD = PassSpec("hold_gradients", hold_gradients, requires=frozenset({"handed over"}))
 
 MINIMAL_PASSES = (
     PassSpec("split_gathers", split_gathers, provides=frozenset({"started"}), conflicts=frozenset({"started"})),
@@ -48,13 +50,18 @@ def keeping(config: CompileConfig, last: bool) -> tuple[int, float, int, int]:
 
 
 def default_passes(
-    config: CompileConfig, world_size: int, agreed: Sequence[GraphPlan] = (), costs: Costs = NOMINAL
+    config: CompileConfig,
+    world_size: int,
+    agreed: Sequence[GraphPlan] = (),
+    costs: Costs = NOMINAL,
+    hold: bool = False,
 ) -> tuple[PassSpec, ...]:
     """The passes for these options: without ``prefetch`` each weight is gathered by itself, where it is used.
 
     Args:
         agreed: plans that graphs of the same weights must follow.
         costs: estimates by which gathers are placed.
+        hold: the executor can send gradients from where they lie.
     """
     if not config.prefetch:
         return MINIMAL_PASSES
@@ -95,6 +102,7 @@ def default_passes(
             partial(group_reduces, group_bytes=int(config.reduce_group_mb * 2**20), parts=GROUPS_PER_GRAPH),
             requires=frozenset({"handed over"}),
         ),
+        *([HOLD] if hold else []),
         ANNOUNCE,
     )
 

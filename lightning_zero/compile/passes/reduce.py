@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import cast_dtype, ops, output_node, reduces, weight_name
+from lightning_zero.compile.graph import (
+    cast_dtype,
+    is_reduce,
+    is_view_or_cast,
+    ops,
+    output_node,
+    reduces,
+    weight_name,
+)
 from lightning_zero.compile.passes.grouping import consecutive
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["group_reduces", "hand_over_gradients"]
+__all__ = ["group_reduces", "hand_over_gradients", "hold_gradients"]
 
 
 def hand_over_gradients(graph: Graph) -> Graph:
@@ -67,6 +78,49 @@ def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
         for node in group:
             graph.erase_node(node)
     return graph
+
+
+def hold_gradients(graph: Graph, in_flight: int = 2) -> Graph:
+    """Lets the executor read gradients where they lie, in place: none of what it is given is used for something else
+    before it says so. For that, each group of gradients is named once more, by ``reduce_release``, when ``in_flight``
+    later ones have been handed over, or at the end.
+
+    Only for results of matrix products: the code generator may compute others anew for each use, elsewhere in memory.
+    """
+    held: list[tuple[list[Node], list[Node]]] = []
+    for node in [node for node in graph.nodes if is_reduce(node)]:
+        one = node.target is ops("reduce_add")
+        grads: Any = [node.args[0]] if one else node.args[0]
+        shards: Any = [node.args[1]] if one else node.args[1]
+        hold = [int(_is_product(grad)) for grad in grads]
+        if not any(hold):
+            continue
+        with graph.inserting_before(node):
+            if len(held) >= in_flight:
+                _release(graph, *held[-in_flight])
+            kept = graph.call_function(ops("reduce_hold"), (grads, shards, hold))
+        kept.meta["val"] = None
+        kept.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
+        graph.erase_node(node)
+        pairs = [(grad, shard) for grad, shard, yes in zip(grads, shards, hold, strict=True) if yes]
+        held.append(([grad for grad, _ in pairs], [shard for _, shard in pairs]))
+    with graph.inserting_before(output_node(graph)):
+        for group in held[-in_flight:]:
+            _release(graph, *group)
+    return graph
+
+
+def _release(graph: Graph, grads: list[Node], shards: list[Node]) -> None:
+    graph.call_function(ops("reduce_release"), (grads, shards)).meta["val"] = None
+
+
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+def _is_product(node: Node) -> bool:
+    while is_view_or_cast(node) and cast_dtype(node) is None and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node.target in _PRODUCTS
 
 
 def _bytes(node: Node) -> int:

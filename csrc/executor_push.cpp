@@ -1,0 +1,75 @@
+// The Executor's way to reduce gradients without a collective. See [Note: gradients pushed to peers].
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "executor.h"
+
+namespace lightning_zero {
+
+namespace {
+
+constexpr int64_t kAlign = 64;  // elements: copies and sums of whole cache lines
+
+}  // namespace
+
+void Executor::set_staging(std::vector<at::Tensor> staging) {
+  std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(tasks_.empty() && static_cast<int64_t>(staging.size()) == size());
+  for (const auto& memory : staging)
+    TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte && memory.numel() % (2 * 8 * kAlign * size()) == 0);
+  staging_ = std::move(staging);
+}
+
+void Executor::push(ReduceBucket& bucket) {
+  const auto half = staging_[0].numel() / 2;
+  const auto most = half / static_cast<int64_t>(c10::elementSize(bucket.dtype())) / size();
+  const auto push_round = [&](int64_t begin, int64_t width, bool last) {
+    const auto at_byte = rounds_++ % 2 * half;
+    std::vector<at::Tensor> stages;
+    for (const auto& memory : staging_) stages.push_back(memory.narrow(0, at_byte, half).view(bucket.dtype()));
+    std::vector<Copy> copies;
+    for (size_t index = 0; index < bucket.slots().size(); ++index) {
+      const auto& slot = bucket.slots()[index];
+      const auto numel = slot.record->shard_numel();
+      const auto from = std::max(begin, slot.offset), to = std::min(begin + width, slot.offset + numel);
+      if (from >= to)
+        continue;
+      const auto source = bucket.source(index);
+      for (int64_t step = 0; step < size(); ++step) {
+        const auto peer = (rank() + step) % size();
+        copies.push_back({piece(stages[peer], rank() * width + from - begin, to - from),
+                          piece(source, peer * numel + from - slot.offset, to - from)});
+      }
+    }
+    const auto stream = current_stream(device_);
+    copy_all(copies, stream);
+    if (last)
+      bucket.buffer()->read.record(stream);
+    reduce_comm_.meet();
+    bucket.accumulate(piece(stages[rank()], 0, size() * width).view({size(), width}), begin);
+  };
+  bucket.buffer()->pending = reduce_comm_.run([&] {
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    // After the last round of the backward before, which may have used the same half.
+    if (rounds_ == 0)
+      reduce_comm_.meet();
+    for (int64_t begin = 0; begin < bucket.chunk(); begin += most) {
+      const auto width = std::min(most, bucket.chunk() - begin);
+      push_round(begin, width, begin + width == bucket.chunk());
+    }
+  });
+}
+
+void Executor::release(int64_t index) {
+  std::lock_guard lock(mutex_);
+  const auto position = position_[index];
+  if (position.bucket < 0 || buckets_.empty())
+    return;
+  auto& bucket = buckets_[position.bucket];
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  if (bucket.state() != ReduceBucket::State::EMPTY)
+    bucket.release(position.slot, current_stream(device_));
+}
+
+}  // namespace lightning_zero
