@@ -45,7 +45,6 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
   if (oldest == buffers_.end() || !(*oldest)->pending.ready_within(kPeerPatience))
     return grow(chunk, stats);
   (*oldest)->pending.wait(device_);
-  (*oldest)->held.clear();
   if ((*oldest)->capacity < chunk) {
     // The wait above put the old memory's last use in the caller's past, so replacing it is in order.
     buffers_.erase(oldest);
@@ -60,10 +59,8 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
 
 void BufferPool::drain() {
   for (auto& buffer : buffers_) {
-    if (!buffer->filling) {
+    if (!buffer->filling)
       buffer->pending.wait(device_);
-      buffer->held.clear();
-    }
   }
 }
 
@@ -76,8 +73,7 @@ void BufferPool::discard() {
   for (auto& buffer : buffers_) {
     buffer->pending.drop_continuation();
     if (has_streams(device_))
-      buffer->pending.wait(device_);  // it may still be reading what is held
-    buffer->held.clear();
+      buffer->pending.wait(device_);  // it may still be reading gradients that are held
     buffer->filling = false;
   }
 }
@@ -100,7 +96,7 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding) {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "cannot open a bucket that is ", name(state_));
   state_ = State::FILLING;
   buffer_ = buffer;
-  buffer_->held.assign(slots_.size(), {});
+  held_.assign(slots_.size(), {});
   for (auto& slot : slots_) {
     auto& record = *slot.record;
     const auto& held = record.param.grad();
@@ -124,7 +120,7 @@ at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t rows) {
 
 void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale, bool hold) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
-  auto& held = buffer_->held[index];
+  auto& held = held_[index];
   if (held.defined())
     copy_in(index, std::exchange(held, {}), held_scale_);
   auto& slot = slots_[index];
@@ -140,11 +136,11 @@ void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale, bool 
 }
 
 void ReduceBucket::release(size_t index, const c10::Stream& stream) {
-  auto& held = buffer_->held[index];
+  auto& held = held_[index];
   if (!held.defined())
     return;
   if (state_ == State::LAUNCHED) {
-    buffer_->read.block(stream);
+    read_.block(stream);
   } else {
     copy_in(index, held, held_scale_);
   }
@@ -153,8 +149,8 @@ void ReduceBucket::release(size_t index, const c10::Stream& stream) {
 
 void ReduceBucket::settle() {
   for (size_t index = 0; index < slots_.size(); ++index) {
-    if (buffer_->held[index].defined())
-      copy_in(index, std::exchange(buffer_->held[index], {}), held_scale_);
+    if (held_[index].defined())
+      copy_in(index, std::exchange(held_[index], {}), held_scale_);
   }
 }
 
@@ -186,7 +182,7 @@ at::Tensor ReduceBucket::run(const Slot& slot) {
 }
 
 at::Tensor ReduceBucket::source(size_t slot) {
-  return buffer_->held[slot].defined() ? buffer_->held[slot] : run(slots_[slot]);
+  return held_[slot].defined() ? held_[slot] : run(slots_[slot]);
 }
 
 bool ReduceBucket::complete() const {
@@ -260,6 +256,7 @@ void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin) {
 void ReduceBucket::reset() {
   state_ = State::EMPTY;
   buffer_ = nullptr;
+  held_.clear();
   for (auto& slot : slots_) slot.arrivals = 0;
 }
 

@@ -28,9 +28,7 @@ struct BucketBuffer {
   int64_t capacity = 0;  // elements per rank
   at::Tensor send;       // ranks * capacity; like recv, undefined until it is needed
   at::Tensor recv;       // capacity
-  std::vector<at::Tensor> held;  // by slot: the gradient itself, 1-D; undefined where it was copied into `send`
   Pending pending;
-  Fence read;  // what travels has been read: held gradients are their owner's again
   bool filling = false;
 };
 
@@ -97,6 +95,8 @@ class ReduceBucket {
   // The owner wants a held gradient's memory back. Copies it when it has not been read yet.
   void release(size_t slot, const c10::Stream& stream);
   void settle();  // copies all that are held
+  // What travels has been read by what `stream` has been given so far.
+  void read_by(const c10::Stream& stream) { read_.record(stream); }
 
   bool complete() const;  // every slot has what it expects, and at least one gradient is there
 
@@ -130,6 +130,10 @@ class ReduceBucket {
   at::ScalarType dtype_;
   int ranks_;
   int64_t chunk_ = 0;
+  // By slot: the gradient itself, 1-D; undefined where it was copied. Not the buffer's, which serves another bucket
+  // before the last of these is released.
+  std::vector<at::Tensor> held_;
+  Fence read_;
   double held_scale_ = 1.0;
   at::Tensor scale_;  // of put(), the same each time
   std::vector<Slot> slots_;

@@ -286,7 +286,7 @@ void Executor::enter(const std::string& digest, const std::string& plan) {
 void Executor::launch_complete() {
   // When the host waits for each collective, it must not wait for peers that have no such gradient: launch
   // after the agreement.
-  if (options_.sync_collectives || (!staging_.empty() && !has_streams(device_)))
+  if (options_.sync_collectives || (!staging_.empty() && !has_streams(device_) && size() > 1))
     return;
   while (next_launch_ < buckets_.size() && buckets_[next_launch_].complete())
     launch(buckets_[next_launch_++]);

@@ -45,7 +45,7 @@ void Executor::push(ReduceBucket& bucket) {
     const auto stream = current_stream(device_);
     copy_all(copies, stream);
     if (last)
-      bucket.buffer()->read.record(stream);
+      bucket.read_by(stream);
     reduce_comm_.meet();
     bucket.accumulate(piece(stages[rank()], 0, size() * width).view({size(), width}), begin);
   };

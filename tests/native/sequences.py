@@ -64,11 +64,26 @@ class Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        for value, param in ctx.arrivals:
-            ops.reduce_add(value, param)
+        held: list[tuple[Tensor, Tensor]] = []
+        for number, (value, param) in enumerate(ctx.arrivals):
+            if number % 3 == 0:
+                ops.reduce_add(value, param)
+                continue
+            held.append((value.clone(), param))
+            ops.reduce_hold([held[-1][0]], [param], [1])
+            if number % 3 == 2:
+                give_back(*held.pop(0))
+        for value, param in held:
+            give_back(value, param)
         if ctx.interrupted:
             raise Interruption
         return grad, None, None
+
+
+def give_back(value: Tensor, param: Tensor) -> None:
+    """From now on the gradient's memory is used for something else."""
+    ops.reduce_release([value], [param])
+    value.fill_(math.nan if value.is_floating_point() else 77)
 
 
 def deliver(*steps: list[tuple[Tensor, Tensor]], interrupted: bool = False) -> None:
@@ -119,7 +134,7 @@ class Sequence:
         self.ragged = self.world > 1 and self.rng.random() < 0.3  # each rank has gradients of its own choice
         self.reduce = self._options()
         self.executor = Executor(*process_groups, torch.device("cpu"), self._config(), self._ended)
-        self.pushing = self.world > 1 and self.rng.random() < 0.3  # gradients go into peers' memory
+        self.pushing = self.rng.random() < 0.3  # gradients go into peers' memory
         if self.pushing:
             size = self.rng.choice((1, 2, 64)) * 1024 * self.world
             peers = PeerMemory(process_groups[0], process_groups[2], torch.device("cpu"))
