@@ -36,10 +36,11 @@ SCHEDULERS: dict[str, Any] = {
         "scheduler": lr_scheduler.ReduceLROnPlateau(o, factor=0.2, patience=0, threshold=0.9),
         "monitor": "val_loss",
     },
+    # down to a rate of zero and up again
     "warm-up, then cosine": lambda o: {
         "scheduler": lr_scheduler.SequentialLR(
             o,
-            [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 8)],
+            [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 6)],
             milestones=[3],
         ),
         "interval": "step",
@@ -91,7 +92,7 @@ def _all_scheduled(names: list[str], *kinds: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("names", "kinds"),
     [
-        (["step", "epoch", "plateau"], ["captured"]),
+        (["warm-up, then cosine", "epoch", "plateau"], ["captured"]),
         pytest.param([*SCHEDULERS], ["captured", "eager"], marks=pytest.mark.slow),
     ],
     ids=["three, captured", "all"],
