@@ -331,14 +331,15 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 
 def _settings(groups: list[dict[str, Any]]) -> Any:
-    """All of the groups that a plan depends on: of a number only whether it is zero."""
+    """All of the groups that a plan depends on: of a number only whether it is zero, and of the learning rate not even
+    that, as no rule asks and schedules start, turn or end at zero."""
 
-    def kind(value: Any) -> Any:
+    def kind(name: str, value: Any) -> Any:
         if isinstance(value, bool) or value is None or isinstance(value, str):
             return value
-        return value != 0 if isinstance(value, int | float) else type(value)
+        return name == "lr" or value != 0 if isinstance(value, int | float) else type(value)
 
     return [
-        (id(group), list(map(id, group["params"])), [(k, kind(v)) for k, v in group.items() if k != "params"])
+        (id(group), list(map(id, group["params"])), [(k, kind(k, v)) for k, v in group.items() if k != "params"])
         for group in groups
     ]

@@ -1,6 +1,6 @@
 """Trainers that differ only in their strategy, on the same data."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
+from lightning_zero.precision import plain
 
 INPUTS, OUTPUTS = 6, 3
 GLOBAL_BATCH = 6  # which 1, 2 and 3 ranks divide
@@ -21,13 +22,38 @@ GLOBAL_BATCH = 6  # which 1, 2 and 3 ranks divide
 RTOL = 1e-6  # float32, another order of summation
 
 
+class Captured(ZeroStrategy):
+    """Does all that a captured step does, without the graph, and notes for each step whether it was such a one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._options = replace(self._options, emulate_capture=True)
+        self.captured: list[bool] = []
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        plan = self._require_engine().stepper(plain(optimizer))._last
+        self.captured.append(plan is not None and plan.kernel is not None)
+        return result
+
+
+def check_captured(trainer: pl.Trainer, eager: Sequence[int] = (0,)) -> None:
+    """Where the Trainer's kind is a ``captured`` one: all of its steps were, but these, and there were some.
+
+    Only the first step of a plan is the optimizer's own: it makes the state.
+    """
+    if isinstance(trainer.strategy, Captured):
+        captured = trainer.strategy.captured
+        assert any(captured), f"none of {len(captured)} steps was captured"
+        found = [step for step, was in enumerate(captured) if not was]
+        assert found == list(eager), f"of {len(captured)} steps {found} were not captured, expected {list(eager)}"
+
+
 def make_strategy(kind: str, **options: Any) -> Any:
-    """``compiled``, ``eager`` and ``captured`` (eager, with an optimizer step as it is captured on a GPU) are ours;
-    ``ddp`` and ``single`` are what they are compared with."""
-    if kind == "captured":
-        strategy = ZeroStrategy(compile=False, **options)
-        strategy._options = replace(strategy._options, emulate_capture=True)
-        return strategy
+    """``compiled``, ``eager`` and, with an optimizer step as it is captured on a GPU, ``captured`` (eager) and
+    ``compiled, captured`` are ours; ``ddp`` and ``single`` are what they are compared with."""
+    if kind.endswith("captured"):
+        return Captured(compile=kind.startswith("compiled"), compile_backend="aot_eager", **options)
     if kind in ("compiled", "eager"):
         return ZeroStrategy(compile=kind == "compiled", compile_backend="aot_eager", **options)
     return {"ddp": "ddp_find_unused_parameters_true", "single": "auto"}[kind]
@@ -110,7 +136,7 @@ class Regression(pl.LightningModule):
 
 
 def is_ours(kind: str) -> bool:
-    return kind in ("compiled", "eager", "captured")
+    return kind in ("compiled", "eager", "captured", "compiled, captured")
 
 
 def whole_state(module: pl.LightningModule) -> dict[str, Tensor]:
@@ -139,12 +165,13 @@ def close(*modules: pl.LightningModule) -> None:
 
 @contextmanager
 def fitted(
-    kind: str, make: Callable[[], Any] = Regression, steps: int = 4, **arguments: Any
+    kind: str, make: Callable[[], Any] = Regression, steps: int = 4, eager: Sequence[int] = (0,), **arguments: Any
 ) -> Iterator[tuple[Any, pl.Trainer]]:
-    """A module trained under a strategy of this kind, and its Trainer."""
+    """A module trained under a strategy of this kind, and its Trainer. ``eager``: see ``check_captured``."""
     module, trainer = make(), make_trainer(kind, **arguments)
     try:
         trainer.fit(module, make_loader(kind, steps))
+        check_captured(trainer, eager)
         yield module, trainer
     finally:
         close(module)

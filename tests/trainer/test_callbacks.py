@@ -10,7 +10,16 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Throughp
 
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import RTOL, Regression, close, global_losses, make_loader, make_trainer, whole_state
+from tests.trainer.helpers import (
+    RTOL,
+    Regression,
+    check_captured,
+    close,
+    global_losses,
+    make_loader,
+    make_trainer,
+    whole_state,
+)
 from tests.trainer.test_logging import Lines
 
 
@@ -34,6 +43,7 @@ def _saved(kind: str, home: str) -> dict[str, Any]:
     module = Turning()
     trainer = make_trainer(kind, max_epochs=5, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(module, make_loader(kind), make_loader(kind, 1, seed=1))
+    check_captured(trainer)
     best = callbacks[0]
     assert isinstance(best, ModelCheckpoint)
     trainer.strategy.barrier()

@@ -1,8 +1,10 @@
-"""Gradients are clipped by the norm over all ranks, through Lightning's own path, so that overriding it works."""
+"""Gradients are clipped by the norm over all ranks, through Lightning's own path, so that overriding it works; also
+inside of a captured step."""
 
 import math
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from tests.ranks.pool import Ranks
 from tests.trainer.helpers import (
     RTOL,
     Regression,
+    check_captured,
     close,
     global_losses,
     is_ours,
@@ -63,6 +66,15 @@ class Clipped(Regression):
         return math.sqrt(squares.item()), largest.item()
 
 
+class ClippedByTheStep(Clipped):
+    """Overrides nothing about clipping, so that it may be left to the step; looks at the gradients after that."""
+
+    clip_gradients = pl.LightningModule.clip_gradients
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.after.append(self.measure())
+
+
 class ClipsItself(Clipped):
     """Looser for the first step, then by value, then not at all but halved."""
 
@@ -94,12 +106,18 @@ def _note_norms(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return returned
 
 
-def _clip(kind: str, kwargs: dict[str, Any], arguments: dict[str, Any], itself: bool = False) -> dict[str, Any]:
-    module = (ClipsItself if itself else Clipped)(**kwargs)
+def _clip(
+    kind: str, kwargs: dict[str, Any], arguments: dict[str, Any], make: type[Clipped] = Clipped
+) -> dict[str, Any]:
+    module, trainer = make(**kwargs), make_trainer(kind, **arguments)
     with pytest.MonkeyPatch.context() as monkeypatch:
         norms = _note_norms(monkeypatch)
         # five batches: with accumulation the last window is a partial one
-        make_trainer(kind, **arguments).fit(module, make_loader(kind, 5))
+        trainer.fit(module, make_loader(kind, 5))
+    check_captured(trainer)
+    if kind.endswith("captured"):
+        kernel = engine_of(module).stepper(module.optimizers().optimizer)._last.kernel
+        assert set(kernel._sequences) == {(make is ClippedByTheStep, False)}, "clipped where it should not be"
     state = whole_state(module)
     losses = global_losses(kind, module)
     close(module)
@@ -147,16 +165,32 @@ CASES = {
     ("world_size", "kind", "case"),
     [(2, "eager", case) for case in CASES]
     + [(world, "eager", case) for world in (1, 3) for case in ("norm, SGD", "value, accumulated")]
-    + [(2, "captured", case) for case in ("norm", "norm, SGD", "value, accumulated", "norm, fused, bf16-mixed")]
+    + [
+        (2, "captured", case)
+        for case in ("norm", "norm, accumulated", "value, accumulated", "value, fused, bf16-mixed")
+    ]
     + [(2, "compiled", case) for case in ("norm, accumulated", "norm, fused, bf16-mixed")],
 )
 def test_clipping_equals_ddps(ranks: Ranks, world_size: int, kind: str, case: str) -> None:
+    _compare(ranks, world_size, kind, case, Clipped)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "case"),
+    [(2, "captured", case) for case in ("norm", "norm, SGD", "norm, fused, bf16-mixed")]
+    + [(3, "captured", "norm, fused"), (2, "compiled, captured", "norm, fused, bf16-mixed"), (2, "eager", "norm")],
+)
+def test_clipping_that_is_left_to_the_step_equals_ddps(ranks: Ranks, world_size: int, kind: str, case: str) -> None:
+    _compare(ranks, world_size, kind, case, ClippedByTheStep)
+
+
+def _compare(ranks: Ranks, world_size: int, kind: str, case: str, make: type[Clipped]) -> None:
     kwargs, arguments = CASES[case]
     mixed = "precision" in arguments
     # Lightning 2.6.6 refuses to clip for a fused optimizer under mixed precision; unfused AdamW computes the same.
-    reference = ("ddp", kwargs | ({"fused": False} if mixed else {}), arguments)
+    reference = ("ddp", kwargs | ({"fused": False} if mixed else {}), arguments, make)
     # gradients travel in float32, as DDP's do, so that nothing else differs
-    calls = [reference, (kind, kwargs, arguments | {"reduce_dtype": "32"})]
+    calls = [reference, (kind, kwargs, arguments | {"reduce_dtype": "32"}, make)]
     rtol = 1e-5 if mixed else RTOL
     for ddp, ours in ranks.run(world_size, _clip_under, *calls):
         _assert_clipped(ddp, arguments.get("gradient_clip_algorithm", "norm"))
@@ -173,9 +207,9 @@ def test_norm_of_gradients_that_travel_in_bf16_is_near_ddps(ranks: Ranks) -> Non
         assert [norm for norm, _ in ours["after"]] == pytest.approx([NORM] * 5, rel=1e-3)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_overridden_configure_gradient_clipping_decides(ranks: Ranks, world_size: int) -> None:
-    calls = [(kind, {"sgd": True}, {}, True) for kind in ("ddp", "eager")]
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "eager"), (3, "eager"), (2, "captured")])
+def test_overridden_configure_gradient_clipping_decides(ranks: Ranks, world_size: int, kind: str) -> None:
+    calls = [(name, {"sgd": True}, {}, ClipsItself) for name in ("ddp", kind)]
     for ddp, ours in ranks.run(world_size, _clip_under, *calls):
         (first, _), (_, second), *others = ddp["after"]
         assert first == pytest.approx(2 * NORM, rel=1e-4)

@@ -16,6 +16,7 @@ from tests.trainer.helpers import (
     OUTPUTS,
     RTOL,
     Regression,
+    check_captured,
     close,
     global_losses,
     make_loader,
@@ -202,6 +203,7 @@ def _with_callback(kind: str, home: str) -> dict[str, Any]:
     kept = ModelCheckpoint(f"{home}/{kind}", "{epoch}-{step}", monitor="val_loss", save_top_k=2, save_last=True)
     trainer = make_trainer(kind, max_epochs=3, callbacks=[kept], enable_checkpointing=True)
     trainer.fit(module, make_loader(kind), make_loader(kind, 2, seed=1))
+    check_captured(trainer)
     out["best"] = (
         Path(kept.best_model_path).name,
         kept.best_model_score,
@@ -217,6 +219,7 @@ def _with_callback(kind: str, home: str) -> dict[str, Any]:
     )
     trainer = make_trainer(kind, max_epochs=5, callbacks=[kept], enable_checkpointing=True)
     trainer.fit(module, make_loader(kind), make_loader(kind, 2, seed=1), ckpt_path="last")
+    check_captured(trainer)
     out["resumed"] = (global_losses(kind, module), trainer.global_step, whole_state(module))
     close(module)
     return out
@@ -226,7 +229,7 @@ def _with_callback_under(home: str, *kinds: str) -> list[dict[str, Any]]:
     return [_with_callback(kind, home) for kind in kinds]
 
 
-@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["eager", "compiled", "captured"])
 def test_best_and_last_of_model_checkpoint(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     for ddp, ours in ranks.run(2, _with_callback_under, str(tmp_path), "ddp", kind):
         name, score, files = ours.pop("best")

@@ -10,7 +10,16 @@ import lightning_zero
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import RTOL, Regression, close, global_losses, make_loader, make_trainer, whole_state
+from tests.trainer.helpers import (
+    RTOL,
+    Regression,
+    check_captured,
+    close,
+    global_losses,
+    make_loader,
+    make_trainer,
+    whole_state,
+)
 
 
 class Hooked(Regression):
@@ -61,8 +70,9 @@ class Removed(Hooked):
 
 
 def _hooked(kind: str, make: Any, accumulate: int) -> dict[str, Any]:
-    module = make()
-    make_trainer(kind, accumulate_grad_batches=accumulate).fit(module, make_loader(kind))
+    module, trainer = make(), make_trainer(kind, accumulate_grad_batches=accumulate)
+    trainer.fit(module, make_loader(kind))
+    check_captured(trainer)
     engine = engine_of(module)
     shards = {} if engine is None else {r.name: tuple(r.param.shape) for r in engine.sharder.live}
     out = {
@@ -80,7 +90,9 @@ def _hooked_under(make: Any, accumulate: int, *kinds: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [Hooked, Removed], ids=lambda make: make.__name__)
-@pytest.mark.parametrize(("world_size", "kind"), [(1, "eager"), (2, "eager"), (2, "compiled"), (3, "eager")])
+@pytest.mark.parametrize(
+    ("world_size", "kind"), [(1, "eager"), (2, "eager"), (2, "compiled"), (2, "captured"), (3, "eager")]
+)
 def test_hooks_fire_once_with_the_shard_and_change_it(ranks: Ranks, world_size: int, kind: str, make: Any) -> None:
     for result in ranks.run(world_size, _hooked_under, make, 1, "single", kind):
         ours, single = result[kind], result["single"]
@@ -93,7 +105,7 @@ def test_hooks_fire_once_with_the_shard_and_change_it(ranks: Ranks, world_size: 
         assert_close_relative(ours["values"], single["values"], 2 * RTOL)
 
 
-@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["eager", "compiled", "captured"])
 def test_hooks_see_each_batchs_gradient_by_itself_while_accumulating(ranks: Ranks, kind: str) -> None:
     for result in ranks.run(2, _hooked_under, Hooked, 2, "single", kind):
         ours, single = result[kind], result["single"]

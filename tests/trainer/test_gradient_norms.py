@@ -12,7 +12,7 @@ from torch import nn
 import lightning_zero
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import INPUTS, RTOL, Regression, close, make_loader, make_trainer, seeded
+from tests.trainer.helpers import INPUTS, RTOL, Regression, check_captured, close, make_loader, make_trainer, seeded
 
 TYPES: list[Any] = [1, 2, "3.5", "inf"]
 
@@ -78,6 +78,7 @@ def _normed(kind: str, make: Any, ours: bool, **arguments: Any) -> tuple[list[di
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*of this rank's part.*")
         trainer.fit(module, make_loader(kind, 3))
+    check_captured(trainer)
     close(module)
     return module.seen, {key: float(value) for key, value in trainer.logged_metrics.items()}
 

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import Regression, close, make_loader, make_trainer, whole_state
+from tests.trainer.helpers import Regression, check_captured, close, make_loader, make_trainer, whole_state
 
 OVERFLOW = 3  # the step with an infinite gradient
 
@@ -44,6 +44,7 @@ def fit_with_scaler(kind: str) -> dict[str, Any]:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3))
     trainer = make_trainer(kind, plugins=[plugin], gradient_clip_val=0.2)
     trainer.fit(module, make_loader(kind, 8))
+    check_captured(trainer)
     state = whole_state(module)
     engine = engine_of(module)
     skips = engine.stepper(module.optimizers().optimizer).may_skip() if engine is not None else None

@@ -95,7 +95,8 @@ class Accumulating(Regression):
 
 
 def _train(kind: str, make: Any) -> dict[str, Any]:
-    with fitted(kind, make, steps=6) as (module, trainer):
+    eager = (0,) if make is Accumulating else (0, 1)  # one for each optimizer
+    with fitted(kind, make, steps=6, eager=eager) as (module, trainer):
         if is_ours(kind):
             optimizers = [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers]
         else:
@@ -117,7 +118,7 @@ def _train_under(make: Any, *kinds: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("make", [GAN, Alternating, Accumulating], ids=lambda make: make.__name__)
 def test_manual_optimization_equals_a_single_device(ranks: Ranks, world_size: int, make: Any) -> None:
-    kinds = ("eager", "compiled") if world_size == 2 else ("eager",)
+    kinds = ("eager", "compiled", "captured") if world_size == 2 else ("eager",)
     results = ranks.run(world_size, _train_under, make, "single", *kinds, deadline=90)
     for rank, result in enumerate(results):
         single = result["single"]

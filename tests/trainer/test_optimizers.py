@@ -55,10 +55,10 @@ def _grouped(*kinds: str) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_weight_decay_groups_by_dimensions_equal_ddps(ranks: Ranks, world_size: int) -> None:
-    for result in ranks.run(world_size, _grouped, "ddp", "eager"):
-        (*ours, groups), (*ddp, expected) = result["eager"], result["ddp"]
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "eager"), (3, "eager"), (2, "captured"), (3, "captured")])
+def test_weight_decay_groups_by_dimensions_equal_ddps(ranks: Ranks, world_size: int, kind: str) -> None:
+    for result in ranks.run(world_size, _grouped, "ddp", kind):
+        (*ours, groups), (*ddp, expected) = result[kind], result["ddp"]
         assert groups == expected
         assert [len(group) for group in groups] == [2, 4, 2]
         assert_close_relative(ours, ddp, RTOL)

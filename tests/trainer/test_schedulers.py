@@ -10,7 +10,16 @@ from torch.optim import lr_scheduler
 
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import RTOL, Regression, close, global_losses, make_loader, make_trainer, whole_state
+from tests.trainer.helpers import (
+    RTOL,
+    Regression,
+    check_captured,
+    close,
+    global_losses,
+    make_loader,
+    make_trainer,
+    whole_state,
+)
 from tests.trainer.test_logging import Lines
 
 SCHEDULERS: dict[str, Any] = {
@@ -27,10 +36,11 @@ SCHEDULERS: dict[str, Any] = {
         "scheduler": lr_scheduler.ReduceLROnPlateau(o, factor=0.2, patience=0, threshold=0.9),
         "monitor": "val_loss",
     },
+    # down to a rate of zero and up again
     "warm-up, then cosine": lambda o: {
         "scheduler": lr_scheduler.SequentialLR(
             o,
-            [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 8)],
+            [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 6)],
             milestones=[3],
         ),
         "interval": "step",
@@ -63,6 +73,7 @@ def _scheduled(kind: str, name: str) -> dict[str, Any]:
         kind, max_epochs=3, logger=lines, log_every_n_steps=1, callbacks=[LearningRateMonitor(log_weight_decay=True)]
     )
     trainer.fit(module, make_loader(kind), make_loader(kind, 1, seed=1))
+    check_captured(trainer)
     logged = [(step, line) for step, line in lines.lines if any(key.startswith("lr-") for key in line)]
     out = {
         "rates": module.rates,
@@ -74,13 +85,20 @@ def _scheduled(kind: str, name: str) -> dict[str, Any]:
     return out
 
 
-def _all_scheduled(*kinds: str) -> dict[str, dict[str, Any]]:
-    return {kind: {name: _scheduled(kind, name) for name in SCHEDULERS} for kind in kinds}
+def _all_scheduled(names: list[str], *kinds: str) -> dict[str, dict[str, Any]]:
+    return {kind: {name: _scheduled(kind, name) for name in names} for kind in kinds}
 
 
-@pytest.mark.slow
-def test_scheduled_rates_and_what_the_monitor_logs_equal_ddps(ranks: Ranks) -> None:
-    for rank, result in enumerate(ranks.run(2, _all_scheduled, "ddp", "captured", "eager")):
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        (["warm-up, then cosine", "epoch", "plateau"], ["captured"]),
+        pytest.param([*SCHEDULERS], ["captured", "eager"], marks=pytest.mark.slow),
+    ],
+    ids=["three, captured", "all"],
+)
+def test_scheduled_rates_and_what_the_monitor_logs_equal_ddps(ranks: Ranks, names: list[str], kinds: list[str]) -> None:
+    for rank, result in enumerate(ranks.run(2, _all_scheduled, names, "ddp", *kinds)):
         ddp = result.pop("ddp")
         for name, expected in ddp.items():
             assert len(set(map(tuple, expected["rates"]))) >= 2, f"{name}: the rate never changes"
@@ -112,7 +130,9 @@ def _by_hand(*kinds: str) -> dict[str, Any]:
     out = {}
     for kind in kinds:
         module = ByHand()
-        make_trainer(kind).fit(module, make_loader(kind, 6))
+        trainer = make_trainer(kind)
+        trainer.fit(module, make_loader(kind, 6))
+        check_captured(trainer)
         out[kind] = module.rates, global_losses(kind, module), whole_state(module)
         close(module)
     return out
@@ -140,6 +160,7 @@ def _found(kind: str) -> dict[str, Any]:
     finder = pl.callbacks.LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=20)
     trainer = make_trainer(kind, max_epochs=2, callbacks=[finder])
     trainer.fit(module, make_loader(kind, 25))
+    check_captured(trainer, eager=(0, 20))  # after the search the state from before it is loaded
     assert finder.optimal_lr is not None
     out = {
         "results": finder.optimal_lr.results,

@@ -14,7 +14,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import lightning_zero
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import RTOL, Regression, close, make_loader, make_trainer, seeded, whole_state
+from tests.trainer.helpers import (
+    RTOL,
+    Regression,
+    check_captured,
+    close,
+    make_loader,
+    make_trainer,
+    seeded,
+    whole_state,
+)
 
 AVERAGES: dict[str, Any] = {
     "ema": lambda: EMAWeightAveraging(decay=0.6, update_starting_at_step=1),
@@ -60,6 +69,7 @@ def _averaged(kind: str, name: str, home: str, **arguments: Any) -> dict[str, An
         )
         loaders = make_loader(kind, 3), make_loader(kind, 2, seed=1)
         trainer.fit(module, *loaders, ckpt_path=path)
+        check_captured(trainer)
         path = checkpoint.last_model_path
         saved = torch.load(path, weights_only=True)
         out[part] = {
@@ -79,7 +89,7 @@ def _averaged_under(kinds: list[str], *args: Any, **arguments: Any) -> dict[str,
     return {kind: _averaged(kind, *args, **arguments) for kind in kinds}
 
 
-@pytest.mark.parametrize(("kind", "name"), [("eager", "ema"), ("captured", "mean"), ("eager", "parameters only")])
+@pytest.mark.parametrize(("kind", "name"), [("captured", "ema"), ("eager", "mean"), ("eager", "parameters only")])
 def test_averages_equal_ddps(ranks: Ranks, tmp_path: Path, kind: str, name: str) -> None:
     for result in ranks.run(2, _averaged_under, ["ddp", kind], name, str(tmp_path)):
         ours, ddp = result[kind], result["ddp"]
@@ -132,6 +142,7 @@ def _by_hand(kinds: list[str], nested: bool, **arguments: Any) -> dict[str, Any]
         module = Nested() if nested else Averaged()
         trainer = make_trainer(kind, max_epochs=2, callbacks=[] if nested else [ByHand()], **arguments)
         trainer.fit(module, make_loader(kind, 4), make_loader(kind, 2, seed=1))
+        check_captured(trainer)
         out[kind] = module.validated, whole_state(module)
         close(module)
     return out
