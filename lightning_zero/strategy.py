@@ -66,7 +66,8 @@ class ZeroStrategy(ProcessStrategy):
             than one ahead of their use; by default two groups. More hides more of the transfers where batches are
             small, for memory.
         persist_mb: so many MiB of whole weights, in the dtype they are used in, live from forward to backward on every
-            rank instead of being gathered twice: faster, for memory. ``float("inf")`` for all.
+            rank instead of being gathered twice: faster, for memory. ``float("inf")`` for all. ``"auto"``: none at
+            first, and after a few steps as many as the device has room for; everything is then compiled once more.
         persist_until: ``"backward"``, or ``"step"``: the weights within ``persist_mb`` stay until the optimizer steps,
             so that accumulated micro-batches gather them once. What is changed between micro-batches by writing to
             ``param.data`` counts from the next optimizer step on.
@@ -101,7 +102,7 @@ class ZeroStrategy(ProcessStrategy):
         prefetch: bool = True,
         gather_group_mb: float = 128.0,
         prefetch_mb: float | None = None,
-        persist_mb: float = 0.0,
+        persist_mb: float | str = 0.0,
         persist_until: str = "backward",
         activation_memory_budget: float = 1.0,
         recompute: Callable[[str, int, str], bool | None] | None = None,
