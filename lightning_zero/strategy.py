@@ -41,6 +41,7 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.precision import ZeroMixedPrecision, for_shards, plain
 from lightning_zero.processes import ProcessStrategy
+from lightning_zero.profiling.estimate import Costs
 
 __all__ = ["ZeroStrategy"]
 
@@ -247,6 +248,15 @@ class ZeroStrategy(ProcessStrategy):
     def plan(self) -> Plan:
         """What the compiled graphs that have run so far gather and reduce, and when; prints as a table."""
         return self._require_engine().plan
+
+    def costs(self) -> Costs | None:
+        """What was measured of the device and the links; None where nothing was. Call it on every rank."""
+        module = self.lightning_module  # which an earlier Trainer may have sharded
+        return (self._engine or (module is not None and engine_of(module)) or self._require_engine()).costs
+
+    def counters(self) -> dict[str, int]:
+        """Counts of what this rank has gathered and reduced so far."""
+        return self._require_engine().executor.counters()
 
     @contextmanager
     @override
