@@ -6,8 +6,8 @@
 // same collectives whatever gradients arrived on it; a gradient that is missing travels as zeros.
 // The memory is borrowed from a BufferPool while FILLING and LAUNCHED. Nothing here launches work.
 //
-// A gradient that its owner leaves alone until further notice is held instead of copied: what travels is read from
-// where it lies.
+// A gradient that its owner leaves alone until further notice is held instead of copied: what travels is read
+// from where it lies.
 //
 // Memory of a bucket: one run of `ranks` shards for each parameter, so that a gradient is copied in by one
 // contiguous copy and its padding is the end of its run. The reduce-scatters of all parameters in a bucket
@@ -103,8 +103,9 @@ class ReduceBucket {
   // FILLING -> LAUNCHED. Zeroes the slots nothing arrived for; the caller launches send() -> recv().
   void seal();
 
-  // Adds up rows, and moves the sums into elements `begin` to `begin + rows.size(1)` of the gradient shards. One row:
-  // recv(), as a reduce-scatter left it. One for each rank: what they sent, of which the mean is taken in float32.
+  // Adds up rows, and moves the sums into elements `begin` to `begin + rows.size(1)` of the gradient shards.
+  // One row: recv(), as a reduce-scatter left it. One for each rank: what they sent, of which the mean is
+  // taken in float32.
   void accumulate(const at::Tensor& rows, int64_t begin);
 
   void reset();  // any -> EMPTY; forgets the buffer
@@ -130,8 +131,8 @@ class ReduceBucket {
   at::ScalarType dtype_;
   int ranks_;
   int64_t chunk_ = 0;
-  // By slot: the gradient itself, 1-D; undefined where it was copied. Not the buffer's, which serves another bucket
-  // before the last of these is released.
+  // By slot: the gradient itself, 1-D; undefined where it was copied. Not the buffer's, which serves another
+  // bucket before the last of these is released.
   std::vector<at::Tensor> held_;
   Fence read_;
   double held_scale_ = 1.0;

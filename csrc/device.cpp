@@ -7,15 +7,15 @@ namespace lightning_zero {
 
 namespace {
 
-// cudaMemcpyBatchAsync and its cudaMemcpyAttributes as CUDA 13 has them; 12.8 has another signature. Looked up in the
-// library that torch has loaded, so that neither CUDA nor its headers are needed to build this.
+// cudaMemcpyBatchAsync and its cudaMemcpyAttributes as CUDA 13 has them; 12.8 has another signature. Looked
+// up in the library that torch has loaded, so that neither CUDA nor its headers are needed to build this.
 struct BatchAttributes {
   int source_order = 1;  // as the stream has it
   int source_hint[2] = {0, 0}, target_hint[2] = {0, 0};
   unsigned flags = 1;  // copy engines rather than multiprocessors
 };
-using BatchCopy = int (*)(void* const*, const void* const*, const size_t*, size_t, BatchAttributes*, size_t*, size_t,
-                          void*);
+using BatchCopy = int (*)(void* const*, const void* const*, const size_t*, size_t, BatchAttributes*, size_t*,
+                          size_t, void*);
 using LastError = int (*)();
 
 struct CudaRuntime {
@@ -45,8 +45,8 @@ bool copy_in_one_call(const std::vector<Copy>& copies, const c10::Stream& stream
   }
   BatchAttributes attributes;
   size_t first = 0;
-  if (to.empty() ||
-      runtime.copy(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first, 1, stream.native_handle()) == 0)
+  if (to.empty() || runtime.copy(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first, 1,
+                                 stream.native_handle()) == 0)
     return true;
   runtime.last_error();  // or the next kernel would be blamed
   return false;

@@ -33,8 +33,8 @@ struct Copy {
   at::Tensor to, from;
 };
 
-// Queues copies on `stream`, which must be the current one, in any order: one call of the driver for all of them where
-// it has such a call, since on the host each takes longer than a small transfer does.
+// Queues copies on `stream`, which must be the current one, in any order: one call of the driver for all of
+// them where it has such a call, since on the host each takes longer than a small transfer does.
 void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream);
 
 // A point in a stream's queue that other streams can wait for without involving the host.

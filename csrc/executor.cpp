@@ -261,26 +261,10 @@ void Executor::reduce(int64_t index, const at::Tensor& grad, bool hold) {
   auto& bucket = (late ? late_ : buckets_)[position.bucket];
   open(bucket, /*adding=*/late);
   const bool scale = options_.predivide && staging_.empty();
-  bucket.put(position.slot, grad, scale ? 1.0 / static_cast<double>(size()) : 1.0, hold && !late && !staging_.empty());
+  bucket.put(position.slot, grad, scale ? 1.0 / static_cast<double>(size()) : 1.0,
+             hold && !late && !staging_.empty());
   if (!late)
     launch_complete();
-}
-
-void Executor::enter(const std::string& digest, const std::string& plan) {
-  std::unique_lock lock(mutex_);
-  if (plans_.count(digest) == 0 && !new_plan_op_.empty()) {
-    lock.unlock();  // Python waits there for the other ranks
-    torch::jit::Stack stack{digest, plan};
-    c10::Dispatcher::singleton().findSchemaOrThrow(new_plan_op_.c_str(), "").callBoxed(&stack);
-    lock.lock();
-    plans_.insert(digest);
-  }
-  if (!shared_)
-    return;
-  if (!tracked_.empty())
-    sync_edits(/*forget=*/false);
-  noting_first_ = noting_first_ && first_groups_.empty();  // of one graph only
-  publish(/*everything=*/false);
 }
 
 void Executor::launch_complete() {

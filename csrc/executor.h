@@ -14,17 +14,18 @@
 // gradient that arrives after its bucket was launched (a weight used in two graphs) waits in a second bucket
 // that is launched after the agreement.
 //
-// [Note: copies from peers] Where all ranks can read each other's shadows, compiled graphs fetch weights by plain
-// copies: a copy engine does them, no multiprocessor, and no rank waits for another. What makes it safe is that a
-// shadow changes only at points which every rank passes: before the forward of a training step
-// (write_shadows) and where a compiled graph begins (enter). There, all ranks have read what they wanted (first
-// barrier), stale shadows are written, and all ranks have written theirs (second barrier). Eager code, which may
-// find a stale shadow anywhere, casts the shard instead and gathers through the process group.
+// [Note: copies from peers] Where all ranks can read each other's shadows, compiled graphs fetch weights by
+// plain copies: a copy engine does them, no multiprocessor, and no rank waits for another. What makes it safe
+// is that a shadow changes only at points which every rank passes: before the forward of a training step
+// (write_shadows) and where a compiled graph begins (enter). There, all ranks have read what they wanted
+// (first barrier), stale shadows are written, and all ranks have written theirs (second barrier). Eager code,
+// which may find a stale shadow anywhere, casts the shard instead and gathers through the process group.
 //
 // [Note: gradients pushed to peers] Likewise, where ranks can write into each other's memory, a bucket is not
-// reduce-scattered: each rank copies every peer's part into that peer's staging memory, all meet (a barrier), and
-// each adds up what it was sent, in float32. Staging memory has two halves, used in turn: whoever passes the barrier
-// of one round knows that all have added up the round before it, so its half may be written again.
+// reduce-scattered: each rank copies every peer's part into that peer's staging memory, all meet (a barrier),
+// and each adds up what it was sent, in float32. Staging memory has two halves, used in turn: whoever passes
+// the barrier of one round knows that all have added up the round before it, so its half may be written
+// again.
 //
 // State is per parameter and backward, never per graph. All methods may be called from autograd's threads.
 #pragma once
@@ -85,7 +86,8 @@ class Executor : public torch::CustomClassHolder {
   void set_shadow(int64_t index, at::Tensor shadow) { at(index).shadow = std::move(shadow); }
   // All shadows in one tensor, of the shards in another: written in one kernel.
   void add_shadow_memory(at::Tensor copies, at::Tensor shards);
-  // The parameter's shadow on every rank, in memory that this process can read. See [Note: copies from peers].
+  // The parameter's shadow on every rank, in memory that this process can read. See [Note: copies from
+  // peers].
   void set_peers(int64_t index, std::vector<at::Tensor> peers);
   // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again
   // before use.
@@ -203,7 +205,8 @@ class Executor : public torch::CustomClassHolder {
   std::vector<std::pair<at::Tensor, at::Tensor>> shadow_memory_;
   bool shared_ = false;     // some shadow is read by peers
   bool published_ = false;  // every rank's shadows may be read, until the next point where they change
-  // The first groups that a training step's compiled code fetches, as the last step showed, and those on the way.
+  // The first groups that a training step's compiled code fetches, as the last step showed, and those on the
+  // way.
   struct Group {
     std::vector<ParamRecord*> records;
     at::ScalarType dtype;
@@ -231,7 +234,7 @@ class Executor : public torch::CustomClassHolder {
   size_t next_launch_ = 0;
   std::vector<at::Tensor> staging_;  // bytes, by rank
   int64_t rounds_ = 0;               // of pushing, this backward
-  std::vector<int> tasks_;  // autograd graph tasks that will call end_backward()
+  std::vector<int> tasks_;           // autograd graph tasks that will call end_backward()
   std::vector<int64_t> attached_;
 
   int64_t epoch_ = 0;

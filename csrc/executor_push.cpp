@@ -17,7 +17,8 @@ void Executor::set_staging(std::vector<at::Tensor> staging) {
   std::lock_guard lock(mutex_);
   TORCH_INTERNAL_ASSERT(tasks_.empty() && static_cast<int64_t>(staging.size()) == size());
   for (const auto& memory : staging)
-    TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte && memory.numel() % (2 * 8 * kAlign * size()) == 0);
+    TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte &&
+                          memory.numel() % (2 * 8 * kAlign * size()) == 0);
   staging_ = std::move(staging);
 }
 
@@ -27,7 +28,8 @@ void Executor::push(ReduceBucket& bucket) {
   const auto push_round = [&](int64_t begin, int64_t width, bool last) {
     const auto at_byte = rounds_++ % 2 * half;
     std::vector<at::Tensor> stages;
-    for (const auto& memory : staging_) stages.push_back(memory.narrow(0, at_byte, half).view(bucket.dtype()));
+    for (const auto& memory : staging_)
+      stages.push_back(memory.narrow(0, at_byte, half).view(bucket.dtype()));
     std::vector<Copy> copies;
     for (size_t index = 0; index < bucket.slots().size(); ++index) {
       const auto& slot = bucket.slots()[index];

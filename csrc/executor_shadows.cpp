@@ -1,5 +1,6 @@
 // The Executor's side of shadows: low-precision copies of shards, and fetching peers' copies. See executor.h.
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
 
@@ -9,15 +10,16 @@ namespace lightning_zero {
 
 namespace {
 
-// What a step fetches before Dynamo has checked its guards: the weights that the first kernels read, and not so
-// many that memory notices.
+// What a step fetches before Dynamo has checked its guards: the weights that the first kernels read, and not
+// so many that memory notices.
 constexpr size_t kGroupsAhead = 3;
 constexpr int64_t kBytesAhead = 256 << 20;
 
 }  // namespace
 
 bool Executor::is_stale(const ParamRecord& record) const {
-  return record.shadow_epoch != epoch_ || record.shadow_version != static_cast<int64_t>(record.param._version());
+  return record.shadow_epoch != epoch_ ||
+         record.shadow_version != static_cast<int64_t>(record.param._version());
 }
 
 void Executor::write_shadow(ParamRecord& record) {
@@ -81,6 +83,23 @@ void Executor::publish(bool everything) {
   published_ = true;
 }
 
+void Executor::enter(const std::string& digest, const std::string& plan) {
+  std::unique_lock lock(mutex_);
+  if (plans_.count(digest) == 0 && !new_plan_op_.empty()) {
+    lock.unlock();  // Python waits there for the other ranks
+    torch::jit::Stack stack{digest, plan};
+    c10::Dispatcher::singleton().findSchemaOrThrow(new_plan_op_.c_str(), "").callBoxed(&stack);
+    lock.lock();
+    plans_.insert(digest);
+  }
+  if (!shared_)
+    return;
+  if (!tracked_.empty())
+    sync_edits(/*forget=*/false);
+  noting_first_ = noting_first_ && first_groups_.empty();  // of one graph only
+  publish(/*everything=*/false);
+}
+
 void Executor::write_shadows() {
   std::lock_guard lock(mutex_);
   drop_ahead();
@@ -128,7 +147,8 @@ Pending Executor::fetch(const std::vector<ParamRecord*>& records, std::vector<at
 }
 
 // The group, if it has been on its way since the step began; otherwise undefined.
-at::Tensor Executor::take_ahead(const std::vector<ParamRecord*>& records, at::ScalarType dtype, int64_t numel) {
+at::Tensor Executor::take_ahead(const std::vector<ParamRecord*>& records, at::ScalarType dtype,
+                                int64_t numel) {
   if (!can_copy(records, dtype))
     return {};
   Group group{records, dtype, numel};

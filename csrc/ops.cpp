@@ -66,7 +66,8 @@ void reduce_hold(at::TensorList grads, at::TensorList shards, at::IntArrayRef ho
 
 void reduce_release(at::TensorList grads, at::TensorList shards) {
   auto [executor, first] = ShardTable::instance().find(shards[0], "reduce_release");
-  for (const auto& shard : shards) executor->release(ShardTable::instance().find(shard, "reduce_release").index);
+  for (const auto& shard : shards)
+    executor->release(ShardTable::instance().find(shard, "reduce_release").index);
 }
 
 void enter(const at::Tensor& shard, std::string_view digest, std::string_view plan) {

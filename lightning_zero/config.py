@@ -65,7 +65,8 @@ class CompileConfig:
             short, for memory.
         reduce_group_mb: at most so many MiB of gradients wait until they are handed over together.
         persist_mb: so many MiB of whole weights, in the dtype they are used in, live from forward to backward on every
-            rank instead of being gathered twice; ``math.inf`` for all.
+            rank instead of being gathered twice; ``math.inf`` for all; ``"auto"`` for what the first steps leave free,
+            with which everything is compiled once more.
         persist_until: ``"backward"``; or ``"step"``: the weights within ``persist_mb`` stay until the optimizer steps,
             so that of all gathers in a window of accumulated micro-batches only the first forward's remain.
         activation_memory_budget: share, from 0 to 1, of the memory for activations that compiled code would like to
@@ -81,7 +82,7 @@ class CompileConfig:
     gather_group_mb: float = 128.0
     reduce_group_mb: float = 64.0
     prefetch_mb: float | None = None
-    persist_mb: float = 0.0
+    persist_mb: float | str = 0.0
     persist_until: str = "backward"
     activation_memory_budget: float = 1.0
     recompute: RecomputePolicy | None = None
@@ -91,10 +92,10 @@ class CompileConfig:
         _check_size("reduce_group_mb", self.reduce_group_mb, 64)
         if self.prefetch_mb is not None:
             _check_size("prefetch_mb", self.prefetch_mb, 256)
-        if not isinstance(self.persist_mb, int | float) or not self.persist_mb >= 0:
+        if self.persist_mb != "auto" and (not isinstance(self.persist_mb, int | float) or not self.persist_mb >= 0):
             raise ValueError(
                 f"persist_mb={self.persist_mb!r} must be a number of MiB: 0 to keep no weight for backward, "
-                "float('inf') to keep all."
+                "float('inf') to keep all; or 'auto', for what the first steps leave free."
             )
         if not 0 <= self.activation_memory_budget <= 1:
             raise ValueError(
@@ -110,6 +111,11 @@ class CompileConfig:
             )
         if self.backend not in BACKENDS:
             raise ValueError(f"compile_backend={self.backend!r} is unknown. Choose one of {', '.join(BACKENDS)}.")
+
+    @property
+    def persist_bytes(self) -> float:
+        """``persist_mb`` in bytes; 0 for ``"auto"``, whose number is not chosen but measured."""
+        return 0.0 if isinstance(self.persist_mb, str) else self.persist_mb * 2**20
 
 
 @dataclass(frozen=True)

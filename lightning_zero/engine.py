@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
 from lightning_zero.compile.agreement import Agreement
 from lightning_zero.compile.backend import GraphObserver
+from lightning_zero.compile.budget import MeasuredBudget
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.eager import regather_saved_weights
 from lightning_zero.compile.passes import PassSpec, small_weight_bytes
@@ -37,6 +38,7 @@ from lightning_zero.optim.norms import norms_of_each
 from lightning_zero.optim.stepper import OptimizerStepper
 from lightning_zero.optim.support import check_optimizer
 from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
+from lightning_zero.profiling.headroom import MemoryGauge
 from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.hooks import GradientHooks
@@ -110,6 +112,7 @@ class Engine:
         limit = (timeout or dist.constants.default_pg_timeout).total_seconds()
         agreement = Agreement(store, self.rank, self.world_size, self.config.agreement_timeout_s, limit)
         self._supervisor = Supervisor(agreement, [observe] if observe is not None else [], say)
+        self._budget = MeasuredBudget(self._supervisor, self.executor, self.control_group, MemoryGauge(device))
         self._compile_arguments = self._compiler_arguments()
         self.sharder = Sharder(self.executor, self.gather_group, self.control_group)
         self.sharder.classes.engine = weakref.ref(self)
@@ -137,6 +140,7 @@ class Engine:
         self.config = config
         self.executor.configure(config)
         if recompile:
+            self._budget.reset()
             self._compile_arguments = self._compiler_arguments()
         if recompile and self.calls is not None:
             self.calls.restore()
@@ -183,6 +187,11 @@ class Engine:
     def known_passes(self) -> dict[str, PassSpec]:
         """All passes that can be used, by name."""
         return self._supervisor.known_passes
+
+    @property
+    def costs(self) -> Costs | None:
+        """What was measured of the device and the links, the same on every rank; None where nothing was."""
+        return None if self._costs is NOMINAL else self._costs
 
     @property
     def plan(self) -> Plan:
@@ -263,12 +272,13 @@ class Engine:
         if self.config.compute_dtype is not None and self.config.compile.enabled:
             self.sharder.allocate_shadows(self.config.compute_dtype, self.peers.for_weights)
             self.executor.write_shadows()
-        if self.config.compile.enabled and self.config.compile.persist_until == "step":
-            self.sharder.allocate_kept(
-                self.config.compute_dtype,
-                small_weight_bytes(self.config.compile),
-                self.config.compile.persist_mb * 2**20,
-            )
+        again = self._budget.decided(self.config.compile)
+        if again is not None:
+            self._compile_arguments = again
+            self.calls.compile_again(again)
+        kept = self._budget.until_step(self.config.compile)
+        if kept:
+            self.sharder.allocate_kept(self.config.compute_dtype, small_weight_bytes(self.config.compile), kept)
         self._gradient_hooks.adopt()
         first = self.config.compile.enabled and not self.calls.modules
         reads = self._count_eager_reads()
@@ -295,6 +305,7 @@ class Engine:
 
     def before_step(self) -> None:
         """Must come before shards are changed by an optimizer: edits of gathered weights reach them first."""
+        self._budget.optimizer_steps()
         self.executor.sync_edits(forget=True)
         self.executor.expire_shadows()
 

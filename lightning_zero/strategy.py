@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -34,11 +34,10 @@ from lightning_zero.callbacks.averaging import average_shards
 from lightning_zero.callbacks.finetuning import restore_groups, tell_shards_apart
 from lightning_zero.checks import check_adopted, refuse_callbacks, take_apart_compiled
 from lightning_zero.compile.backend import GraphObserver
-from lightning_zero.compile.passes import PassSpec
-from lightning_zero.compile.plan import Plan
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.inspection import Inspection
 from lightning_zero.precision import ZeroMixedPrecision, for_shards, plain
 from lightning_zero.processes import ProcessStrategy
 
@@ -49,7 +48,7 @@ log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 
-class ZeroStrategy(ProcessStrategy):
+class ZeroStrategy(Inspection, ProcessStrategy):
     """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step
     calls are compiled.
 
@@ -66,7 +65,8 @@ class ZeroStrategy(ProcessStrategy):
             than one ahead of their use; by default two groups. More hides more of the transfers where batches are
             small, for memory.
         persist_mb: so many MiB of whole weights, in the dtype they are used in, live from forward to backward on every
-            rank instead of being gathered twice: faster, for memory. ``float("inf")`` for all.
+            rank instead of being gathered twice: faster, for memory. ``float("inf")`` for all. ``"auto"``: none at
+            first, and after a few steps as many as the device has room for; everything is then compiled once more.
         persist_until: ``"backward"``, or ``"step"``: the weights within ``persist_mb`` stay until the optimizer steps,
             so that accumulated micro-batches gather them once. What is changed between micro-batches by writing to
             ``param.data`` counts from the next optimizer step on.
@@ -105,7 +105,7 @@ class ZeroStrategy(ProcessStrategy):
         prefetch: bool = True,
         gather_group_mb: float = 128.0,
         prefetch_mb: float | None = None,
-        persist_mb: float = 0.0,
+        persist_mb: float | str = 0.0,
         persist_until: str = "backward",
         activation_memory_budget: float = 1.0,
         recompute: Callable[[str, int, str], bool | None] | None = None,
@@ -223,44 +223,6 @@ class ZeroStrategy(ProcessStrategy):
                 dtype = "bf16"
         reduce = replace(self._reduce, dtype=None if dtype is None else _DTYPES[dtype])
         return replace(self._options, reduce=reduce, compile=self._compile, compute_dtype=compute)
-
-    def observe_graphs(self, observer: GraphObserver) -> None:
-        """``observer(what, graph)`` sees every graph that is compiled from now on: "joint", and "before" and "after"
-        the passes. It must not keep graphs. Call it before ``fit()``, or in a callback's ``setup``."""
-        self._observers.append(observer)
-        if self._engine is not None:
-            self._engine.observe(observer)
-
-    def register_pass(self, spec: PassSpec) -> None:
-        """Makes a graph pass of your own known, for :meth:`use_passes` and ``PassSchedule``. Call it in a hook, on
-        every rank.
-
-        Raises:
-            ValueError: there is a pass of that name.
-        """
-        self._require_engine().register_pass(spec)
-
-    def use_passes(self, names: Sequence[str] | None) -> None:
-        """Graphs go through the passes of these names from now on, None meaning the default ones. Call it between
-        steps, on every rank.
-
-        Raises:
-            ValueError: unknown names, broken contracts, or passes that leave a graph unfinished.
-        """
-        self._require_engine().use_passes(names)
-
-    def known_passes(self) -> dict[str, PassSpec]:
-        """All passes that can be used, by name; the order of the built-in ones is that in which they run by default."""
-        return self._require_engine().known_passes
-
-    def plan(self) -> Plan:
-        """What the compiled graphs that have run so far gather and reduce, and when; prints as a table."""
-        return self._require_engine().plan
-
-    @property
-    def peer_bytes(self) -> int:
-        """Memory of this rank that peers read, which ``torch.cuda.max_memory_allocated()`` leaves out."""
-        return self._require_engine().peers.nbytes
 
     @contextmanager
     @override

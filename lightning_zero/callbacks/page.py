@@ -34,16 +34,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says about one graph: tables, pictures (name, PNG), and texts to be unfolded (name, text)."""
+    """What the page says about one graph or another thing: tables, pictures (name, PNG), texts to be unfolded (name,
+    text), and paragraphs under the tables."""
 
     title: str
     tables: tuple[Table, ...] = ()
     pictures: tuple[tuple[str, bytes], ...] = ()
     texts: tuple[tuple[str, str], ...] = ()
+    paragraphs: tuple[str, ...] = ()
 
 
 def page(title: str, plan: Plan, sections: Sequence[Section]) -> str:
-    """The page, from the plan of all graphs and a section for each graph that was seen."""
+    """The page, from the plan of all graphs and a section for each thing that is shown."""
     parts = [f"<h1>{escape(title)}</h1>", "<h2>Plan</h2>"]
     if not plan.graphs:
         parts.append("<p>Nothing compiled yet.</p>")
@@ -52,6 +54,7 @@ def page(title: str, plan: Plan, sections: Sequence[Section]) -> str:
     for section in sections:
         parts.append(f"<h2>{escape(section.title)}</h2>")
         parts.extend(_table(table) for table in section.tables)
+        parts.extend(f"<p>{escape(paragraph)}</p>" for paragraph in section.paragraphs)
         for name, png in section.pictures:
             data = base64.b64encode(png).decode()
             parts.append(f'<img alt="{escape(name)}" src="data:image/png;base64,{data}">')

@@ -45,7 +45,7 @@ def overlap_picture(title: str, timeline: Timeline) -> bytes:
     axes.set_yticks(range(len(ROWS)), ROWS)
     axes.set_ylim(len(ROWS) - 0.5, -0.5)
     axes.set_xlim(0, max(timeline.seconds * 1e3, 1e-9))
-    axes.set_xlabel("estimated ms; red: compute waits for weights")
+    axes.set_xlabel("ms; red: compute waits for weights")
     return _png(figure)
 
 

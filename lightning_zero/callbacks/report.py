@@ -1,7 +1,8 @@
 """Writes down what the compiled graphs gather and reduce, when, and what they cost.
 
 A graph is summarised while it is compiled and is not kept. Files are written at the end of the batch after which new
-graphs have been seen, and when fitting ends. A report that fails says so once and leaves the training alone.
+graphs have been seen, again once a few batches have been measured, and when fitting ends. A report that fails says so
+once and leaves the training alone.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.fx import Graph
 from typing_extensions import override
 
-from lightning_zero.callbacks.page import Section, Table, page
+from lightning_zero.callbacks.page import Section, page
 from lightning_zero.callbacks.pictures import memory_picture, overlap_picture
+from lightning_zero.callbacks.step import Step, correct, step_graphs
 from lightning_zero.callbacks.strategy import zero_strategy
 from lightning_zero.callbacks.summary import GraphSummary, readable, summarise
+from lightning_zero.callbacks.tables import graph_tables
 from lightning_zero.compile.passes.announce import read_plan
 from lightning_zero.profiling.bandwidth import BandwidthTable, measure
 from lightning_zero.profiling.cost import DeviceSpeed
+from lightning_zero.profiling.stopwatch import Stopwatch
 
 __all__ = ["PlanReport"]
-
-MOST_ROWS = 12
 
 
 class PlanReport(Callback):
@@ -38,14 +40,18 @@ class PlanReport(Callback):
 
     * ``plan.json`` and ``plan.txt``: what is gathered and reduced, in which order, and when;
     * ``graph_00_forward_before.txt`` and ``_after.txt``: each graph before and after the passes, one line per node;
-    * ``graph_00_forward_memory.png`` and ``_overlap.png``: estimates of its memory and of its streams;
+    * ``graph_00_forward_memory.png`` and ``_overlap.png``: estimates of its memory and of its streams; once batches
+      have been measured, ``_memory_corrected.png`` and ``_overlap_corrected.png`` beside them;
+    * ``step.json`` and ``step.txt``: time and memory of forward and backward, estimated, measured and corrected;
     * ``report.html``: all of it in one file.
 
-    While a report is written, graphs do not come out of the compiler's cache.
+    While a report is written, graphs do not come out of the compiler's cache. For the few batches that are measured,
+    torch's own statistics of peak memory are reset.
 
     Args:
         dirpath: the folder; made if it does not exist. Files of the same names are replaced.
-        speed: of the device; measured when the Trainer sets up, if left out.
+        speed: of the device; if left out, what the strategy has measured for itself, and where that is nothing, it is
+            measured when the Trainer sets up.
         bandwidth: of the process group; likewise.
 
     Raises:
@@ -65,7 +71,10 @@ class PlanReport(Callback):
         self._strategy: Any = None  # the one that is observed; on rank 0 only
         self._before = ""  # text of the graph that is being compiled
         self._seen: list[GraphSummary] = []  # not written yet
-        self._sections: list[Section] = []  # written
+        self._written: list[GraphSummary] = []
+        self._sections: dict[int, Section] = {}  # by number
+        self._watch: Stopwatch | None = None
+        self._step = Step({})
         self._warned = False
 
     def observe(self, what: str, graph: Graph) -> None:
@@ -86,6 +95,11 @@ class PlanReport(Callback):
         job = "PlanReport reports on graphs that ZeroStrategy compiles"
         strategy = zero_strategy(trainer, "observe_graphs", job)
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        # On every rank, whatever this one has already: an engine that has to be made for it takes all of them.
+        costs = strategy.costs()
+        if costs is not None:
+            self._bandwidth = self._bandwidth or (None if group is None else costs.table(group.size()))
+            self._speed = self._speed or costs.speed
         if self._bandwidth is None and group is not None:
             # On every rank: a measurement takes all of them.
             self._bandwidth = measure(group, strategy.root_device)
@@ -95,11 +109,39 @@ class PlanReport(Callback):
         self._speed = self._speed or DeviceSpeed.of(strategy.root_device)
         strategy.observe_graphs(self.observe)
         self._strategy = strategy
+        self._watch = Stopwatch(strategy.root_device, lambda: strategy.counters().get("gather_bytes", 0))
+
+    @override
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        watch = self._watching()
+        if watch is not None:
+            with self._forgiving("measure a batch"):
+                watch.begin()
+
+    @override
+    def on_after_backward(self, *args: Any, **kwargs: Any) -> None:
+        watch = self._watching()
+        if watch is not None:
+            with self._forgiving("measure a batch"):
+                watch.backward_ends()
 
     @override
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        watch = self._watching()
         if self._seen:
             self._write()
+        elif watch is not None:
+            with self._forgiving("measure a batch"):
+                watch.end()
+                if watch.done:
+                    self._step = correct(self._step.graphs, watch.measured())
+                    for number in self._step.graphs:
+                        self._sections.pop(number, None)  # to be made again
+                    self._write()
+
+    def _watching(self) -> Stopwatch | None:
+        """What measures, once there are graphs and until enough batches are measured."""
+        return self._watch if self._written and self._watch is not None and not self._watch.done else None
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -119,14 +161,26 @@ class PlanReport(Callback):
         if self._strategy is None:
             return
         seen, self._seen = self._seen, []
+        if seen and self._watch is not None:
+            self._watch.forget()  # other graphs than those that it measures
+            self._written += seen
+            self._step = Step(step_graphs(self._written))
         with self._forgiving(f"write into {self._folder}"):
             self._folder.mkdir(parents=True, exist_ok=True)
             plan = self._strategy.plan()
             plan.save(self._folder / "plan.json")
             (self._folder / "plan.txt").write_text(f"{plan}\n", encoding="utf-8")
-            for summary in seen:
-                self._sections.append(self._section(len(self._sections), summary))
-            html = page("What the compiled graphs gather and reduce", plan, self._sections)
+            (self._folder / "step.json").write_text(self._step.to_json(), encoding="utf-8")
+            (self._folder / "step.txt").write_text(self._step.text(), encoding="utf-8")
+            for number, summary in enumerate(self._written):
+                if number not in self._sections:
+                    self._sections[number] = self._section(number, summary)
+            first = Section("Time and memory", (self._step.table(),), paragraphs=self._step.notes)
+            html = page(
+                "What the compiled graphs gather and reduce",
+                plan,
+                [first, *(self._sections[n] for n in sorted(self._sections))],
+            )
             (self._folder / "report.html").write_text(html, encoding="utf-8")
 
     def _section(self, number: int, summary: GraphSummary) -> Section:
@@ -135,16 +189,21 @@ class PlanReport(Callback):
         texts = (("before", summary.before), ("after", summary.after))
         for name, text in texts:
             (self._folder / f"{stem}_{name}.txt").write_text(text, encoding="utf-8")
+        memory, timeline = self._step.memories.get(number), self._step.timelines.get(number)
         pictures: list[tuple[str, bytes]] = []
         with self._forgiving(f"draw {stem}"):
-            pictures.append(("memory", memory_picture(f"{title}: bytes alive", summary.memory)))
+            pictures.append(("memory", memory_picture(f"{title}: bytes alive, estimated", summary.memory)))
+            if memory is not None:
+                pictures.append(("memory_corrected", memory_picture(f"{title}: bytes alive, corrected", memory)))
             if summary.timeline is not None:
-                pictures.append(("overlap", overlap_picture(f"{title}: streams", summary.timeline)))
+                pictures.append(("overlap", overlap_picture(f"{title}: streams, estimated", summary.timeline)))
+            if timeline is not None:
+                pictures.append(("overlap_corrected", overlap_picture(f"{title}: streams, corrected", timeline)))
         for name, png in pictures:
             (self._folder / f"{stem}_{name}.png").write_bytes(png)
         return Section(
             title,
-            _tables(summary),
+            graph_tables(summary, timeline, memory),
             tuple((f"{title}: {name}", png) for name, png in pictures),
             tuple((f"nodes {name} the passes", text) for name, text in texts),
         )
@@ -160,36 +219,3 @@ class PlanReport(Callback):
                     f"PlanReport could not {doing}: {type(error).__name__}: {error}. The training goes on; the report "
                     "lacks this and maybe more."
                 )
-
-
-def _tables(summary: GraphSummary) -> tuple[Table, ...]:
-    """The numbers of one graph."""
-    computed = sum(cost.seconds for cost in summary.costs)
-    facts: list[tuple[str | int | float, ...]] = [
-        ("nodes", len(summary.costs)),
-        ("GFLOP", sum(cost.flops for cost in summary.costs) / 1e9),
-        ("MiB read", sum(cost.read for cost in summary.costs) / 2**20),
-        ("MiB written", sum(cost.written for cost in summary.costs) / 2**20),
-        ("MiB alive at the peak", summary.memory.peak / 2**20),
-        ("ms of compute, estimated", computed * 1e3),
-    ]
-    if summary.timeline is not None:
-        facts += [
-            ("ms of waiting for weights, estimated", sum(summary.timeline.exposed) * 1e3),
-            ("ms of reducing beyond the end, estimated", summary.timeline.tail * 1e3),
-        ]
-    slow = sorted(summary.costs, key=lambda cost: -cost.seconds)[:MOST_ROWS]
-    alive = summary.memory.alive[:MOST_ROWS]
-    return (
-        Table("In short", ("", ""), tuple(facts)),
-        Table(
-            "Alive at the peak, the largest",
-            ("tensor", "MiB"),
-            tuple((tensor.name, tensor.nbytes / 2**20) for tensor in alive),
-        ),
-        Table(
-            "Most expensive nodes",
-            ("node", "ms, estimated", "GFLOP", "MiB read", "MiB written"),
-            tuple((c.name, c.seconds * 1e3, c.flops / 1e9, c.read / 2**20, c.written / 2**20) for c in slow),
-        ),
-    )

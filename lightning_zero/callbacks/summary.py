@@ -17,9 +17,9 @@ from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed, NodeCost, graph_costs
 from lightning_zero.profiling.memory import MemoryTimeline, memory_timeline
-from lightning_zero.profiling.timeline import Compute, Gather, Reduce, Timeline, simulate
+from lightning_zero.profiling.timeline import Compute, Gather, Reduce, Streams, Timeline
 
-__all__ = ["GraphSummary", "overlap", "readable", "summarise"]
+__all__ = ["GraphSummary", "readable", "streams", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class GraphSummary:
         after: its text after them.
         costs: of each numbered node after the passes.
         memory: after the passes, of all nodes.
-        timeline: its streams, where a plan says what it gathers and reduces.
+        plan: what it gathers and reduces, where that is known.
+        streams: what its streams have to do, where there is a plan.
+        timeline: how they do it.
     """
 
     kind: str
@@ -40,6 +42,8 @@ class GraphSummary:
     after: str
     costs: tuple[NodeCost, ...]
     memory: MemoryTimeline
+    plan: GraphPlan | None
+    streams: Streams | None
     timeline: Timeline | None
 
 
@@ -54,19 +58,22 @@ def summarise(
     """
     kind = kind_of(graph)
     costs = tuple(cost for node, cost in zip(graph.nodes, graph_costs(graph, speed), strict=True) if _counts(node))
+    work = None if plan is None else streams(costs, plan, speed, bandwidth)
     return GraphSummary(
         kind=kind,
         before=before,
         after=readable(graph),
         costs=costs,
         memory=memory_timeline(graph, keep=lambda node: kind == "forward" or _outlives_backward(node)),
-        timeline=None if plan is None else overlap(costs, plan, speed, bandwidth),
+        plan=plan,
+        streams=work,
+        timeline=None if work is None else work.run(),
     )
 
 
-def overlap(
+def streams(
     costs: tuple[NodeCost, ...], plan: GraphPlan, speed: DeviceSpeed, bandwidth: BandwidthTable | None
-) -> Timeline:
+) -> Streams:
     """The streams of a graph whose numbered nodes cost that much.
 
     Gradients travel in buckets, so together they are given the time of one large transfer, each its share.
@@ -78,7 +85,7 @@ def overlap(
         raise ValueError(f"The plan is for {plan.nodes} nodes, and there are {len(costs)}.")
     reduced = sum(reduce.bytes for reduce in plan.reduces)
     copied = 1 / speed.bytes_per_s
-    gathers = [
+    gathers = tuple(
         Gather(
             _names(gather.weights),
             gather.started,
@@ -86,10 +93,10 @@ def overlap(
             bandwidth.gather_seconds(gather.bytes) if bandwidth else gather.bytes * copied,
         )
         for gather in plan.gathers
-    ]
+    )
     per_byte = bandwidth.reduce_seconds(reduced) / reduced if bandwidth and reduced else copied
-    reduces = [Reduce(_names(reduce.weights), reduce.at, reduce.bytes * per_byte) for reduce in plan.reduces]
-    return simulate([Compute(cost.name, cost.seconds) for cost in costs], gathers, reduces)
+    reduces = tuple(Reduce(_names(reduce.weights), reduce.at, reduce.bytes * per_byte) for reduce in plan.reduces)
+    return Streams(tuple(Compute(cost.name, cost.seconds) for cost in costs), gathers, reduces)
 
 
 def readable(graph: Graph) -> str:

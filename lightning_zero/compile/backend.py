@@ -60,6 +60,7 @@ class Compiler:
         registered: users' passes, by name.
         chosen: names of the passes that graphs go through; None for the default ones.
         last_weight: the shard that a step's forward reads last: backward follows on the graph that ends with it.
+        share: of the weights that a graph gathers twice, how much it keeps for backward besides a budget in bytes.
     """
 
     def __init__(
@@ -70,16 +71,17 @@ class Compiler:
         self._events = events
         self._costs = costs
         self._hold = hold
-        self._agreed: dict[tuple[str, ...] | None, list[GraphPlan]] = {}
+        self._agreed: dict[tuple[tuple[str, ...] | None, float], list[GraphPlan]] = {}
         self.registered: dict[str, PassSpec] = {}  # users' own
         self.chosen: tuple[str, ...] | None = None
         self.last_weight: Tensor | None = None
+        self.share = 0.0
 
     @property
     def agreed(self) -> list[GraphPlan]:
-        """Plans of the graphs that have run with the chosen passes, the same on every rank; later graphs follow
-        them."""
-        return self._agreed.setdefault(self.chosen, [])
+        """Plans of the graphs that have run with the chosen passes and what is kept now, the same on every rank; later
+        graphs follow them."""
+        return self._agreed.setdefault((self.chosen, self.share), [])
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``; with others for each module, alike ones would not share graphs."""
@@ -120,7 +122,7 @@ class Compiler:
         """``last``: backward follows right after this graph's forward."""
         self._events.graph("joint", graph)
         config = self._config
-        graph = tag_gathers(graph, *keeping(config, last))
+        graph = tag_gathers(graph, *keeping(config, last, self.share))
         return graph if config.recompute is None else tag_activations(graph, config.recompute)
 
     def _rewrite(self, graph: Graph) -> Graph:
@@ -148,7 +150,7 @@ class Compiler:
         earlier run placed is as right as any."""
         names = [(spec.name, spec.version) for spec in self.passes()]
         agreed = [plan.collectives() for plan in self.agreed]
-        digest = hashlib.sha256(repr((names, self._config, self._world_size, agreed)).encode())
+        digest = hashlib.sha256(repr((names, self._config, self.share, self._world_size, agreed)).encode())
         for path in sorted(Path(__file__).parent.rglob("*.py")):
             digest.update(path.read_bytes())
         return digest.hexdigest()

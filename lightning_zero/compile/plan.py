@@ -66,7 +66,11 @@ class GraphPlan:
 
     def collectives(self) -> tuple[str, ...]:
         """A line for each collective, in order: what must be the same on every rank."""
-        lines = [f"{self.kind}: gather {' + '.join(g.weights)} as {g.dtype}, {g.bytes} bytes" for g in self.gathers]
+        lines = [
+            f"{self.kind}: gather {' + '.join(g.weights)} as {g.dtype}, {g.bytes} bytes"
+            + (", kept for backward" if g.until == "backward" else "")
+            for g in self.gathers
+        ]
         # Gradients may arrive in another order on each rank: the executor sorts them.
         handed = sorted({weight for reduce in self.reduces for weight in reduce.weights})
         return (*lines, *(f"{self.kind}: reduce {weight}" for weight in handed))

@@ -43,6 +43,7 @@ class Supervisor:
         self._say = say or log.info
         self._plans: list[GraphPlan] = []
         self._compiler: Compiler | None = None
+        self.compiled = 0  # how often something was compiled, or ran that was new to this rank
 
     def compiler(
         self, config: CompileConfig, world_size: int, costs: Costs = NOMINAL, hold: bool = False
@@ -82,6 +83,12 @@ class Supervisor:
         self._compiler.chosen = chosen
         return self._compiler.arguments()
 
+    def keep(self, share: float) -> dict[str, Any]:
+        """Arguments of ``torch.compile`` with which graphs keep this share of their weights for backward."""
+        assert self._compiler is not None
+        self._compiler.share = share
+        return self._compiler.arguments()
+
     @property
     def known_passes(self) -> dict[str, PassSpec]:
         assert self._compiler is not None
@@ -96,6 +103,15 @@ class Supervisor:
         """Of all graphs that have run."""
         return Plan(tuple(self._plans))
 
+    @property
+    def plans_in_use(self) -> Sequence[GraphPlan]:
+        """Of the graphs that have run with the chosen passes and what is kept now."""
+        return self._compiler.agreed if self._compiler is not None else ()
+
+    def say(self, line: str) -> None:
+        """Shows a line to the user."""
+        self._say(line)
+
     # -- events
 
     @property
@@ -107,6 +123,7 @@ class Supervisor:
             observer(what, graph)
 
     def compiling(self, weights: Sequence[str], busy: bool, seconds: float) -> None:
+        self.compiled += 1
         shown = f"{len(weights)} weights, {weights[0]!r} to {weights[-1]!r}" if weights else "no weights"
         if busy:
             self._say(f"Compiling a graph of {shown}; this step takes longer.")
@@ -124,5 +141,6 @@ class Supervisor:
         plan = GraphPlan.from_json(text)
         self._agreement.check(digest, plan.collectives())
         self._plans.append(plan)
+        self.compiled += 1
         if self._compiler is not None:
             self._compiler.agreed.append(plan)

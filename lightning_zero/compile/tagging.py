@@ -50,7 +50,12 @@ def _module_path(node: Node) -> str:
 
 
 def tag_gathers(
-    graph: Graph, small_bytes: int = 0, budget_bytes: float = 0.0, group_bytes: int = 0, parts: int = 1
+    graph: Graph,
+    small_bytes: int = 0,
+    budget_bytes: float = 0.0,
+    group_bytes: int = 0,
+    parts: int = 1,
+    share: float = 0.0,
 ) -> Graph:
     """Tags a joint forward and backward graph, in place.
 
@@ -59,7 +64,7 @@ def tag_gathers(
     tagged: set[Node] = set(gathers(graph))
     if not tagged:
         return graph
-    kept = set(choose_kept(graph, small_bytes, budget_bytes, group_bytes, parts))
+    kept = set(choose_kept(graph, small_bytes, budget_bytes, group_bytes, parts, share))
     for node in graph.nodes:
         # The partitioner honours tags only among nodes that carry a region number; activation checkpointing uses
         # others.

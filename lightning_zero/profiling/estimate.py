@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph
 
-from lightning_zero.profiling.bandwidth import Samples, all_gather_into, check_samples, seconds_between
+from lightning_zero.profiling.bandwidth import BandwidthTable, Samples, all_gather_into, check_samples, seconds_between
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 
 __all__ = ["NOMINAL", "Costs", "measure_costs"]
@@ -52,6 +52,12 @@ class Costs:
     def gather_seconds(self, nbytes: int) -> float:
         """For an all-gather whose result has so many bytes, beside compute."""
         return seconds_between(self.gathers, nbytes) / self.beside
+
+    def table(self, world_size: int) -> BandwidthTable:
+        """Transfers as passes expect them, beside compute. Reduce-scatters are not measured here; they are taken to be
+        as fast as all-gathers of as many bytes."""
+        beside = tuple((size, seconds / BESIDE_COMPUTE) for size, seconds in self.gathers)
+        return BandwidthTable(world_size, beside, beside)
 
     def node_seconds(self, graph: Graph) -> list[float]:
         """For each node, in the graph's order, on the compute stream."""

@@ -43,12 +43,14 @@ class MemoryTimeline:
         peak: bytes alive at the peak.
         peak_index: index of the first node at the peak.
         alive: tensors alive at the peak, the largest first.
+        held: bytes of inputs that stay alive to the end: they were there before the step began.
     """
 
     points: tuple[MemoryPoint, ...]
     peak: int
     peak_index: int
     alive: tuple[Alive, ...]
+    held: int = 0
 
 
 def keep_all(node: Node) -> bool:
@@ -80,7 +82,10 @@ def memory_timeline(graph: Graph, keep: Callable[[Node], bool] = keep_all) -> Me
     at = next((index for index, point in enumerate(points) if point.during == peak), 0)
     there = [storage for storage, index in last.items() if first[storage] <= at <= index]
     there.sort(key=lambda storage: (-storage.nbytes, storage.made))
-    return MemoryTimeline(tuple(points), peak, at, tuple(Alive(storage.name, storage.nbytes) for storage in there))
+    largest = tuple(Alive(storage.name, storage.nbytes) for storage in there)
+    inputs = [node for node in nodes if node.op in ("placeholder", "get_attr") and keep(node)]
+    kept = {storage for node in inputs for storage in held[node] if storage is not None}
+    return MemoryTimeline(tuple(points), peak, at, largest, sum(storage.nbytes for storage in kept))
 
 
 def _lifetimes(

@@ -8,9 +8,9 @@ nobody waits for it before the graph ends. Streams do not slow each other down.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Compute", "Gather", "Interval", "Reduce", "Timeline", "simulate"]
+__all__ = ["Compute", "Gather", "Interval", "Reduce", "Streams", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,20 @@ class Timeline:
     def seconds(self) -> float:
         """From the beginning to the end of the last stream."""
         return max((interval.end for interval in (*self.compute, *self.gathers, *self.reduces)), default=0.0)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What a graph's streams are given to do; see :func:`simulate`."""
+
+    compute: tuple[Compute, ...]
+    gathers: tuple[Gather, ...]
+    reduces: tuple[Reduce, ...]
+
+    def run(self, factor: float = 1.0) -> Timeline:
+        """With each node's seconds times ``factor``; transfers take as long as they take."""
+        compute = [replace(node, seconds=node.seconds * factor) for node in self.compute]
+        return simulate(compute, self.gathers, self.reduces)
 
 
 def simulate(compute: Sequence[Compute], gathers: Sequence[Gather], reduces: Sequence[Reduce]) -> Timeline:

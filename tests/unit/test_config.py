@@ -32,6 +32,7 @@ WRONG = [
     (CompileConfig, {"persist_mb": -1}, r"persist_mb=-1 must be a number of MiB: 0 to keep no weight"),
     (CompileConfig, {"persist_mb": math.nan}, r"persist_mb=nan must be a number of MiB"),
     (CompileConfig, {"persist_mb": "all"}, r"persist_mb='all' must be .*float\('inf'\) to keep all"),
+    (CompileConfig, {"persist_mb": "Auto"}, r"persist_mb='Auto' must be .*or 'auto', for what the first steps leave"),
     (CompileConfig, {"persist_until": "epoch"}, r"persist_until='epoch' must be 'backward' or 'step'"),
     (CompileConfig, {"persist_until": "step"}, r"persist_until='step' keeps nothing without a budget.*Set persist_mb"),
     (CompileConfig, {"persist_until": "step", "persist_mb": 1, "prefetch": False}, r"leave prefetch on"),
@@ -76,3 +77,9 @@ def test_equal_options_are_equal() -> None:
     # An engine compiles again when these differ.
     assert EngineConfig() == EngineConfig(ReduceConfig(), CompileConfig())
     assert EngineConfig() != EngineConfig(compile=CompileConfig(dynamic=True))
+
+
+def test_a_budget_that_is_to_be_measured_is_none_yet() -> None:
+    assert CompileConfig(persist_mb="auto").persist_bytes == 0
+    assert CompileConfig(persist_mb=1.5).persist_bytes == 1.5 * 2**20
+    assert CompileConfig(persist_mb="auto", persist_until="step").persist_until == "step"

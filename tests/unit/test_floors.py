@@ -18,6 +18,7 @@ FLOORS = {
     "checkpoint": 4,
     "compile": 4,
     "engine": 5,
+    "inspection": 6,
     "norms": 6,
     "precision": 6,
     "processes": 6,

@@ -39,14 +39,14 @@ def small_weight_bytes(config: CompileConfig) -> int:
     return SMALL_BYTES if config.prefetch else 0
 
 
-def keeping(config: CompileConfig, last: bool) -> tuple[int, float, int, int]:
+def keeping(config: CompileConfig, last: bool, share: float = 0.0) -> tuple[int, float, int, int, float]:
     """What is kept for backward, as arguments of :func:`choose_kept`.
 
-    ``last``: whether backward follows right after the graph's forward.
+    ``last``: whether backward follows right after the graph's forward. ``share``: of the graph's weights, besides.
     """
-    budget = config.persist_mb * 2**20 if config.persist_until == "backward" else 0.0
+    budget = config.persist_bytes if config.persist_until == "backward" else 0.0
     group_bytes = int(config.gather_group_mb * 2**20) if last and config.prefetch else 0
-    return small_weight_bytes(config), budget, group_bytes, GROUPS_PER_GRAPH
+    return small_weight_bytes(config), budget, group_bytes, GROUPS_PER_GRAPH, share
 
 
 def default_passes(

@@ -39,7 +39,7 @@ class _Weight:
 
 
 def choose_kept(
-    graph: Graph, small_bytes: int, budget_bytes: float, group_bytes: int = 0, parts: int = 1
+    graph: Graph, small_bytes: int, budget_bytes: float, group_bytes: int = 0, parts: int = 1, share: float = 0.0
 ) -> list[Node]:
     """The nodes of a joint graph to save for backward: gathers, or the casts of gathers that are used.
 
@@ -49,6 +49,7 @@ def choose_kept(
         group_bytes: backward follows right after this graph's forward, and its last group is kept whatever the budget;
             of at most so many bytes. 0: something else comes between.
         parts: smaller groups where the graph gathers little, see :func:`group_gathers`.
+        share: adds this share of what would otherwise be gathered again to the budget.
     """
     weights = _weights(graph)
     small = [weight for weight in weights if weight.size <= small_bytes]
@@ -56,7 +57,8 @@ def choose_kept(
     again = sorted((weight for weight in large if weight.again is not None), key=lambda weight: weight.again or 0)
     kept = {weight for weight in small if weight.again is not None}
     kept.update(_last_group(large, again, group_bytes, parts))
-    kept.update(_within(again, kept, budget_bytes))
+    rest = sum(weight.size for weight in again if weight not in kept)
+    kept.update(_within(again, kept, budget_bytes + share * rest))
     return [node for weight in weights if weight in kept for node in weight.nodes]
 
 

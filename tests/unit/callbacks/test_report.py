@@ -2,6 +2,7 @@
 
 import base64
 import gc
+import json
 import re
 import weakref
 from pathlib import Path
@@ -19,6 +20,8 @@ from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed
+from lightning_zero.profiling.estimate import Costs
+from lightning_zero.profiling.stopwatch import BATCHES
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten
@@ -41,6 +44,8 @@ class Strategy:
     def __init__(self, plan: Plan = Plan((FORWARD, BACKWARD))) -> None:  # noqa: B008 - frozen
         self.root_device = torch.device("cpu")
         self.observers: list[Any] = []
+        self.measured: Costs | None = None
+        self.gathered = 0
         self._plan = plan
 
     def observe_graphs(self, observer: Any) -> None:
@@ -48,6 +53,12 @@ class Strategy:
 
     def plan(self) -> Plan:
         return self._plan
+
+    def costs(self) -> Costs | None:
+        return self.measured
+
+    def counters(self) -> dict[str, int]:
+        return {"gather_bytes": self.gathered}
 
 
 def forward(name: str = "w") -> Graph:
@@ -81,8 +92,10 @@ def trainer(strategy: Any, rank: int = 0) -> Any:
     return SimpleNamespace(strategy=strategy, is_global_zero=rank == 0)
 
 
-def started(folder: Path, strategy: Strategy | None = None, rank: int = 0) -> tuple[PlanReport, Any]:
-    made = PlanReport(folder, SPEED, BANDWIDTH)
+def started(
+    folder: Path, strategy: Strategy | None = None, rank: int = 0, bandwidth: BandwidthTable = BANDWIDTH
+) -> tuple[PlanReport, Any]:
+    made = PlanReport(folder, SPEED, bandwidth)
     given = trainer(strategy or Strategy(), rank)
     made.setup(given, MODULE, "fit")
     return made, given
@@ -116,6 +129,8 @@ def test_a_batch_that_compiled_graphs_ends_with_files(tmp_path: Path) -> None:
         "plan.json",
         "plan.txt",
         "report.html",
+        "step.json",
+        "step.txt",
     ]
     assert all(path.read_bytes().startswith(PNG) for path in folder.glob("*.png"))
     assert Plan.load(folder / "plan.json") == given.strategy.plan()
@@ -291,3 +306,66 @@ def test_graphs_are_not_kept(tmp_path: Path) -> None:
     del graph
     gc.collect()
     assert value() is None
+
+
+def train_batch(made: PlanReport, given: Any, gathered: int = 16384) -> None:
+    made.on_train_batch_start(given, MODULE, None, 0)
+    given.strategy.gathered += gathered
+    made.on_after_backward(given, MODULE)
+    batch_ends(made, given)
+
+
+def test_measured_batches_correct_the_report(tmp_path: Path) -> None:
+    # Transfers that take next to nothing: what is measured is compute.
+    made, given = started(tmp_path, bandwidth=BandwidthTable(2, ((1, 1e-12),), ((1, 1e-12),)))
+    train_batch(made, given)
+    compiled(given.strategy.observers[0])
+    compiled_backward(given.strategy.observers[0])
+    for _ in range(BATCHES):
+        train_batch(made, given)
+        assert "Nothing is measured yet" in (tmp_path / "step.txt").read_text()
+    assert not list(tmp_path.glob("*corrected*"))
+    train_batch(made, given)
+    step = json.loads((tmp_path / "step.json").read_text())
+    row = step["step"]["ms of forward and backward"]
+    assert row["corrected"] == pytest.approx(row["measured"], rel=1e-3)
+    assert step["factor"] > 0
+    assert sorted(path.name for path in tmp_path.glob("*corrected*")) == [
+        "graph_00_forward_overlap_corrected.png",
+        "graph_01_backward_overlap_corrected.png",
+    ]
+    html = (tmp_path / "report.html").read_text()
+    for word in ("estimated", "measured", "corrected", "Memory was not measured"):
+        assert word in html
+    (tmp_path / "step.json").unlink()
+    train_batch(made, given)
+    assert "step.json" not in files(tmp_path)
+
+
+def test_graphs_compiled_later_are_measured_again(tmp_path: Path) -> None:
+    made, given = started(tmp_path)
+    for name in ("early", "late"):
+        compiled(given.strategy.observers[0], name)
+        train_batch(made, given)
+        assert "Nothing is measured yet" in (tmp_path / "step.txt").read_text()
+        for _ in range(BATCHES):
+            train_batch(made, given)
+        assert "Nothing is measured yet" not in (tmp_path / "step.txt").read_text()
+
+
+def test_what_the_strategy_has_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceSpeed, "of", None)
+    made, given = PlanReport(tmp_path), trainer(Strategy())
+    given.strategy.measured = Costs(((1 << 10, 1.0),), SPEED)
+    made.setup(given, MODULE, "fit")
+    assert made._speed is SPEED
+
+
+def test_a_failure_while_measuring_leaves_the_training_alone(tmp_path: Path) -> None:
+    made, given = started(tmp_path)
+    compiled(given.strategy.observers[0])
+    train_batch(made, given)
+    given.strategy.counters = None
+    with pytest.warns(UserWarning, match="could not measure a batch: TypeError") as said:
+        train_batch(made, given)
+    assert len(said) == 1

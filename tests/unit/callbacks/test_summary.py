@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from lightning_zero.callbacks.summary import overlap, readable, summarise
+from lightning_zero.callbacks.summary import readable, streams, summarise
 from lightning_zero.compile.passes.announce import announce_plan, read_plan
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
@@ -65,7 +65,7 @@ def test_nodes_are_numbered_as_in_plans_and_the_announced_plan_is_cut_short() ->
 
 def test_a_plan_of_another_graph_is_refused() -> None:
     with pytest.raises(ValueError, match="plan is for 5 nodes, and there are 4"):
-        overlap(COSTS, GraphPlan("forward", 5, (), ()), SPEED, None)
+        streams(COSTS, GraphPlan("forward", 5, (), ()), SPEED, None)
 
 
 def test_symbolic_sizes_are_shown_by_name_and_add_no_guard() -> None:
@@ -84,7 +84,7 @@ def test_the_streams_follow_the_plan_and_the_table() -> None:
         (gather("v", "w", size=100, started=1, waited=2),),
         (Reduce(("v",), "float32", 20, 2), Reduce(("w",), "float32", 30, 3)),
     )
-    found = overlap(COSTS, plan, SPEED, table)
+    found = streams(COSTS, plan, SPEED, table).run()
     assert found.gathers == (Interval(0, 4, "v and 1 more"),)
     assert found.exposed == (2,)
     assert found.compute == (Interval(0, 2, "b"), Interval(4, 7, "c"), Interval(7, 8, "d"))
@@ -97,7 +97,7 @@ def test_the_streams_follow_the_plan_and_the_table() -> None:
 
 def test_without_a_table_transfers_are_copies() -> None:
     plan = GraphPlan("forward", 4, (gather("w", size=30, started=1, waited=1),), (Reduce(("w",), "float32", 20, 3),))
-    found = overlap(COSTS, plan, SPEED, None)
+    found = streams(COSTS, plan, SPEED, None).run()
     assert found.gathers == (Interval(0, 3, "w"),)
     assert found.reduces[0].end - found.reduces[0].start == pytest.approx(2)
 

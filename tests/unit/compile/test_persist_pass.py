@@ -120,3 +120,13 @@ def test_kept_weights_are_saved_and_their_views_are_not() -> None:
     assert gathers[0].meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
     views = [node for node in graph.nodes if node.target is aten.t.default]
     assert {node.meta["recompute"] for node in views} == {CheckpointPolicy.MUST_RECOMPUTE}
+
+
+def test_a_share_is_of_what_would_be_gathered_again() -> None:
+    graph, gathers = joint(8, 8, 8, 8)
+    size = 4 * 64
+    assert choose_kept(graph, 0, 0, share=0.24) == []
+    assert len(choose_kept(graph, 0, 0, share=0.5)) == 2
+    assert set(choose_kept(graph, 0, 0, share=1.0)) == set(gathers)
+    # The last group stays anyway; half of the other three is one and a half.
+    assert len(choose_kept(graph, 0, 0, group_bytes=size, parts=4, share=0.5)) == 1 + 1

@@ -84,6 +84,14 @@ def test_what_ranks_compare_does_not_depend_on_the_batch() -> None:
     assert planned(step()).digest != planned(step(backward=True)).digest
 
 
+def test_what_is_kept_for_backward_is_another_plan() -> None:
+    until = [
+        GraphPlan("forward", 9, (Gather(("a",), "float32", 8, 0, "mm", 1, "mm", until),), ())
+        for until in ("last use", "backward")
+    ]
+    assert until[0].digest != until[1].digest
+
+
 def test_gradients_may_come_in_another_order() -> None:
     gathers = (Gather(("a",), "float32", 8, 0, "mm", 1, "mm"),)
     plans = [

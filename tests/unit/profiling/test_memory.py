@@ -50,6 +50,7 @@ def test_inputs_stay_or_go_with_their_last_use_as_the_caller_says() -> None:
     assert after(freed) == [80, 80, 80, 80, 80, 80]
     assert during(freed) == [80, 80, 120, 120, 120, 80]
     assert after(memory_timeline(graph, keep=lambda node: False))[-1] == 40
+    assert (memory_timeline(graph).held, freed.held) == (80, 40)
 
 
 def test_all_inputs_are_there_before_the_graph_runs() -> None:

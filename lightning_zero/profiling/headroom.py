@@ -1,0 +1,68 @@
+"""How much memory of a device training has taken, and how much is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["MARGIN", "DeviceMemory", "MemoryGauge"]
+
+# Of the whole device: batches that need more than those that were measured, fragments, and libraries that allocate past
+# the allocator.
+MARGIN = 0.1
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device.
+
+    Attributes:
+        total: of the device.
+        others: taken now by anything but this process's allocator: other processes, the driver, libraries.
+        reserved: by the allocator, at the peak since the gauge was started.
+        allocated: in tensors, at that peak.
+        resident: in tensors, now.
+    """
+
+    total: int
+    others: int
+    reserved: int
+    allocated: int
+    resident: int
+
+    @property
+    def spare(self) -> int:
+        """What may be taken on top of the peak, with a margin left; 0 where the margin is used up already."""
+        return max(int(self.total * (1 - MARGIN)) - self.others - self.reserved, 0)
+
+
+class MemoryGauge:
+    """Reads the allocator of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def exists(self) -> bool:
+        """Whether the device says how much memory it has; a CPU does not."""
+        return self._device.type != "cpu"
+
+    def start(self, anew: bool = False) -> None:
+        """Peaks count from now on. ``anew``: what the allocator has cached from before is given back first, so that
+        what it reserves later was needed later. Torch's own peak statistics are reset."""
+        if anew:
+            torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def read(self) -> DeviceMemory:
+        """Does not wait for the device."""
+        stats = torch.accelerator.memory_stats(self._device)
+        free, total = torch.accelerator.get_memory_info(self._device)
+        return DeviceMemory(
+            total,
+            max(total - free - stats["reserved_bytes.all.current"], 0),
+            stats["reserved_bytes.all.peak"],
+            stats["allocated_bytes.all.peak"],
+            stats["allocated_bytes.all.current"],
+        )

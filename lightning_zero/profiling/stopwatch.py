@@ -1,0 +1,103 @@
+"""Measures batches of a training: time and memory, without making the host wait for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from lightning_zero.profiling.correction import Measured
+from lightning_zero.profiling.headroom import MemoryGauge
+
+__all__ = ["Stopwatch"]
+
+BATCHES = 5
+
+
+@dataclass
+class _Batch:
+    """Marks are moments, of the host or of the device."""
+
+    begun: Any
+    gathered: int
+    resident: int | None
+    backwards: int = 0
+    passed: Any = None
+    ended: Any = None
+    peak: int | None = None
+
+
+class Stopwatch:
+    """Protocol, for each batch: :meth:`begin`, :meth:`backward_ends` after each backward, and :meth:`end`.
+
+    Args:
+        device: where the training runs. Where it is an accelerator, times are between events on its current stream.
+        gathered: counts bytes of gathered weights.
+        gauge: reads the device's memory.
+    """
+
+    def __init__(self, device: torch.device, gathered: Callable[[], int], gauge: MemoryGauge | None = None) -> None:
+        self._device = device
+        self._gathered = gathered
+        self._gauge = gauge or MemoryGauge(device)
+        self._batches: list[_Batch] = []
+        self._running: _Batch | None = None
+
+    def forget(self) -> None:
+        """Begins anew; the batch that runs does not count."""
+        self._batches.clear()
+        self._running = None
+
+    @property
+    def done(self) -> bool:
+        return len(self._batches) >= BATCHES
+
+    def begin(self) -> None:
+        resident = None
+        if self._gauge.exists:
+            self._gauge.start()
+            resident = self._gauge.read().resident
+        self._running = _Batch(self._mark(), self._gathered(), resident)
+
+    def backward_ends(self) -> None:
+        batch = self._running
+        if batch is not None:
+            batch.backwards += 1
+            batch.passed = self._mark()
+            batch.peak = self._gauge.read().allocated if self._gauge.exists else None
+
+    def end(self) -> None:
+        batch, self._running = self._running, None
+        if batch is not None:
+            batch.ended = self._mark()
+            batch.gathered = self._gathered() - batch.gathered
+            self._batches.append(batch)
+
+    def measured(self) -> Measured:
+        """Of the batches so far, of which there must be some. Waits for the device."""
+        single = all(batch.backwards == 1 for batch in self._batches)
+        highest = max(self._batches, key=lambda batch: (batch.peak or 0) - (batch.resident or 0))
+        return Measured(
+            median(self._between(batch.begun, batch.passed) for batch in self._batches) if single else None,
+            median(self._between(batch.begun, batch.ended) for batch in self._batches),
+            int(median(batch.gathered for batch in self._batches)),
+            highest.peak,
+            highest.resident,
+        )
+
+    def _mark(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begun: Any, ended: Any) -> float:
+        if self._device.type == "cpu":
+            return ended - begun
+        ended.synchronize()
+        return begun.elapsed_time(ended) / 1e3

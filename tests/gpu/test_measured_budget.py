@@ -1,0 +1,82 @@
+"""What a device has left is read off it, and decides what is kept."""
+
+import pytest
+import torch
+
+from lightning_zero.config import CompileConfig, EngineConfig
+from lightning_zero.engine import Engine
+from lightning_zero.profiling.headroom import MARGIN, MemoryGauge
+from lightning_zero.profiling.stopwatch import Stopwatch
+from tests.ranks.pool import Ranks
+
+pytestmark = pytest.mark.gpu(2)
+MIB = 2**20
+
+
+def gauge_a_device() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    gauge = MemoryGauge(device)
+    gauge.start(anew=True)
+    before = gauge.read()
+    big = torch.zeros(256 * MIB, dtype=torch.uint8, device=device)
+    del big
+    after = gauge.read()
+    assert after.allocated - before.allocated >= 256 * MIB
+    assert after.reserved - before.reserved >= 256 * MIB
+    assert after.resident == before.resident
+    assert abs(after.others - before.others) < 64 * MIB
+    assert before.spare - after.spare == after.reserved - before.reserved
+    assert after.spare <= after.total * (1 - MARGIN)
+    gauge.start(anew=True)
+    assert gauge.read().reserved < after.reserved
+
+
+def test_peaks_and_what_is_left(ranks: Ranks) -> None:
+    ranks.run(2, gauge_a_device, backend="nccl")
+
+
+def train(persist: float | str, until: str) -> tuple[list[float], list[int], list[str]]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    said: list[str] = []
+    config = EngineConfig(compile=CompileConfig(backend="aot_eager", persist_mb=persist, persist_until=until))
+    engine = Engine(device, config, say=said.append)
+    try:
+        engine.shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses, gathered = [], []
+        watch = Stopwatch(device, lambda: engine.executor.counters()["gather_bytes"])
+        for step in range(8):
+            watch.begin()
+            with engine.train_step():
+                loss = model(torch.full((8, 1024), 0.1 * step, device=device)).square().mean()
+            loss.backward()
+            watch.backward_ends()
+            engine.before_step()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.end()
+            losses.append(loss.item())
+            gathered.append(engine.executor.counters()["gather_bytes"])
+        measured = watch.measured()
+        assert measured.pass_s is not None
+        assert measured.batch_s is not None
+        assert 0 < measured.pass_s <= measured.batch_s
+        assert measured.added is not None
+        assert measured.added > 0
+    finally:
+        engine.close()
+    return losses, [b - a for a, b in zip(gathered, gathered[1:], strict=False)], [s for s in said if "auto" in s]
+
+
+@pytest.mark.parametrize("until", ["backward", "step"])
+def test_a_device_with_room_keeps_everything_after_some_steps(ranks: Ranks, until: str) -> None:
+    plain = ranks.run(2, train, 0.0, "backward", backend="nccl", deadline=100)
+    auto = ranks.run(2, train, "auto", until, backend="nccl", deadline=100)
+    for (expected, before, _), (losses, gathered, said) in zip(plain, auto, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert gathered[:4] == before[:4]
+        assert gathered[-1] < before[-1]
+        assert len(said) == 1
+        assert "compiling once more" in said[0]

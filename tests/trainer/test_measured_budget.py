@@ -1,0 +1,46 @@
+"""``persist_mb="auto"`` under a Trainer, beside a schedule that compiles again by itself."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from lightning_zero import PassSchedule
+from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from tests.ranks.pool import Ranks
+from tests.trainer.helpers import fitted, make_strategy
+from tests.trainer.test_pass_schedule import MINIMAL, Count
+
+
+class Roomy(MemoryGauge):
+    """A device with room for everything."""
+
+    exists = True
+
+    def start(self, anew: bool = False) -> None:
+        pass
+
+    def read(self) -> DeviceMemory:
+        return DeviceMemory(2**30, 0, 0, 0, 0)
+
+
+def train(schedule: Any) -> tuple[list[int], list[str]]:
+    torch._dynamo.reset()
+    counts = Count()
+    strategy = make_strategy("compiled", persist_mb="auto")
+    gauge = patch("lightning_zero.engine.MemoryGauge", Roomy)
+    # All weights of this model are small, and would stay anyway.
+    with gauge, patch("lightning_zero.compile.passes.SMALL_BYTES", 0):
+        callbacks = [PassSchedule(schedule), counts]
+        with fitted("compiled", steps=9, strategy=strategy, callbacks=callbacks) as (_, trainer):
+            kept = sorted({gather.until for graph in trainer.strategy.plan().graphs for gather in graph.gathers})
+            return [gathers for _, gathers in counts.batches], kept
+
+
+def test_a_schedule_delays_the_budget_and_takes_nothing_from_it(ranks: Ranks) -> None:
+    for gathers, kept in ranks.run(2, train, [(0, MINIMAL), (3, None)]):
+        # Other passes from the fourth step on: three more are measured.
+        assert gathers[4:7] == [gathers[4]] * 3
+        assert gathers[7:] == [gathers[7]] * 2
+        assert gathers[7] < gathers[6]
+        assert "backward" in kept
