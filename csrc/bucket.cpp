@@ -45,6 +45,7 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
   if (oldest == buffers_.end() || !(*oldest)->pending.ready_within(kPeerPatience))
     return grow(chunk, stats);
   (*oldest)->pending.wait(device_);
+  (*oldest)->apart.clear();
   if ((*oldest)->capacity < chunk) {
     // The wait above put the old memory's last use in the caller's past, so replacing it is in order.
     buffers_.erase(oldest);
@@ -59,8 +60,10 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
 
 void BufferPool::drain() {
   for (auto& buffer : buffers_) {
-    if (!buffer->filling)
+    if (!buffer->filling) {
       buffer->pending.wait(device_);
+      buffer->apart.clear();
+    }
   }
 }
 
@@ -74,6 +77,7 @@ void BufferPool::discard() {
     buffer->pending.drop_continuation();
     if (has_streams(device_))
       buffer->pending.wait(device_);  // it may still be reading gradients that are held
+    buffer->apart.clear();
     buffer->filling = false;
   }
 }
@@ -96,7 +100,7 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding) {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "cannot open a bucket that is ", name(state_));
   state_ = State::FILLING;
   buffer_ = buffer;
-  held_.assign(slots_.size(), {});
+  held_.assign(slots_.size(), Held{});
   for (auto& slot : slots_) {
     auto& record = *slot.record;
     const auto& held = record.param.grad();
@@ -120,37 +124,37 @@ at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t rows) {
 
 void ReduceBucket::put(size_t index, const at::Tensor& grad, double scale, bool hold) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
-  auto& held = held_[index];
-  if (held.defined())
-    copy_in(index, std::exchange(held, {}), held_scale_);
+  take_over(index);
   auto& slot = slots_[index];
   if (slot.arrivals++ > 0) {
-    run(slot).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
-  } else if (hold && grad.scalar_type() == dtype_ && grad.is_contiguous() &&
+    run(index).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
+  } else if (hold && apart && scale == 1.0 && grad.scalar_type() == dtype_ && grad.is_contiguous() &&
              grad.numel() == ranks_ * slot.record->shard_numel()) {
-    held = grad.view({-1});
-    held_scale_ = scale;
+    held_[index] = {grad.view({-1}), /*theirs=*/true};
   } else {
     copy_in(index, grad, scale);
   }
 }
 
-void ReduceBucket::release(size_t index, const c10::Stream& stream) {
-  auto& held = held_[index];
-  if (!held.defined())
-    return;
-  if (state_ == State::LAUNCHED) {
-    read_.block(stream);
-  } else {
-    copy_in(index, held, held_scale_);
-  }
-  held.reset();
+void ReduceBucket::take_over(size_t index) {
+  if (held_[index].theirs)
+    copy_in(index, std::exchange(held_[index], {}).flat, 1.0);
 }
 
-void ReduceBucket::settle() {
-  for (size_t index = 0; index < slots_.size(); ++index) {
-    if (held_[index].defined())
-      copy_in(index, std::exchange(held_[index], {}), held_scale_);
+void ReduceBucket::release(size_t index, const c10::Stream& stream) {
+  if (state_ == State::FILLING) {
+    take_over(index);
+  } else if (held_[index].theirs) {
+    read_.block(stream);
+    held_[index] = {};
+  }
+}
+
+void ReduceBucket::read_by(const c10::Stream& stream) {
+  read_.record(stream);
+  for (auto& held : held_) {
+    if (held.flat.defined() && !held.theirs)
+      buffer_->apart.push_back(std::move(held.flat));
   }
 }
 
@@ -158,8 +162,8 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad, double scale) {
   const auto& slot = slots_[index];
   const auto& record = *slot.record;
   // In the gradient's own shape: one that is a transposed view is copied once, not flattened first.
-  const auto begin = ranks_ * slot.offset;
-  auto filled = piece(memory(buffer_->send, ranks_), begin, record.numel).view(grad.sizes());
+  auto whole = run(index);
+  auto filled = piece(whole, 0, record.numel).view(grad.sizes());
   if (scale == 1.0) {
     filled.copy_(grad);
   } else if (filled.element_size() > grad.element_size()) {
@@ -174,15 +178,21 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad, double scale) {
   // Stale values in the padding would reach the last ranks' shards, and from there the gradient norm.
   const auto padding = ranks_ * record.shard_numel() - record.numel;
   if (padding > 0)
-    piece(buffer_->send, begin + record.numel, padding).zero_();
+    piece(whole, record.numel, padding).zero_();
 }
 
-at::Tensor ReduceBucket::run(const Slot& slot) {
-  return piece(memory(buffer_->send, ranks_), ranks_ * slot.offset, ranks_ * slot.record->shard_numel());
-}
-
-at::Tensor ReduceBucket::source(size_t slot) {
-  return held_[slot].defined() ? held_[slot] : run(slots_[slot]);
+at::Tensor ReduceBucket::run(size_t index) {
+  const auto& slot = slots_[index];
+  const auto length = ranks_ * slot.record->shard_numel();
+  if (!apart)
+    return piece(memory(buffer_->send, ranks_), ranks_ * slot.offset, length);
+  auto& flat = held_[index].flat;
+  if (!flat.defined()) {
+    flat = at::empty({length}, slot.record->shard.options().dtype(dtype_).requires_grad(std::nullopt));
+    if (poison)
+      fill_with_poison(flat);
+  }
+  return flat;
 }
 
 bool ReduceBucket::complete() const {
@@ -199,9 +209,9 @@ bool ReduceBucket::complete() const {
 
 void ReduceBucket::seal() {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot launch a bucket that is ", name(state_));
-  for (const auto& slot : slots_) {
-    if (slot.arrivals == 0)
-      run(slot).zero_();
+  for (size_t index = 0; index < slots_.size(); ++index) {
+    if (slots_[index].arrivals == 0)
+      run(index).zero_();
   }
   state_ = State::LAUNCHED;
   buffer_->filling = false;

@@ -28,6 +28,8 @@ struct BucketBuffer {
   int64_t capacity = 0;  // elements per rank
   at::Tensor send;       // ranks * capacity; like recv, undefined until it is needed
   at::Tensor recv;       // capacity
+  std::vector<at::Tensor>
+      apart;  // what travels, where it does not lie in `send`; free once `pending` is over
   Pending pending;
   bool filling = false;
 };
@@ -94,9 +96,8 @@ class ReduceBucket {
 
   // The owner wants a held gradient's memory back. Copies it when it has not been read yet.
   void release(size_t slot, const c10::Stream& stream);
-  void settle();  // copies all that are held
   // What travels has been read by what `stream` has been given so far.
-  void read_by(const c10::Stream& stream) { read_.record(stream); }
+  void read_by(const c10::Stream& stream);
 
   bool complete() const;  // every slot has what it expects, and at least one gradient is there
 
@@ -118,24 +119,28 @@ class ReduceBucket {
   at::Tensor send() { return piece(memory(buffer_->send, ranks_), 0, ranks_ * chunk_); }
   at::Tensor recv() { return piece(memory(buffer_->recv, 1), 0, chunk_); }
   // The parts of send() and recv() that belong to one parameter.
-  at::Tensor run(const Slot& slot);
+  // run(): what travels for it; `apart`: a tensor of its own, or the gradient that is held.
+  at::Tensor run(size_t slot);
   at::Tensor part(const Slot& slot) { return piece(recv(), slot.offset, slot.record->shard_numel()); }
-  // What travels for the parameter: its run, or the gradient that is held.
-  at::Tensor source(size_t slot);
+  bool apart = false;
   bool poison = false;
 
  private:
   at::Tensor& memory(at::Tensor& tensor, int64_t rows);
+  void take_over(size_t slot);  // copies a gradient that is held
   void copy_in(size_t slot, const at::Tensor& grad, double scale);
 
   at::ScalarType dtype_;
   int ranks_;
   int64_t chunk_ = 0;
-  // By slot: the gradient itself, 1-D; undefined where it was copied. Not the buffer's, which serves another
+  // By slot: what travels, if apart. `theirs`: the gradient itself. Not the buffer's, which serves another
   // bucket before the last of these is released.
-  std::vector<at::Tensor> held_;
+  struct Held {
+    at::Tensor flat;
+    bool theirs = false;
+  };
+  std::vector<Held> held_;
   Fence read_;
-  double held_scale_ = 1.0;
   at::Tensor scale_;  // of put(), the same each time
   std::vector<Slot> slots_;
   State state_ = State::EMPTY;

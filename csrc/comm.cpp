@@ -154,11 +154,13 @@ Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
       [&](bool) {
         std::vector<Copy> parts;
         for (size_t i = 0; i < outputs.size(); ++i) {
-          const auto width = outputs[i].numel() / size();
+          auto* begin = static_cast<char*>(outputs[i].mutable_data_ptr());
+          const auto bytes = outputs[i].nbytes() / size();
           // Each rank begins with its own part, so that no two read from one rank at a time.
           for (int step = 0; step < size(); ++step) {
             const int from = (rank() + step) % size();
-            parts.push_back({piece(outputs[i], from * width, width), sources[i][from]});
+            if (bytes > 0)
+              parts.push_back({begin + from * bytes, sources[i][from].const_data_ptr(), bytes});
           }
         }
         copy_all(parts, stream_);
@@ -184,7 +186,16 @@ Pending Communicator::barrier() {
   return all_gather(tokens_, token_);
 }
 
+void Communicator::meet_in(const at::Tensor& memory, const std::string& group_name) {
+  if (has_streams(device_))
+    signals_ = c10d::symmetric_memory::rendezvous(memory, group_name);
+}
+
 void Communicator::meet() {
+  if (signals_) {
+    signals_->barrier(/*channel=*/0, /*timeout_ms=*/0);
+    return;
+  }
   auto met = barrier();
   if (!has_streams(device_))
     met.wait(device_);

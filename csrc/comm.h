@@ -8,6 +8,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
 #include <functional>
 #include <optional>
 #include <random>
@@ -84,8 +86,12 @@ class Communicator {
   // Whatever `work` queues, on our stream, behind what the caller has queued.
   Pending run(const std::function<void()>& work);
 
-  // The same on the current stream, ours; a CPU waits.
+  // The same on the current stream, ours; a CPU waits. By signals in symmetric memory, once meet_in() has
+  // named some: a tenth of a collective's time on the host, and there is one for each bucket. The process
+  // group's watchdog does not see these; it sees what is queued behind them, and ranks that are gone are
+  // missed on the control group.
   void meet();
+  void meet_in(const at::Tensor& memory, const std::string& group_name);
 
   // Work queued on our stream after it begins once all ranks' work queued before it has ended.
   Pending barrier();
@@ -118,6 +124,7 @@ class Communicator {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
   c10::Stream stream_;
+  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> signals_;
   at::Tensor token_, tokens_;         // what a barrier gathers
   std::optional<std::mt19937> dice_;  // when poisoning
 };

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <dlfcn.h>
 
+#include <cstring>
+
 namespace lightning_zero {
 
 namespace {
@@ -37,11 +39,9 @@ bool copy_in_one_call(const std::vector<Copy>& copies, const c10::Stream& stream
   std::vector<const void*> from;
   std::vector<size_t> bytes;
   for (const auto& copy : copies) {
-    if (copy.to.numel() == 0)
-      continue;
-    to.push_back(copy.to.mutable_data_ptr());
-    from.push_back(copy.from.const_data_ptr());
-    bytes.push_back(copy.to.nbytes());
+    to.push_back(copy.to);
+    from.push_back(copy.from);
+    bytes.push_back(copy.bytes);
   }
   BatchAttributes attributes;
   size_t first = 0;
@@ -55,9 +55,18 @@ bool copy_in_one_call(const std::vector<Copy>& copies, const c10::Stream& stream
 }  // namespace
 
 void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream) {
-  if (has_streams(stream.device()) && copies.size() > 1 && copy_in_one_call(copies, stream))
+  if (!has_streams(stream.device())) {
+    for (const auto& copy : copies) std::memcpy(copy.to, copy.from, copy.bytes);
     return;
-  for (const auto& copy : copies) copy.to.copy_(copy.from, /*non_blocking=*/true);
+  }
+  if (copy_in_one_call(copies, stream))
+    return;
+  const auto bytes = at::TensorOptions().dtype(at::kByte).device(stream.device());
+  for (const auto& copy : copies) {
+    const auto size = static_cast<int64_t>(copy.bytes);
+    at::from_blob(copy.to, {size}, bytes)
+        .copy_(at::from_blob(const_cast<void*>(copy.from), {size}, bytes), /*non_blocking=*/true);
+  }
 }
 
 c10::Stream current_stream(const c10::Device& device) {

@@ -28,9 +28,12 @@ c10::Stream new_stream(const c10::Device& device);
 // Waits on the host until everything queued on `stream` has run. For debugging only.
 void synchronize(const c10::Stream& stream);
 
-// Contiguous tensors of one size and dtype.
+// Addresses, not tensors: a step has thousands, and making a view takes as long as everything else about
+// them.
 struct Copy {
-  at::Tensor to, from;
+  void* to;
+  const void* from;
+  size_t bytes;
 };
 
 // Queues copies on `stream`, which must be the current one, in any order: one call of the driver for all of

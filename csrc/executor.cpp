@@ -145,68 +145,6 @@ void Executor::close() {
 
 // ---- gradients
 
-at::ScalarType Executor::wire_dtype(const ParamRecord& record) const {
-  const auto own = record.shard.scalar_type();
-  return options_.reduce_dtype && c10::isFloatingType(own) ? *options_.reduce_dtype : own;
-}
-
-BufferPool& Executor::pool(at::ScalarType dtype) {
-  auto& pool = pools_[static_cast<int>(dtype)];
-  if (!pool) {
-    const auto row = options_.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / size();
-    pool = std::make_unique<BufferPool>(dtype, device_, static_cast<int>(size()), std::max<int64_t>(row, 1),
-                                        options_.double_buffer ? 2 : 1);
-  }
-  return *pool;
-}
-
-bool Executor::plan_is_stale() const {
-  if (buckets_.empty())
-    return true;
-  for (const auto& record : records_) {
-    if (record->trainable() != (position_[record->index].bucket >= 0))
-      return true;
-  }
-  return false;
-}
-
-void Executor::plan_buckets() {
-  // Parameters that became trainable go to the end; until an order has been learned, and for a new set of
-  // parameters, gradients are expected in the reverse order of registration.
-  std::vector<char> known(records_.size(), 0);
-  std::erase_if(order_, [&](int64_t i) { return !at(i).trainable(); });
-  for (auto i : order_) known[i] = 1;
-  const auto before = order_.size();
-  for (auto it = records_.rbegin(); it != records_.rend(); ++it) {
-    if (!known[(*it)->index] && (*it)->trainable())
-      order_.push_back((*it)->index);
-  }
-  if (order_.size() != before)
-    order_learned_ = false;
-  buckets_.clear();
-  position_.assign(records_.size(), Position{});
-  std::unordered_map<int, int64_t> open;     // dtype -> bucket
-  std::unordered_map<int, int64_t> largest;  // dtype -> chunk
-  for (auto index : order_) {
-    auto& record = at(index);
-    const auto dtype = wire_dtype(record);
-    const auto limit = options_.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / size();
-    auto found = open.find(static_cast<int>(dtype));
-    if (found == open.end() || buckets_[found->second].chunk() + record.shard_numel() > limit) {
-      buckets_.emplace_back(dtype, static_cast<int>(size()));
-      found = open.insert_or_assign(static_cast<int>(dtype), static_cast<int64_t>(buckets_.size()) - 1).first;
-    }
-    auto& bucket = buckets_[found->second];
-    position_[index] = Position{found->second, static_cast<int64_t>(bucket.slots().size())};
-    bucket.append(&record, expected_[index]);
-    auto& most = largest[static_cast<int>(dtype)];
-    most = std::max(most, bucket.chunk());
-  }
-  for (auto [dtype, chunk] : largest) pool(static_cast<at::ScalarType>(dtype)).expect(chunk);
-  late_ = buckets_;
-  count("plans");
-}
-
 void Executor::ensure_grad(ParamRecord& record) {
   if (!record.grad.defined())
     record.grad = at::zeros_like(record.shard);
@@ -237,6 +175,7 @@ void Executor::open(ReduceBucket& bucket, bool adding) {
   for (auto& slot : bucket.slots()) ensure_grad(*slot.record);
   auto* buffer = pool(bucket.dtype()).acquire(bucket.chunk(), pool_stats_);
   bucket.poison = options_.poison;
+  bucket.apart = !staging_.empty();
   if (options_.poison && buffer->send.defined())
     fill_with_poison(buffer->send);
   bucket.open(buffer, adding);
@@ -283,11 +222,11 @@ void Executor::launch(ReduceBucket& bucket) {
   if (!staging_.empty())
     return push(bucket);
   const auto op = options_.predivide ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
-  auto send = bucket.send();
+  const auto send = bucket.send();
   std::vector<at::Tensor> parts, runs;
-  for (const auto& slot : bucket.slots()) {
-    parts.push_back(bucket.part(slot));
-    runs.push_back(bucket.run(slot));
+  for (size_t index = 0; index < bucket.slots().size(); ++index) {
+    parts.push_back(bucket.part(bucket.slots()[index]));
+    runs.push_back(bucket.run(index));
   }
   bucket.buffer()->pending = reduce_comm_.reduce_scatter_group(parts, runs, send, op, [&bucket] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -373,25 +312,6 @@ void Executor::attach(const std::vector<int64_t>& flags) {
       held = shown;
     }
   }
-}
-
-// Launching in the order of arrival is what hides the reduce-scatters. The first backward shows the order; it
-// is adopted only when every rank saw the same one.
-void Executor::learn_order(const std::vector<int64_t>& agreed) {
-  if (order_learned_ || arrivals_.empty())
-    return;
-  order_learned_ = true;
-  if (agreed[order_.size()] != -agreed[order_.size() + 1])
-    return;
-  std::vector<int64_t> last(records_.size(), std::numeric_limits<int64_t>::max());
-  std::fill(expected_.begin(), expected_.end(), 0);
-  for (size_t i = 0; i < arrivals_.size(); ++i) {
-    last[arrivals_[i]] = static_cast<int64_t>(i);
-    ++expected_[arrivals_[i]];
-  }
-  std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) { return last[a] < last[b]; });
-  for (auto& bucket : buckets_) bucket.reset();
-  buckets_.clear();
 }
 
 void Executor::finish_round() {

@@ -107,7 +107,8 @@ class Executor : public torch::CustomClassHolder {
   void reduce(int64_t index, const at::Tensor& grad, bool hold = false);
   void release(int64_t index);
   // Memory of each rank that this one can write, of two halves. See [Note: gradients pushed to peers].
-  void set_staging(std::vector<at::Tensor> staging);
+  // `group_name`: by which they are symmetric memory, on an accelerator.
+  void set_staging(std::vector<at::Tensor> staging, const std::string& group_name);
   // A compiled graph begins that gathers and reduces as `plan` says.
   void enter(const std::string& digest, const std::string& plan);
 

@@ -13,23 +13,23 @@ constexpr int64_t kAlign = 64;  // elements: copies and sums of whole cache line
 
 }  // namespace
 
-void Executor::set_staging(std::vector<at::Tensor> staging) {
+void Executor::set_staging(std::vector<at::Tensor> staging, const std::string& group_name) {
   std::lock_guard lock(mutex_);
   TORCH_INTERNAL_ASSERT(tasks_.empty() && static_cast<int64_t>(staging.size()) == size());
   for (const auto& memory : staging)
     TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte &&
                           memory.numel() % (2 * 8 * kAlign * size()) == 0);
+  reduce_comm_.meet_in(staging[rank()], group_name);
   staging_ = std::move(staging);
+  pools_.clear();
 }
 
 void Executor::push(ReduceBucket& bucket) {
   const auto half = staging_[0].numel() / 2;
-  const auto most = half / static_cast<int64_t>(c10::elementSize(bucket.dtype())) / size();
+  const auto item = static_cast<int64_t>(c10::elementSize(bucket.dtype()));
+  const auto most = half / item / size();
   const auto push_round = [&](int64_t begin, int64_t width, bool last) {
     const auto at_byte = rounds_++ % 2 * half;
-    std::vector<at::Tensor> stages;
-    for (const auto& memory : staging_)
-      stages.push_back(memory.narrow(0, at_byte, half).view(bucket.dtype()));
     std::vector<Copy> copies;
     for (size_t index = 0; index < bucket.slots().size(); ++index) {
       const auto& slot = bucket.slots()[index];
@@ -37,11 +37,14 @@ void Executor::push(ReduceBucket& bucket) {
       const auto from = std::max(begin, slot.offset), to = std::min(begin + width, slot.offset + numel);
       if (from >= to)
         continue;
-      const auto source = bucket.source(index);
+      const auto run = bucket.run(index);
+      const auto* source = static_cast<const char*>(run.const_data_ptr());
       for (int64_t step = 0; step < size(); ++step) {
         const auto peer = (rank() + step) % size();
-        copies.push_back({piece(stages[peer], rank() * width + from - begin, to - from),
-                          piece(source, peer * numel + from - slot.offset, to - from)});
+        auto* target = static_cast<char*>(staging_[peer].mutable_data_ptr()) + at_byte;
+        copies.push_back({target + (rank() * width + from - begin) * item,
+                          source + (peer * numel + from - slot.offset) * item,
+                          static_cast<size_t>((to - from) * item)});
       }
     }
     const auto stream = current_stream(device_);
@@ -49,7 +52,8 @@ void Executor::push(ReduceBucket& bucket) {
     if (last)
       bucket.read_by(stream);
     reduce_comm_.meet();
-    bucket.accumulate(piece(stages[rank()], 0, size() * width).view({size(), width}), begin);
+    const auto mine = staging_[rank()].view(bucket.dtype());
+    bucket.accumulate(mine.as_strided({size(), width}, {width, 1}, at_byte / item), begin);
   };
   bucket.buffer()->pending = reduce_comm_.run([&] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;

@@ -107,10 +107,11 @@ class Executor:
         """Memory for the whole parameter, 1-D with padding, where it stays until the optimizer steps."""
         self._native.set_kept(index, kept)
 
-    def set_staging(self, staging: list[Tensor]) -> None:
+    def set_staging(self, staging: list[Tensor], group: dist.ProcessGroup) -> None:
         """Memory of each rank that this one can write, as bytes: gradients are pushed there instead of being
-        reduce-scattered. Of one size, a multiple of 1024 bytes a rank; legal outside backward; on every rank."""
-        self._native.set_staging(staging)
+        reduce-scattered. Of one size, a multiple of 1024 bytes a rank; on an accelerator, symmetric memory of
+        ``group``. Legal outside backward; on every rank."""
+        self._native.set_staging(staging, group.group_name)
 
     def set_shadow(self, index: int, shadow: Tensor) -> None:
         """Memory for the shard's values in another dtype, 1-D, of the shard's size; what gathers in that dtype read."""

@@ -77,7 +77,9 @@ class Peers:
             return
         unit = 1024 * executor.world_size
         size = max(1, math.ceil(2 * bucket_mb * 2**20 / unit)) * unit
-        executor.set_staging(self.for_gradients.empty(size, torch.uint8)[1])
+        mine, others = self.for_gradients.empty(size, torch.uint8)
+        staging = [mine if rank == executor.rank else memory for rank, memory in enumerate(others)]
+        executor.set_staging(staging, self.for_gradients.group)
         self._staged = True
 
     @property
@@ -100,7 +102,7 @@ class PeerMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        self.group = group
         self._control_group = control_group
         self._device = device
         self._owners: list[Any] = []  # what keeps peers' memory mapped
@@ -142,7 +144,7 @@ class PeerMemory:
             result = job()
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
-        errors: list[Any] = [None] * self._group.size()
+        errors: list[Any] = [None] * self.group.size()
         dist.all_gather_object(errors, error, group=self._control_group)
         for rank, text in enumerate(errors):
             if text is not None:
@@ -150,7 +152,7 @@ class PeerMemory:
         return result
 
     def _first(self, host: str) -> str | None:
-        hosts: list[Any] = [None] * self._group.size()
+        hosts: list[Any] = [None] * self.group.size()
         dist.all_gather_object(hosts, host, group=self._control_group)
         other = next((rank for rank, name in enumerate(hosts) if name != hosts[0]), None)
         return None if other is None else f"ranks 0 and {other} are on different hosts"
@@ -165,9 +167,9 @@ class PeerMemory:
     def _rendezvous(self, mine: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         import torch.distributed._symmetric_memory as symmetric
 
-        handle = symmetric.rendezvous(mine, self._group.group_name)
+        handle = symmetric.rendezvous(mine, self.group.group_name)
         self._owners.append((handle, mine))
-        return mine, [handle.get_buffer(rank, (numel,), dtype) for rank in range(self._group.size())]
+        return mine, [handle.get_buffer(rank, (numel,), dtype) for rank in range(self.group.size())]
 
     # -- CPUs
 
@@ -184,14 +186,14 @@ class PeerMemory:
         return path
 
     def _map(self, path: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        paths: list[Any] = [None] * self._group.size()
+        paths: list[Any] = [None] * self.group.size()
         dist.all_gather_object(paths, path, group=self._control_group)
         try:
             tensors = [_mapped(other, numel, dtype) for other in paths]
         finally:
             dist.barrier(group=self._control_group)
             os.unlink(path)  # it lives on while it is mapped, and not a moment longer
-        return tensors[self._group.rank()], tensors
+        return tensors[self.group.rank()], tensors
 
 
 def _mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
