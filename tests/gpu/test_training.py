@@ -23,7 +23,7 @@ def move(batch, device):
     return torch.utils._pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, batch)
 
 
-def train_both(case: str, backend: str, mixed: bool, **compile):
+def train_both(case: str, backend: str, mixed: bool, by: str = "auto", **compile):
     device = torch.device("cuda", torch.cuda.current_device())
     torch.backends.cuda.matmul.allow_tf32 = False
     config = EngineConfig(
@@ -35,6 +35,8 @@ def train_both(case: str, backend: str, mixed: bool, **compile):
             **compile,
         ),
         BF16 if mixed else None,
+        gather_by=by if mixed else "auto",
+        reduce_by=by,
     )
     context = partial(torch.autocast, "cuda", BF16, cache_enabled=False) if mixed else nullcontext
     batches = [move(batch, device) for batch in make_batches(case, STEPS, SAMPLES)]
@@ -67,6 +69,21 @@ def test_bf16_mixed_follows_the_plain_model(ranks: Ranks, backend: str) -> None:
     for got, expected, _ in ranks.run(2, train_both, "TiedTransformer", backend, True, backend="nccl", deadline=200):
         assert_close_relative(got.losses, expected.losses, 1e-2, what="losses")
         assert_close_relative(got.grad_norms, expected.grad_norms, 2e-2, what="norms")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("case", ["TiedTransformer", "TwelveBlocks"])
+def test_copies_between_gpus_are_as_good_as_collectives(ranks: Ranks, case: str, backend: str) -> None:
+    options = {"backend": "nccl", "deadline": 200}
+    collective = ranks.run(2, train_both, case, backend, True, "collective", **options)
+    copied = ranks.run(2, train_both, case, backend, True, "copy", **options)
+    for (mine, _, counters), (theirs, _, before) in zip(copied, collective, strict=True):
+        assert counters["copied_weights"] > 0
+        assert counters["groups_ahead"] > 0
+        assert "copied_weights" not in before
+        assert_close_relative(mine.losses, theirs.losses, 1e-2, what="losses")
+        assert_close_relative(mine.grads[0], theirs.grads[0], 2e-2, atol=1e-5, what="gradients")
+        assert_close_relative(mine.grad_norms, theirs.grad_norms, 2e-2, what="norms")
 
 
 def train_with_kept_weights(case: str, backend: str, persist_until: str):
