@@ -28,7 +28,7 @@ class StepKernel:
     Args:
         optimizer: whose rule; must be covered.
         groups: its parameter groups.
-        segments: what is stepped; their state must exist.
+        segments: what is stepped; their state must exist, and their counts be on the device.
         device: of all tensors.
         compile: turn each segment's update into one kernel with inductor.
     """
@@ -56,10 +56,6 @@ class StepKernel:
         self._last_max: float | None = None
         self._variant: tuple[bool, bool] | None = None
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        for segment in segments:
-            for key, counts in segment.counts.items():
-                segment.counts[key] = counts.to(device)
-                segment.state[key] = segment.counts[key][0]
         self._sequences: dict[tuple[bool, bool], GraphedSequence] = {}  # with or without clipping and skipping
 
     @staticmethod

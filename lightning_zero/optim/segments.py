@@ -68,6 +68,14 @@ class Segment:
             self._show(key, state)  # one by one, so that no more than one of them exists twice
         return moved
 
+    def move_counts(self, device: torch.device) -> bool:
+        """Counts are on this device from now on; :meth:`give_out` shows them. Returns whether they were not before."""
+        away = {key: counts for key, counts in self.counts.items() if counts.device != device}
+        for key, counts in away.items():
+            self.counts[key] = counts.to(device)
+            self.state[key] = self.counts[key][0]
+        return bool(away)
+
     def read_numbers(self, state: State) -> None:
         """What is no tensor, the optimizer may have changed in the members' state since."""
         own = state.get(self.members[0].param, {})

@@ -311,6 +311,10 @@ class OptimizerStepper:
         groups, state = self._seen[:2] if self._seen else (self.optimizer.param_groups, self.optimizer.state)
         if not StepKernel.covers(self.optimizer, groups, plan.segments):
             return None
+        moved = [segment.move_counts(self._device) for segment in plan.segments]
+        if any(moved):
+            # Other plans look at the counts where they were, and would step with what they were.
+            self._plans = {pattern: other for pattern, other in self._plans.items() if other is plan}
         plan.kernel = StepKernel(self.optimizer, groups, plan.segments, self._device, self._compile)
         for segment in plan.segments:
             segment.give_out(state)

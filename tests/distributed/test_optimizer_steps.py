@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.segments import Segment
 from tests.helpers.models import build
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, whole_params, whole_state
@@ -302,6 +304,29 @@ def hooks_see() -> list[Any]:
             engine.end_step(optimizer)
             seen.append(bool(loss.isfinite()))
     return seen
+
+
+def train_with_counts_elsewhere(name: str, event: Event, emulate: bool) -> Any:
+    """As on a GPU, where an optimizer keeps its step counts on the host until they are captured."""
+    moved: list[Tensor] = []  # held, so that no other memory gets their addresses
+
+    def move_counts(self: Segment, device: torch.device) -> bool:
+        there = {counts.untyped_storage().data_ptr() for counts in moved}
+        away = [key for key, counts in self.counts.items() if counts.untyped_storage().data_ptr() not in there]
+        for key in away:
+            self.counts[key] = self.counts[key].clone()
+            self.state[key] = self.counts[key][0]
+            moved.append(self.counts[key])
+        return bool(away)
+
+    with patch.object(Segment, "move_counts", move_counts):
+        return train_sharded_steps(name, event, emulate)
+
+
+@pytest.mark.parametrize("event", [nothing, unfreeze_and_add])
+def test_counts_that_move_to_the_device_are_those_of_all_plans(ranks: Ranks, event: Event) -> None:
+    for _, captured, *_ in compare(ranks, 2, "AdamW", event, True, train_with_counts_elsewhere):
+        assert captured
 
 
 def test_hooks_see_the_optimizers_own_parameters_and_state(ranks: Ranks) -> None:

@@ -45,7 +45,8 @@ def train_on_gpu(name: str, event: Event, capture: bool):
 def test_steps_equal_the_plain_optimizers(ranks: Ranks, name: str, event: Event, capture: bool) -> None:
     options = {"backend": "nccl", "deadline": 200}
     for *_, replays in compare(ranks, 2, name, event, capture, train_on_gpu, 1e-4, **options):
-        assert (replays > 0) == (capture and name != "Lion")
+        if event is not forget_one_state:  # after which there are too few steps
+            assert (replays > 0) == (capture and name != "Lion")
 
 
 def ask_for_capturable(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

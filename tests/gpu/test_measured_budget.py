@@ -46,7 +46,7 @@ def train(persist: float | str, until: str) -> tuple[list[float], list[int], lis
         engine.shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses, gathered = [], []
-        watch = Stopwatch(device, lambda: engine.executor.counters()["gather_bytes"])
+        watch = Stopwatch(device, lambda: engine.executor.counters().get("gather_bytes", 0))
         for step in range(8):
             watch.begin()
             with engine.train_step():
@@ -58,7 +58,7 @@ def train(persist: float | str, until: str) -> tuple[list[float], list[int], lis
             optimizer.zero_grad()
             watch.end()
             losses.append(loss.item())
-            gathered.append(engine.executor.counters()["gather_bytes"])
+            gathered.append(engine.executor.counters().get("gather_bytes", 0))
         measured = watch.measured()
         assert measured.pass_s is not None
         assert measured.batch_s is not None

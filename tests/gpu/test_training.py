@@ -108,7 +108,9 @@ def gathered_memory():
     left = []
     for layers in (4, 12):
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers)))
-        engine = Engine(device, EngineConfig(compile=CompileConfig(backend="aot_eager", gather_group_mb=4)))
+        engine = Engine(
+            device, EngineConfig(ReduceConfig(bucket_mb=4), CompileConfig(backend="aot_eager", gather_group_mb=4))
+        )
         engine.shard(model)
         x = torch.randn(8, 1024, device=device)
         for step in range(3):
