@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include <algorithm>
 #include <limits>
@@ -186,14 +187,17 @@ Pending Communicator::barrier() {
   return all_gather(tokens_, token_);
 }
 
-void Communicator::meet_in(const at::Tensor& memory, const std::string& group_name) {
-  if (has_streams(device_))
-    signals_ = c10d::symmetric_memory::rendezvous(memory, group_name);
+void Communicator::meet_in(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms) {
+  if (!has_streams(device_))
+    return;
+  auto signals = c10d::symmetric_memory::rendezvous(memory, group_name);
+  // The device traps at the timeout, so that a process whose peers are gone ends.
+  signal_all_ = [signals, timeout_ms] { signals->barrier(/*channel=*/0, static_cast<size_t>(timeout_ms)); };
 }
 
 void Communicator::meet() {
-  if (signals_) {
-    signals_->barrier(/*channel=*/0, /*timeout_ms=*/0);
+  if (signal_all_) {
+    signal_all_();
     return;
   }
   auto met = barrier();

@@ -8,8 +8,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
-#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
-
 #include <functional>
 #include <optional>
 #include <random>
@@ -91,7 +89,7 @@ class Communicator {
   // group's watchdog does not see these; it sees what is queued behind them, and ranks that are gone are
   // missed on the control group.
   void meet();
-  void meet_in(const at::Tensor& memory, const std::string& group_name);
+  void meet_in(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms);
 
   // Work queued on our stream after it begins once all ranks' work queued before it has ended.
   Pending barrier();
@@ -124,7 +122,7 @@ class Communicator {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
   c10::Stream stream_;
-  c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> signals_;
+  std::function<void()> signal_all_;  // and wait for all, on the current stream
   at::Tensor token_, tokens_;         // what a barrier gathers
   std::optional<std::mt19937> dice_;  // when poisoning
 };

@@ -135,6 +135,7 @@ void Executor::close() {
   arriving_.clear();
   drop_ahead();
   first_groups_.clear();
+  staging_.clear();
   shadow_memory_.clear();
   gathered_.clear();
   buckets_.clear();

@@ -108,7 +108,7 @@ class Executor : public torch::CustomClassHolder {
   void release(int64_t index);
   // Memory of each rank that this one can write, of two halves. See [Note: gradients pushed to peers].
   // `group_name`: by which they are symmetric memory, on an accelerator.
-  void set_staging(std::vector<at::Tensor> staging, const std::string& group_name);
+  void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
   // A compiled graph begins that gathers and reduces as `plan` says.
   void enter(const std::string& digest, const std::string& plan);
 

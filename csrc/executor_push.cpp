@@ -13,13 +13,14 @@ constexpr int64_t kAlign = 64;  // elements: copies and sums of whole cache line
 
 }  // namespace
 
-void Executor::set_staging(std::vector<at::Tensor> staging, const std::string& group_name) {
+void Executor::set_staging(std::vector<at::Tensor> staging, const std::string& group_name,
+                           int64_t timeout_ms) {
   std::lock_guard lock(mutex_);
   TORCH_INTERNAL_ASSERT(tasks_.empty() && static_cast<int64_t>(staging.size()) == size());
   for (const auto& memory : staging)
     TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte &&
                           memory.numel() % (2 * 8 * kAlign * size()) == 0);
-  reduce_comm_.meet_in(staging[rank()], group_name);
+  reduce_comm_.meet_in(staging[rank()], group_name, timeout_ms);
   staging_ = std::move(staging);
   pools_.clear();
 }

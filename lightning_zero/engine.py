@@ -109,8 +109,8 @@ class Engine:
         )
         self._costs: Costs | None = None
         self.peers = Peers.of(self.config, self.gather_group, self.control_group, device)
-        limit = (timeout or dist.constants.default_pg_timeout).total_seconds()
-        agreement = Agreement(store, self.rank, self.world_size, self.config.agreement_timeout_s, limit)
+        self._timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
+        agreement = Agreement(store, self.rank, self.world_size, self.config.agreement_timeout_s, self._timeout_s)
         self._supervisor = Supervisor(agreement, [observe] if observe is not None else [], say)
         self._budget = MeasuredBudget(self._supervisor, self.executor, self.control_group, MemoryGauge(device))
         self._compile_arguments = self._compiler_arguments()
@@ -268,7 +268,7 @@ class Engine:
         self._sharded_module()
         assert self.calls is not None
         self.sharder.allocate_gradients()
-        self.peers.stage_gradients(self.executor, self.config.reduce.bucket_mb)
+        self.peers.stage_gradients(self.executor, self.config.reduce.bucket_mb, self._timeout_s)
         if self.config.compute_dtype is not None and self.config.compile.enabled:
             self.sharder.allocate_shadows(self.config.compute_dtype, self.peers.for_weights)
             self.executor.write_shadows()

@@ -107,11 +107,12 @@ class Executor:
         """Memory for the whole parameter, 1-D with padding, where it stays until the optimizer steps."""
         self._native.set_kept(index, kept)
 
-    def set_staging(self, staging: list[Tensor], group: dist.ProcessGroup) -> None:
+    def set_staging(self, staging: list[Tensor], group: dist.ProcessGroup, timeout_s: float = 1800.0) -> None:
         """Memory of each rank that this one can write, as bytes: gradients are pushed there instead of being
         reduce-scattered. Of one size, a multiple of 1024 bytes a rank; on an accelerator, symmetric memory of
-        ``group``. Legal outside backward; on every rank."""
-        self._native.set_staging(staging, group.group_name)
+        ``group``. Legal outside backward; on every rank. A rank that waits longer than ``timeout_s`` for another ends
+        with a device error."""
+        self._native.set_staging(staging, group.group_name, int(1000 * timeout_s))
 
     def set_shadow(self, index: int, shadow: Tensor) -> None:
         """Memory for the shard's values in another dtype, 1-D, of the shard's size; what gathers in that dtype read."""

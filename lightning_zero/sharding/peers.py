@@ -71,7 +71,7 @@ class Peers:
             log.info("Collectives move all weights and gradients: %s.", reason)
         return cls(memory if wanted[0] else None, memory if wanted[1] else None)
 
-    def stage_gradients(self, executor: Executor, bucket_mb: float) -> None:
+    def stage_gradients(self, executor: Executor, bucket_mb: float, timeout_s: float) -> None:
         """Memory for gradients on their way, two buckets' worth. Harmless when repeated. Collective."""
         if self.for_gradients is None or self._staged:
             return
@@ -79,7 +79,7 @@ class Peers:
         size = max(1, math.ceil(2 * bucket_mb * 2**20 / unit)) * unit
         mine, others = self.for_gradients.empty(size, torch.uint8)
         staging = [mine if rank == executor.rank else memory for rank, memory in enumerate(others)]
-        executor.set_staging(staging, self.for_gradients.group)
+        executor.set_staging(staging, self.for_gradients.group, timeout_s)
         self._staged = True
 
     @property
