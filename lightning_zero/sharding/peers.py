@@ -131,14 +131,15 @@ class PeerMemory:
         Raises:
             UnsupportedError: on every rank, when one has no such memory.
         """
-        allocate, share = (self._file, self._map) if self._device.type == "cpu" else (self._symmetric, self._rendezvous)
+        on_cpu = self._device.type == "cpu"
+        allocate, share = (self._file, self._map) if on_cpu else (self._symmetric, self._rendezvous)
         # In two steps: no rank may wait for one that has failed.
-        mine = self._all(lambda: allocate(numel, dtype), "allocated")
+        mine = self._all(lambda: allocate(numel, dtype), "allocated", os.unlink if on_cpu else None)
         result = self._all(lambda: share(mine, numel, dtype), "mapped")
         self.nbytes += numel * dtype.itemsize
         return result
 
-    def _all(self, job: Any, what: str) -> Any:
+    def _all(self, job: Any, what: str, undo: Any = None) -> Any:
         error, result = None, None
         try:
             result = job()
@@ -148,6 +149,8 @@ class PeerMemory:
         dist.all_gather_object(errors, error, group=self._control_group)
         for rank, text in enumerate(errors):
             if text is not None:
+                if undo is not None and error is None:
+                    undo(result)
                 raise UnsupportedError(f"memory that all ranks can read cannot be {what} on rank {rank} ({text})")
         return result
 
