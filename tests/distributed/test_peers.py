@@ -31,6 +31,8 @@ def memory() -> PeerMemory:
 
 def write_and_read() -> tuple[list[int], list[str]]:
     own = memory()
+    before = set(Path("/dev/shm").iterdir())
+    dist.barrier()
     mine, everyone = own.empty(5, torch.int64)
     mine.fill_(dist.get_rank() + 10)
     dist.barrier()
@@ -38,7 +40,7 @@ def write_and_read() -> tuple[list[int], list[str]]:
     dist.barrier()
     everyone[(dist.get_rank() + 1) % dist.get_world_size()][0] = 7
     dist.barrier()
-    return [*seen, int(mine[0]), own.nbytes], [path.name for path in Path("/dev/shm").glob("lightning_zero_*")]
+    return [*seen, int(mine[0]), own.nbytes], [path.name for path in set(Path("/dev/shm").iterdir()) - before]
 
 
 def test_every_rank_reads_and_writes_every_ranks_memory(ranks: Ranks) -> None:
