@@ -162,6 +162,7 @@ void Executor::join_round() {
     arrivals_.clear();
     next_launch_ = 0;
     rounds_ = 0;
+    meetings_before_ = meetings_;
     if (plan_is_stale())
       plan_buckets();
   }
@@ -238,7 +239,7 @@ void Executor::launch(ReduceBucket& bucket) {
 std::vector<int64_t> Executor::agree() {
   // Per trainable parameter: 1 a gradient arrived, 2 one arrived after its bucket had left. And twice a
   // digest of the order of arrival, to see whether it was the same everywhere.
-  std::vector<int64_t> flags(order_.size() + 2, 0);
+  std::vector<int64_t> flags(order_.size() + 4, 0);
   int64_t digest = 1469598103934665603LL;
   for (auto index : arrivals_)
     digest = static_cast<int64_t>((static_cast<uint64_t>(digest) ^ index) * 1099511628211ULL);
@@ -254,11 +255,21 @@ std::vector<int64_t> Executor::agree() {
   }
   flags[order_.size()] = digest;
   flags[order_.size() + 1] = -digest;
+  flags[order_.size() + 2] = meetings_before_;
+  flags[order_.size() + 3] = -meetings_before_;
   if (control_comm_) {
     auto values = at::tensor(flags, at::kLong);
     control_comm_->all_reduce_max(values);
     std::copy_n(values.const_data_ptr<int64_t>(), flags.size(), flags.begin());
     count("agreements");
+    // Signals carry no name: ranks that met at different times would add up what is not there yet, without a
+    // word.
+    TORCH_CHECK(
+        flags[order_.size() + 2] == -flags[order_.size() + 3],
+        "lightning_zero: an earlier backward pass was interrupted at different points on different ranks, so "
+        "their gradients no longer fit together. Let the exception that interrupted it end the training on "
+        "all "
+        "ranks, and resume from a checkpoint.");
   }
   return flags;
 }

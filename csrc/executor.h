@@ -233,9 +233,10 @@ class Executor : public torch::CustomClassHolder {
 
   std::vector<int64_t> arrivals_;  // this backward, in order
   size_t next_launch_ = 0;
-  std::vector<at::Tensor> staging_;  // bytes, by rank
-  int64_t rounds_ = 0;               // of pushing, this backward
-  std::vector<int> tasks_;           // autograd graph tasks that will call end_backward()
+  std::vector<at::Tensor> staging_;             // bytes, by rank
+  int64_t rounds_ = 0;                          // of pushing, this backward
+  int64_t meetings_ = 0, meetings_before_ = 0;  // of all ranks, ever, and before this backward
+  std::vector<int> tasks_;                      // autograd graph tasks that will call end_backward()
   std::vector<int64_t> attached_;
 
   int64_t epoch_ = 0;

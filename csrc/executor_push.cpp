@@ -29,6 +29,10 @@ void Executor::push(ReduceBucket& bucket) {
   const auto half = staging_[0].numel() / 2;
   const auto item = static_cast<int64_t>(c10::elementSize(bucket.dtype()));
   const auto most = half / item / size();
+  const auto meet = [&] {
+    ++meetings_;
+    reduce_comm_.meet();
+  };
   const auto push_round = [&](int64_t begin, int64_t width, bool last) {
     const auto at_byte = rounds_++ % 2 * half;
     std::vector<Copy> copies;
@@ -52,7 +56,7 @@ void Executor::push(ReduceBucket& bucket) {
     copy_all(copies, stream);
     if (last)
       bucket.read_by(stream);
-    reduce_comm_.meet();
+    meet();
     const auto mine = staging_[rank()].view(bucket.dtype());
     bucket.accumulate(mine.as_strided({size(), width}, {width, 1}, at_byte / item), begin);
   };
@@ -60,7 +64,7 @@ void Executor::push(ReduceBucket& bucket) {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     // After the last round of the backward before, which may have used the same half.
     if (rounds_ == 0)
-      reduce_comm_.meet();
+      meet();
     for (int64_t begin = 0; begin < bucket.chunk(); begin += most) {
       const auto width = std::min(most, bucket.chunk() - begin);
       push_round(begin, width, begin + width == bucket.chunk());

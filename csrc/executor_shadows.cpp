@@ -133,7 +133,9 @@ bool Executor::can_copy(const std::vector<ParamRecord*>& records, at::ScalarType
 Pending Executor::fetch(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                         std::vector<at::Tensor>& sources) {
   const auto dtype = outputs[0].scalar_type();
-  if (can_copy(records, dtype)) {
+  const bool alike =
+      std::all_of(outputs.begin(), outputs.end(), [&](const auto& o) { return o.scalar_type() == dtype; });
+  if (alike && can_copy(records, dtype)) {
     std::vector<std::vector<at::Tensor>> peers;
     for (const auto* record : records) peers.push_back(record->peers);
     count("copied_weights", static_cast<int64_t>(records.size()));
