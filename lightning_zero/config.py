@@ -129,9 +129,10 @@ class EngineConfig:
         poison: debugging, on a CPU: weights and gradients are NaN until they have been waited for and after they have
             been released, and ranks run at random speeds. Results must stay the same.
         gather_by: ``"collective"``: weights come by all-gathers; ``"copy"``: compiled code with mixed precision copies
-            them out of its peers' memory, which takes no multiprocessors; ``"auto"``: copy between GPUs of one host.
+            them out of its peers' memory, which takes no multiprocessors; ``"auto"``: copy between GPUs of one host,
+            with CUDA 13.
         reduce_by: ``"collective"``: gradients are reduce-scattered; ``"copy"``: they are copied into peers' memory and
-            added up there, in float32; ``"auto"``: copy between GPUs of one host.
+            added up there, in float32; ``"auto"``: as above.
         capture_step: replay the optimizer's step as a CUDA graph: ``"auto"`` where that is possible; ``True``, or raise
             where it is not; ``False`` never.
         emulate_capture: debugging: on any device, do what a captured step does, without the graph.

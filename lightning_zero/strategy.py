@@ -79,9 +79,9 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         reduce_bucket_mb: capacity of a reduce bucket in MiB.
         reduce_double_buffer: fill one bucket while the other is reduced.
         reduce_free_buckets: give the buckets' memory back after each backward.
-        gather_by: ``"auto"``: between GPUs of one host, compiled code with mixed precision copies weights out of its
-            peers' memory, which takes no multiprocessors; elsewhere they are all-gathered. ``"copy"``: copy, or raise
-            where that cannot be. ``"collective"``: always all-gather.
+        gather_by: ``"auto"``: between GPUs of one host, with CUDA 13, compiled code with mixed precision copies weights
+            out of its peers' memory, which takes no multiprocessors; elsewhere they are all-gathered. ``"copy"``: copy,
+            or raise where that cannot be. ``"collective"``: always all-gather.
         reduce_by: likewise for gradients, which are copied into peers' memory, or else reduce-scattered.
         capture_step: replay norm, clipping and the optimizer's step as CUDA graphs: ``"auto"`` where that is possible;
             ``True``, or raise where it is not; ``False`` never.
