@@ -33,6 +33,7 @@ class Pair:
         own = copy.deepcopy(self.optimizer.state[self.param])
         self.counts = {key: value.repeat(2) for key, value in own.items() if value.dim() == 0}
         flat = torch.nn.Parameter(self.param.detach().clone())
+        own.update({key: counts[0] for key, counts in self.counts.items()})
         self.segment = Segment(0, [], flat, torch.zeros(12), self.counts, own)
         groups = self.optimizer.param_groups
         assert StepKernel.covers(self.optimizer, groups, [self.segment])
