@@ -112,10 +112,10 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding) {
   }
 }
 
-at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t rows) {
+at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t numel) {
   if (!tensor.defined()) {
     const auto& shard = slots_.front().record->shard;
-    tensor = at::empty({rows * buffer_->capacity}, shard.options().dtype(dtype_).requires_grad(std::nullopt));
+    tensor = at::empty({numel}, shard.options().dtype(dtype_).requires_grad(std::nullopt));
     if (poison)
       fill_with_poison(tensor);
   }
@@ -185,14 +185,8 @@ at::Tensor ReduceBucket::run(size_t index) {
   const auto& slot = slots_[index];
   const auto length = ranks_ * slot.record->shard_numel();
   if (!apart)
-    return piece(memory(buffer_->send, ranks_), ranks_ * slot.offset, length);
-  auto& flat = held_[index].flat;
-  if (!flat.defined()) {
-    flat = at::empty({length}, slot.record->shard.options().dtype(dtype_).requires_grad(std::nullopt));
-    if (poison)
-      fill_with_poison(flat);
-  }
-  return flat;
+    return piece(memory(buffer_->send, ranks_ * buffer_->capacity), ranks_ * slot.offset, length);
+  return memory(held_[index].flat, length);
 }
 
 bool ReduceBucket::complete() const {

@@ -115,8 +115,8 @@ class ReduceBucket {
   int64_t chunk() const { return chunk_; }
   std::vector<Slot>& slots() { return slots_; }
   BucketBuffer* buffer() { return buffer_; }
-  at::Tensor send() { return piece(memory(buffer_->send, ranks_), 0, ranks_ * chunk_); }
-  at::Tensor recv() { return piece(memory(buffer_->recv, 1), 0, chunk_); }
+  at::Tensor send() { return piece(memory(buffer_->send, ranks_ * buffer_->capacity), 0, ranks_ * chunk_); }
+  at::Tensor recv() { return piece(memory(buffer_->recv, buffer_->capacity), 0, chunk_); }
   // The parts of send() and recv() that belong to one parameter.
   // run(): what travels for it; `apart`: a tensor of its own, or the gradient that is held.
   at::Tensor run(size_t slot);
@@ -125,7 +125,8 @@ class ReduceBucket {
   bool poison = false;
 
  private:
-  at::Tensor& memory(at::Tensor& tensor, int64_t rows);
+  // `tensor`, made at its first use.
+  at::Tensor& memory(at::Tensor& tensor, int64_t numel);
   void take_over(size_t slot);  // copies a gradient that is held
   void copy_in(size_t slot, const at::Tensor& grad, double scale);
 

@@ -147,7 +147,7 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
 }
 
 Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
-                                 const std::vector<std::vector<at::Tensor>>& sources) {
+                                 const std::vector<const std::vector<at::Tensor>*>& sources) {
   dawdle();
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (auto& output : outputs) output = aside(output, copies);
@@ -161,7 +161,7 @@ Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
           for (int step = 0; step < size(); ++step) {
             const int from = (rank() + step) % size();
             if (bytes > 0)
-              parts.push_back({begin + from * bytes, sources[i][from].const_data_ptr(), bytes});
+              parts.push_back({begin + from * bytes, (*sources[i])[from].const_data_ptr(), bytes});
           }
         }
         copy_all(parts, stream_);

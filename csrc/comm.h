@@ -77,9 +77,10 @@ class Communicator {
   // Several all-gathers in one launch, each straight into its output; dtypes may differ from pair to pair.
   Pending all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
 
-  // The same by copies that this rank makes alone: sources[i][r] is what rank r would have put in. The caller
-  // sees to it that they may be read.
-  Pending copy_group(std::vector<at::Tensor> outputs, const std::vector<std::vector<at::Tensor>>& sources);
+  // The same by copies that this rank makes alone: (*sources[i])[r] is what rank r would have put in. The
+  // caller sees to it that they may be read.
+  Pending copy_group(std::vector<at::Tensor> outputs,
+                     const std::vector<const std::vector<at::Tensor>*>& sources);
 
   // Whatever `work` queues, on our stream, behind what the caller has queued.
   Pending run(const std::function<void()>& work);

@@ -150,6 +150,18 @@ class Executor : public torch::CustomClassHolder {
     int64_t slot = -1;
   };
   class Round;
+  // Weights that are fetched in one launch into one tensor, and such a fetch that has begun.
+  struct Group {
+    std::vector<ParamRecord*> records;
+    at::ScalarType dtype;
+    int64_t numel;
+    bool operator==(const Group&) const = default;
+  };
+  struct Ahead {
+    Group group;
+    at::Tensor buffer;
+    Pending pending;
+  };
 
   ParamRecord& at(int64_t index) { return *records_.at(static_cast<size_t>(index)); }
   at::Tensor fresh(int64_t numel, const at::TensorOptions& options);
@@ -159,11 +171,14 @@ class Executor : public torch::CustomClassHolder {
   void take_assigned(Tracked& weight);
   void refuse_late_edits();
   bool is_stale(const ParamRecord& record) const;
+  void shadow_is_written(ParamRecord& record);
   void write_shadow(ParamRecord& record);
   void publish(bool everything);
   bool can_copy(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const;
   Pending fetch(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                 std::vector<at::Tensor>& sources);
+  // `sources` must live until the group has arrived.
+  Ahead start(Group group, std::vector<at::Tensor>& sources);
   at::Tensor take_ahead(const std::vector<ParamRecord*>& records, at::ScalarType dtype, int64_t numel);
   void drop_ahead();
   // The shard in `dtype`, from the shadow where there is one; undefined when a cast is needed.
@@ -208,17 +223,6 @@ class Executor : public torch::CustomClassHolder {
   bool published_ = false;  // every rank's shadows may be read, until the next point where they change
   // The first groups that a training step's compiled code fetches, as the last step showed, and those on the
   // way.
-  struct Group {
-    std::vector<ParamRecord*> records;
-    at::ScalarType dtype;
-    int64_t numel;
-    bool operator==(const Group&) const = default;
-  };
-  struct Ahead {
-    Group group;
-    at::Tensor buffer;
-    Pending pending;
-  };
   std::vector<Group> first_groups_;
   bool noting_first_ = false;
   std::deque<Ahead> ahead_;

@@ -22,11 +22,15 @@ bool Executor::is_stale(const ParamRecord& record) const {
          record.shadow_version != static_cast<int64_t>(record.param._version());
 }
 
+void Executor::shadow_is_written(ParamRecord& record) {
+  record.shadow_epoch = epoch_;
+  record.shadow_version = static_cast<int64_t>(record.param._version());
+}
+
 void Executor::write_shadow(ParamRecord& record) {
   at::NoGradGuard no_grad;
   record.shadow.copy_(record.shard);
-  record.shadow_epoch = epoch_;
-  record.shadow_version = static_cast<int64_t>(record.param._version());
+  shadow_is_written(record);
   count("shadow_writes");
 }
 
@@ -68,10 +72,7 @@ void Executor::publish(bool everything) {
   }
   if (everything) {
     for (auto& [copies, shards] : shadow_memory_) copies.copy_(shards);
-    for (auto* record : stale) {
-      record->shadow_epoch = epoch_;
-      record->shadow_version = static_cast<int64_t>(record->param._version());
-    }
+    for (auto* record : stale) shadow_is_written(*record);
   } else {
     for (auto* record : stale) write_shadow(*record);
   }
@@ -111,16 +112,23 @@ void Executor::write_shadows() {
     if (!can_copy(group.records, group.dtype))
       break;
     at::AutoDispatchBelowADInplaceOrView no_autograd;
-    auto buffer = fresh(group.numel, group.records[0]->shadow.options());
-    std::vector<at::Tensor> outputs, sources;
-    int64_t offset = 0;
-    for (const auto* record : group.records) {
-      outputs.push_back(piece(buffer, offset, size() * record->shard_numel()));
-      offset += outputs.back().numel();
-    }
-    auto pending = fetch(group.records, std::move(outputs), sources);
-    ahead_.push_back({std::move(group), std::move(buffer), std::move(pending)});
+    std::vector<at::Tensor> sources;
+    ahead_.push_back(start(std::move(group), sources));
   }
+}
+
+Executor::Ahead Executor::start(Group group, std::vector<at::Tensor>& sources) {
+  auto buffer = fresh(group.numel, group.records[0]->shard.options().dtype(group.dtype));
+  std::vector<at::Tensor> outputs;
+  int64_t offset = 0;
+  for (const auto* record : group.records) {
+    outputs.push_back(piece(buffer, offset, size() * record->shard_numel()));
+    offset += outputs.back().numel();
+  }
+  TORCH_INTERNAL_ASSERT(offset == group.numel, "a group of ", offset, " elements was planned as ",
+                        group.numel);
+  auto pending = fetch(group.records, std::move(outputs), sources);
+  return {std::move(group), std::move(buffer), std::move(pending)};
 }
 
 bool Executor::can_copy(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const {
@@ -136,8 +144,8 @@ Pending Executor::fetch(const std::vector<ParamRecord*>& records, std::vector<at
   const bool alike =
       std::all_of(outputs.begin(), outputs.end(), [&](const auto& o) { return o.scalar_type() == dtype; });
   if (alike && can_copy(records, dtype)) {
-    std::vector<std::vector<at::Tensor>> peers;
-    for (const auto* record : records) peers.push_back(record->peers);
+    std::vector<const std::vector<at::Tensor>*> peers;
+    for (const auto* record : records) peers.push_back(&record->peers);
     count("copied_weights", static_cast<int64_t>(records.size()));
     return gather_comm_.copy_group(std::move(outputs), peers);
   }

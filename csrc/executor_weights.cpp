@@ -111,21 +111,13 @@ at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, i
   count("gather_bytes", numel * static_cast<int64_t>(c10::elementSize(dtype)));
   count("gather_groups");
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  if (auto started = take_ahead(records, dtype, numel); started.defined())
-    return started;
-  auto buffer = fresh(numel, shards[0].options().dtype(dtype).requires_grad(std::nullopt));
-  std::vector<at::Tensor> outputs, sources;
-  int64_t offset = 0;
-  for (const auto* record : records) {
-    const auto length = size() * record->shard_numel();
-    outputs.push_back(piece(buffer, offset, length));
-    offset += length;
-  }
-  TORCH_INTERNAL_ASSERT(offset == numel, "a group of ", offset, " elements was planned as ", numel);
-  auto pending = fetch(records, std::move(outputs), sources);
-  c10d::register_work(buffer,
-                      c10::make_intrusive<PendingWork>(std::move(pending), std::move(sources), device_));
-  return buffer;
+  if (auto waiting = take_ahead(records, dtype, numel); waiting.defined())
+    return waiting;
+  std::vector<at::Tensor> sources;
+  auto started = start({std::move(records), dtype, numel}, sources);
+  c10d::register_work(started.buffer, c10::make_intrusive<PendingWork>(std::move(started.pending),
+                                                                       std::move(sources), device_));
+  return started.buffer;
 }
 
 void Executor::keep_start(at::TensorList kept, at::TensorList shards) {

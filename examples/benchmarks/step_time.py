@@ -231,7 +231,7 @@ def main() -> None:
     )
     steady = clock.milliseconds()
     # Memory that all ranks can read is not the allocator's.
-    shared = 0 if fsdp2 or not hasattr(trainer.strategy, "peer_bytes") else trainer.strategy.peer_bytes
+    shared = getattr(trainer.strategy, "peer_bytes", 0)
     result = {
         "strategy": arguments.strategy + ("_no_reshard" if arguments.no_reshard else ""),
         "options": arguments.option,

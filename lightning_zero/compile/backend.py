@@ -89,16 +89,17 @@ class Compiler:
 
     def passes(self) -> Sequence[PassSpec]:
         """The passes that the next graph goes through: the chosen ones, or the default ones."""
-        default = default_passes(self._config, self._world_size, self.agreed, self._costs, self._hold)
         if self.chosen is None:
-            return default
+            return self._default()
         known = self.known()
         return [known[name] for name in self.chosen]
 
     def known(self) -> dict[str, PassSpec]:
         """All passes that can be chosen, by name."""
-        default = default_passes(self._config, self._world_size, self.agreed, self._costs, self._hold)
-        return {spec.name: spec for spec in (*MINIMAL_PASSES, *default)} | self.registered
+        return {spec.name: spec for spec in (*MINIMAL_PASSES, *self._default())} | self.registered
+
+    def _default(self) -> tuple[PassSpec, ...]:
+        return default_passes(self._config, self._world_size, self.agreed, self._costs, self._hold)
 
     def _backend(self) -> Callable[..., Any]:
         inner = self._aot_eager if self._config.backend == "aot_eager" else self._inductor
