@@ -96,13 +96,23 @@ void ReduceBucket::append(ParamRecord* record, int expected) {
   chunk_ += record->shard_numel();
 }
 
-void ReduceBucket::open(BucketBuffer* buffer, bool adding) {
+void ReduceBucket::has_left() {
+  TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "a bucket that is ", name(state_), " has not left");
+  state_ = State::LAUNCHED;
+  held_.assign(slots_.size(), Held{});
+}
+
+void ReduceBucket::open(BucketBuffer* buffer, bool adding, std::optional<bool> decided) {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "cannot open a bucket that is ", name(state_));
   state_ = State::FILLING;
   buffer_ = buffer;
   held_.assign(slots_.size(), Held{});
   for (auto& slot : slots_) {
     auto& record = *slot.record;
+    if (decided && !adding) {
+      slot.add = *decided;
+      continue;
+    }
     const auto& held = record.param.grad();
     slot.add = adding || held.defined();
     if (!adding && held.defined() && held.const_data_ptr() != record.grad.const_data_ptr()) {

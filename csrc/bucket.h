@@ -85,8 +85,10 @@ class ReduceBucket {
 
   // FILLING from EMPTY. Decides, per parameter, whether to overwrite or to add to its gradient shard:
   // must come before autograd can touch param.grad in this backward. `adding`: to all of them, since they
-  // hold what the same gradients' first bucket brought.
-  void open(BucketBuffer* buffer, bool adding);
+  // hold what the same gradients' first bucket brought. `decided`: whoever replays this will see to it.
+  void open(BucketBuffer* buffer, bool adding, std::optional<bool> decided);
+  // LAUNCHED from EMPTY: a graph that was replayed has sent everything.
+  void has_left();
 
   // Copies `grad` (any layout and dtype, the whole parameter's elements) times `scale` into its slot, cast in
   // the same kernel; adds when the slot was filled before. Legal only while FILLING.

@@ -47,6 +47,7 @@ Pending Communicator::launch(Launch&& launch, std::function<void()> then) {
       pending.wait(device_);
     return pending;
   }
+  used_ = true;
   const auto caller = current_stream(device_);
   if (synchronize_each)
     synchronize(caller);
@@ -112,7 +113,14 @@ std::function<void()> copy_back(std::vector<std::pair<at::Tensor, at::Tensor>> c
 
 }  // namespace
 
+void Communicator::refuse_in_graph(const char* what) const {
+  // A collective's kernel holds a place in the graph's queues until all ranks have come to theirs, and what
+  // they wait for may stand behind it.
+  TORCH_CHECK_NOT_IMPLEMENTED(!recording_ || !has_streams(device_), what, " by a collective");
+}
+
 Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optional<at::ScalarType> cast_to) {
+  refuse_in_graph("weights are gathered");
   dawdle();
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   auto target = aside(output, copies);
@@ -128,6 +136,7 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
 }
 
 Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
+  refuse_in_graph("weights are gathered");
   dawdle();
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (auto& output : outputs) output = aside(output, copies);
@@ -164,10 +173,18 @@ Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
               parts.push_back({begin + from * bytes, (*sources[i])[from].const_data_ptr(), bytes});
           }
         }
-        copy_all(parts, stream_);
+        copy_all(parts, stream_, recording_);
         return Works{};
       },
       copy_back(std::move(copies)));
+}
+
+void Communicator::join() {
+  if (!recording_ || !used_)
+    return;
+  Fence done;
+  done.record(stream_);
+  done.block(current_stream(device_));
 }
 
 Pending Communicator::run(const std::function<void()>& work) {
@@ -208,6 +225,7 @@ void Communicator::meet() {
 Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                                            at::Tensor all_inputs, c10d::ReduceOp::RedOpType op,
                                            std::function<void()> then) {
+  refuse_in_graph("gradients are reduced");
   dawdle();
   if (dice_) {
     for (const auto& output : outputs) fill_with_poison(output);

@@ -104,6 +104,16 @@ class Communicator {
   // Elementwise maximum over ranks of a host tensor; blocks the host. The group must be a CPU one.
   void all_reduce_max(at::Tensor& values);
 
+  // While a graph of the device is recorded: everything on our stream belongs to it. join(): the current
+  // stream waits for ours, if there was anything.
+  void record() {
+    recording_ = true;
+    used_ = false;
+  }
+  void join();
+  void stop_recording() { recording_ = used_ = false; }
+  bool is_recording() const { return recording_; }
+
   // Debugging: wait on the host before and after each collective, so that an error shows where it happened.
   bool synchronize_each = false;
 
@@ -117,12 +127,15 @@ class Communicator {
   at::Tensor aside(const at::Tensor& output, std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
   void dawdle();
 
+  void refuse_in_graph(const char* what) const;
+
   template <class Launch>
   Pending launch(Launch&& launch, std::function<void()> then);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
   c10::Stream stream_;
+  bool recording_ = false, used_ = false;
   std::function<void()> signal_all_;  // and wait for all, on the current stream
   at::Tensor token_, tokens_;         // what a barrier gathers
   std::optional<std::mt19937> dice_;  // when poisoning

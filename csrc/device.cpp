@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <cstring>
+#include <string_view>
 
 namespace lightning_zero {
 
@@ -18,22 +19,36 @@ struct BatchAttributes {
 };
 using BatchCopy = int (*)(void* const*, const void* const*, const size_t*, size_t, BatchAttributes*, size_t*,
                           size_t, void*);
+using OneCopy = int (*)(void*, const void*, size_t, int, void*);
 using LastError = int (*)();
 
 struct CudaRuntime {
-  BatchCopy copy = nullptr;
+  BatchCopy copy_batch = nullptr;
+  OneCopy copy = nullptr;
   LastError last_error = nullptr;
   CudaRuntime() {
-    if (void* library = dlopen("libcudart.so.13", RTLD_LAZY | RTLD_NOLOAD)) {
-      copy = reinterpret_cast<BatchCopy>(dlsym(library, "cudaMemcpyBatchAsync"));
+    for (const char* name : {"libcudart.so.13", "libcudart.so.12"}) {
+      void* library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+      if (library == nullptr)
+        continue;
+      copy = reinterpret_cast<OneCopy>(dlsym(library, "cudaMemcpyAsync"));
       last_error = reinterpret_cast<LastError>(dlsym(library, "cudaGetLastError"));
+      if (name == std::string_view("libcudart.so.13"))
+        copy_batch = reinterpret_cast<BatchCopy>(dlsym(library, "cudaMemcpyBatchAsync"));
+      return;
     }
+  }
+  static const CudaRuntime& instance() {
+    static const CudaRuntime runtime;
+    return runtime;
   }
 };
 
+constexpr int kByAddress = 4;  // cudaMemcpyDefault
+
 bool copy_in_one_call(const std::vector<Copy>& copies, const c10::Stream& stream) {
-  static const CudaRuntime runtime;
-  if (stream.device_type() != c10::kCUDA || runtime.copy == nullptr || runtime.last_error == nullptr)
+  const auto& runtime = CudaRuntime::instance();
+  if (stream.device_type() != c10::kCUDA || runtime.copy_batch == nullptr || runtime.last_error == nullptr)
     return false;
   std::vector<void*> to;
   std::vector<const void*> from;
@@ -45,8 +60,8 @@ bool copy_in_one_call(const std::vector<Copy>& copies, const c10::Stream& stream
   }
   BatchAttributes attributes;
   size_t first = 0;
-  if (to.empty() || runtime.copy(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first, 1,
-                                 stream.native_handle()) == 0)
+  if (to.empty() || runtime.copy_batch(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first,
+                                       1, stream.native_handle()) == 0)
     return true;
   runtime.last_error();  // or the next kernel would be blamed
   return false;
@@ -54,18 +69,20 @@ bool copy_in_one_call(const std::vector<Copy>& copies, const c10::Stream& stream
 
 }  // namespace
 
-void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream) {
+void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream, bool recorded) {
   if (!has_streams(stream.device())) {
     for (const auto& copy : copies) std::memcpy(copy.to, copy.from, copy.bytes);
     return;
   }
-  if (copy_in_one_call(copies, stream))
+  if (!recorded && copy_in_one_call(copies, stream))
     return;
-  const auto bytes = at::TensorOptions().dtype(at::kByte).device(stream.device());
+  // Not by tensors: those of a peer's memory would have to name the peer's device.
+  const auto& runtime = CudaRuntime::instance();
+  TORCH_INTERNAL_ASSERT(stream.device_type() == c10::kCUDA && runtime.copy != nullptr,
+                        "copies between devices need the CUDA runtime that torch has loaded");
   for (const auto& copy : copies) {
-    const auto size = static_cast<int64_t>(copy.bytes);
-    at::from_blob(copy.to, {size}, bytes)
-        .copy_(at::from_blob(const_cast<void*>(copy.from), {size}, bytes), /*non_blocking=*/true);
+    const int error = runtime.copy(copy.to, copy.from, copy.bytes, kByAddress, stream.native_handle());
+    TORCH_CHECK(error == 0, "lightning_zero: cudaMemcpyAsync failed with error ", error, ".");
   }
 }
 

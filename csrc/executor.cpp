@@ -152,6 +152,8 @@ void Executor::ensure_grad(ParamRecord& record) {
 }
 
 void Executor::join_round() {
+  if (recording_)
+    return;
   const int task = torch::autograd::get_current_graph_task_id();
   TORCH_CHECK(task >= 0,
               "lightning_zero: a gradient arrived outside of a backward pass. Gradients must come from "
@@ -180,7 +182,7 @@ void Executor::open(ReduceBucket& bucket, bool adding) {
   bucket.apart = !staging_.empty();
   if (options_.poison && buffer->send.defined())
     fill_with_poison(buffer->send);
-  bucket.open(buffer, adding);
+  bucket.open(buffer, adding, recording_ ? std::optional(recording_->adding) : std::nullopt);
 }
 
 void Executor::reduce(int64_t index, const at::Tensor& grad, bool hold) {
@@ -301,6 +303,7 @@ void Executor::end_backward() {
     attach(flags);
     learn_order(flags);
     finish_round();
+    ++backwards_;
   }
   // Without the lock: hooks are Python, and may gather.
   if (!backward_end_op_.empty()) {
@@ -337,6 +340,8 @@ void Executor::finish_round() {
 
 void Executor::abort_backward() {
   std::lock_guard lock(mutex_);
+  abort_recording();
+  apart_.clear();
   if (tasks_.empty())
     return;
   for (auto& [dtype, pool] : pools_) pool->discard();

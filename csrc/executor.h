@@ -27,6 +27,14 @@
 // the barrier of one round knows that all have added up the round before it, so its half may be written
 // again.
 //
+// [Note: captured graphs] A compiled graph's forward and backward may be captured as graphs of the device and
+// replayed. While one is recorded, ops queue what they always queue, but agree on nothing and call nobody;
+// what the run would have changed here is noted. A replay consists of before_replay(), which does what must
+// be done each time anew (meet peers whose shadows are read, join autograd's backward, decide whether
+// gradients are added), the graph, and after_replay(), which brings the books up to date. What is queued is
+// the same, so a rank may replay what another runs. Recorded are only backwards whose gradients fill whole
+// buckets, from the first on.
+//
 // State is per parameter and backward, never per graph. All methods may be called from autograd's threads.
 #pragma once
 
@@ -89,6 +97,8 @@ class Executor : public torch::CustomClassHolder {
   // The parameter's shadow on every rank, in memory that this process can read. See [Note: copies from
   // peers].
   void set_peers(int64_t index, std::vector<at::Tensor> peers);
+  // The same for a copy in the parameter's own dtype.
+  void set_exact(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
   // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again
   // before use.
   void expire_shadows();
@@ -118,6 +128,24 @@ class Executor : public torch::CustomClassHolder {
   // Lets go of all weights that eager code was given; edits to come of those it still holds are not seen.
   void drop_weights();
   int64_t find_gathered(const at::Tensor& tensor);
+
+  // See [Note: captured graphs]. Why nothing can be recorded now; empty when it can.
+  std::string why_not_recorded() const;
+  // `adding`: to the gradients that are there, rather than in their place.
+  void record_graph(bool backward, bool adding);
+  int64_t end_recording();  // its number; throws NotImplementedError where a replay would not be the same
+  void abort_recording();
+  // Whether replays of these would do what runs would.
+  bool fits(int64_t forward, int64_t backward) const;
+  void never_ran(int64_t graph);  // what it was to leave behind is not there
+  void meet_peers();              // so that shadows are up to date, and may be read
+  void before_replay(int64_t graph);
+  void after_replay(int64_t graph);
+  // Whether gradients are there, to which a backward that begins now would add.
+  bool has_gradients() const;
+  // Changes when shards may have.
+  int64_t epoch() const { return epoch_; }
+  int64_t backwards() const { return backwards_; }  // that have ended
 
   void end_backward();
   void abort_backward();   // drops what an interrupted backward left
@@ -163,6 +191,22 @@ class Executor : public torch::CustomClassHolder {
     Pending pending;
   };
 
+  struct Recorded {
+    bool adding = false;
+    int64_t plan = 0;  // of buckets
+    std::vector<const void*> grads;
+    std::vector<int64_t> arrivals;
+    size_t launched = 0;
+    int64_t rounds = 0, meetings = 0;
+    std::vector<int64_t> kept, kept_before;  // weights that it gathers to keep; that must be there already
+    std::map<std::string, int64_t> counters;
+    // Of the backward that goes on around it.
+    std::vector<int> tasks;
+    std::vector<int64_t> arrivals_before;
+  };
+  void forget_recording();
+  void forget_kept(const Recorded& graph);
+
   ParamRecord& at(int64_t index) { return *records_.at(static_cast<size_t>(index)); }
   at::Tensor fresh(int64_t numel, const at::TensorOptions& options);
   // Memory for the whole weight, unless the caller has some.
@@ -171,9 +215,14 @@ class Executor : public torch::CustomClassHolder {
   void take_assigned(Tracked& weight);
   void refuse_late_edits();
   bool is_stale(const ParamRecord& record) const;
+  bool is_kept(const ParamRecord& record) const;
+  void keep(ParamRecord& record);
   void shadow_is_written(ParamRecord& record);
   void write_shadow(ParamRecord& record);
-  void publish(bool everything);
+  // `wait`: the current stream, too, and not only what this executor launches.
+  void publish(bool everything, bool wait = false);
+  // On every rank, where they can be read; empty where they cannot.
+  static const std::vector<at::Tensor>& copies_of(const ParamRecord& record, at::ScalarType dtype);
   bool can_copy(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const;
   Pending fetch(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                 std::vector<at::Tensor>& sources);
@@ -188,6 +237,7 @@ class Executor : public torch::CustomClassHolder {
 
   void join_round();
   void plan_buckets();
+  void expect_buckets();
   bool plan_is_stale() const;
   void ensure_grad(ParamRecord& record);
   void open(ReduceBucket& bucket, bool adding);
@@ -234,6 +284,7 @@ class Executor : public torch::CustomClassHolder {
   std::vector<ReduceBucket> late_;     // second chance, one for each bucket
   std::unordered_map<int, std::unique_ptr<BufferPool>> pools_;
   bool order_learned_ = false;
+  int64_t plans_made_ = 0;
 
   std::vector<int64_t> arrivals_;  // this backward, in order
   size_t next_launch_ = 0;
@@ -243,7 +294,12 @@ class Executor : public torch::CustomClassHolder {
   std::vector<int> tasks_;                      // autograd graph tasks that will call end_backward()
   std::vector<int64_t> attached_;
 
-  int64_t epoch_ = 0;
+  std::optional<Recorded> recording_;
+  std::vector<Recorded> graphs_;
+  // What was there before a replay that overwrites it.
+  std::vector<std::pair<at::Tensor, at::Tensor>> apart_;
+
+  int64_t epoch_ = 0, backwards_ = 0;
   std::map<std::string, int64_t> counters_;
   PoolStats pool_stats_;
   mutable std::recursive_mutex mutex_;

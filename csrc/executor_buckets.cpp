@@ -61,8 +61,7 @@ void Executor::plan_buckets() {
     std::vector<int64_t> members;
   };
   std::vector<Planned> planned;
-  std::unordered_map<int, size_t> open;      // dtype -> bucket
-  std::unordered_map<int, int64_t> largest;  // dtype -> chunk
+  std::unordered_map<int, size_t> open;  // dtype -> bucket
   for (auto index : order_) {
     const auto& record = at(index);
     const auto dtype = wire_dtype(record);
@@ -75,8 +74,6 @@ void Executor::plan_buckets() {
     auto& bucket = planned[found->second];
     bucket.members.push_back(index);
     bucket.chunk += record.shard_numel();
-    auto& most = largest[static_cast<int>(dtype)];
-    most = std::max(most, bucket.chunk);
   }
   for (auto& bucket : planned) {
     // As in the arena: neighbours are accumulated by one kernel. Not by address, which no two ranks have in
@@ -94,9 +91,17 @@ void Executor::plan_buckets() {
       buckets_.back().append(&at(index), expected_[index]);
     }
   }
-  for (auto [dtype, chunk] : largest) pool(static_cast<at::ScalarType>(dtype)).expect(chunk);
+  expect_buckets();
   late_ = buckets_;
+  ++plans_made_;
   count("plans");
+}
+
+void Executor::expect_buckets() {
+  std::map<at::ScalarType, int64_t> largest;
+  for (const auto& bucket : buckets_)
+    largest[bucket.dtype()] = std::max(largest[bucket.dtype()], bucket.chunk());
+  for (auto [dtype, chunk] : largest) pool(dtype).expect(chunk);
 }
 
 // Launching in the order of arrival is what hides the reduce-scatters. The first backward shows the order; it

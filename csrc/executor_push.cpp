@@ -53,7 +53,7 @@ void Executor::push(ReduceBucket& bucket) {
       }
     }
     const auto stream = current_stream(device_);
-    copy_all(copies, stream);
+    copy_all(copies, stream, reduce_comm_.is_recording());
     if (last)
       bucket.read_by(stream);
     meet();

@@ -28,6 +28,7 @@ void Executor::shadow_is_written(ParamRecord& record) {
 }
 
 void Executor::write_shadow(ParamRecord& record) {
+  TORCH_INTERNAL_ASSERT(!recording_, "a replay would write the shadow of ", record.name, " each time");
   at::NoGradGuard no_grad;
   record.shadow.copy_(record.shard);
   shadow_is_written(record);
@@ -48,6 +49,16 @@ void Executor::set_peers(int64_t index, std::vector<at::Tensor> peers) {
   published_ = false;
 }
 
+void Executor::set_exact(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
+  std::lock_guard lock(mutex_);
+  auto& record = at(index);
+  TORCH_INTERNAL_ASSERT(!record.peers.empty() && static_cast<int64_t>(peers.size()) == size() &&
+                        copy.scalar_type() == record.shard.scalar_type());
+  record.exact = std::move(copy);
+  record.exact_peers = std::move(peers);
+  published_ = false;
+}
+
 void Executor::expire_shadows() {
   std::lock_guard lock(mutex_);
   ++epoch_;
@@ -55,7 +66,7 @@ void Executor::expire_shadows() {
   drop_ahead();
 }
 
-void Executor::publish(bool everything) {
+void Executor::publish(bool everything, bool wait) {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   std::vector<ParamRecord*> stale;
   for (auto& record : records_) {
@@ -78,14 +89,25 @@ void Executor::publish(bool everything) {
   }
   if (!shared_)
     return;
+  std::vector<at::Tensor> copies, shards;
+  for (auto* record : stale) {
+    if (record->exact.defined()) {
+      copies.push_back(record->exact);
+      shards.push_back(record->shard);
+    }
+  }
+  if (!copies.empty())
+    at::_foreach_copy_(copies, shards);
   auto all_have_written = gather_comm_.barrier();
-  if (!has_streams(device_))
+  if (wait || !has_streams(device_))
     all_have_written.wait(device_);
   published_ = true;
 }
 
 void Executor::enter(const std::string& digest, const std::string& plan) {
   std::unique_lock lock(mutex_);
+  if (recording_)
+    return;  // before_replay() does this each time
   if (plans_.count(digest) == 0 && !new_plan_op_.empty()) {
     lock.unlock();  // Python waits there for the other ranks
     torch::jit::Stack stack{digest, plan};
@@ -131,9 +153,16 @@ Executor::Ahead Executor::start(Group group, std::vector<at::Tensor>& sources) {
   return {std::move(group), std::move(buffer), std::move(pending)};
 }
 
+const std::vector<at::Tensor>& Executor::copies_of(const ParamRecord& record, at::ScalarType dtype) {
+  static const std::vector<at::Tensor> none;
+  if (record.shard.scalar_type() == dtype)
+    return record.exact_peers;
+  return record.shadow.defined() && record.shadow.scalar_type() == dtype ? record.peers : none;
+}
+
 bool Executor::can_copy(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const {
   return published_ && std::all_of(records.begin(), records.end(), [&](const ParamRecord* record) {
-           return !record->peers.empty() && record->shadow.scalar_type() == dtype;
+           return !copies_of(*record, dtype).empty();
          });
 }
 
@@ -145,7 +174,7 @@ Pending Executor::fetch(const std::vector<ParamRecord*>& records, std::vector<at
       std::all_of(outputs.begin(), outputs.end(), [&](const auto& o) { return o.scalar_type() == dtype; });
   if (alike && can_copy(records, dtype)) {
     std::vector<const std::vector<at::Tensor>*> peers;
-    for (const auto* record : records) peers.push_back(&record->peers);
+    for (const auto* record : records) peers.push_back(&copies_of(*record, dtype));
     count("copied_weights", static_cast<int64_t>(records.size()));
     return gather_comm_.copy_group(std::move(outputs), peers);
   }

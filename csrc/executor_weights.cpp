@@ -120,6 +120,15 @@ at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, i
   return started.buffer;
 }
 
+bool Executor::is_kept(const ParamRecord& record) const {
+  return record.kept_epoch == epoch_ && record.kept_version == static_cast<int64_t>(record.param._version());
+}
+
+void Executor::keep(ParamRecord& record) {
+  record.kept_epoch = epoch_;
+  record.kept_version = static_cast<int64_t>(record.param._version());
+}
+
 void Executor::keep_start(at::TensorList kept, at::TensorList shards) {
   std::lock_guard lock(mutex_);
   if (!tracked_.empty())
@@ -132,9 +141,12 @@ void Executor::keep_start(at::TensorList kept, at::TensorList shards) {
                           record.name);
     // The same on every rank: whether a weight is gathered must not depend on what one of them happens to
     // hold.
-    stale = stale || record.kept_epoch != epoch_ ||
-            record.kept_version != static_cast<int64_t>(record.param._version());
+    stale = stale || !is_kept(record);
     records.push_back(&record);
+  }
+  if (recording_) {
+    auto& noted = stale ? recording_->kept : recording_->kept_before;
+    for (const auto* record : records) noted.push_back(record->index);
   }
   if (!stale)
     return;
@@ -145,8 +157,7 @@ void Executor::keep_start(at::TensorList kept, at::TensorList shards) {
   for (auto* record : records) {
     outputs.push_back(record->kept);
     bytes += static_cast<int64_t>(record->kept.nbytes());
-    record->kept_epoch = epoch_;
-    record->kept_version = static_cast<int64_t>(record->param._version());
+    keep(*record);
   }
   count("gathers", static_cast<int64_t>(records.size()));
   count("gather_bytes", bytes);

@@ -29,7 +29,11 @@ struct ParamRecord {
   // The same values in the dtype that is computed in; undefined when nothing is computed in another.
   at::Tensor shadow;
   std::vector<at::Tensor> peers;  // every rank's shadow of this parameter, where they can be read from here
-  int64_t shadow_epoch = -1;      // as Executor::epoch_ and param._version() were when it was written
+  // A copy in the shard's own dtype, for weights that are computed with in it, written and read like the
+  // shadow: shards themselves change at times of which peers know nothing.
+  at::Tensor exact;
+  std::vector<at::Tensor> exact_peers;
+  int64_t shadow_epoch = -1;  // as Executor::epoch_ and param._version() were when it was written
   int64_t shadow_version = -1;
   // Memory for the whole parameter, padded, in which it stays until the optimizer steps; undefined where it
   // does not.

@@ -135,6 +135,9 @@ class EngineConfig:
             added up there, in float32; ``"auto"``: as above.
         capture_step: replay the optimizer's step as a CUDA graph: ``"auto"`` where that is possible; ``True``, or raise
             where it is not; ``False`` never.
+        capture_graphs: replay forward and backward of compiled code as CUDA graphs: ``"auto"`` or ``True`` where that
+            is possible; ``False`` never.
+        emulate_graphs: debugging: on any device, do what such a replay does, without the graphs.
         emulate_capture: debugging: on any device, do what a captured step does, without the graph.
         agreement_timeout_s: how long, in seconds, a rank with a newly compiled graph waits for ranks that are not
             compiling, before it says that they do something else.
@@ -150,6 +153,8 @@ class EngineConfig:
     reduce_by: str = "auto"
     capture_step: bool | str = "auto"
     emulate_capture: bool = False
+    capture_graphs: bool | str = "auto"
+    emulate_graphs: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.agreement_timeout_s < math.inf:
@@ -159,5 +164,6 @@ class EngineConfig:
         for name in ("gather_by", "reduce_by"):
             if getattr(self, name) not in ("auto", "collective", "copy"):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 'auto', 'collective' or 'copy'.")
-        if self.capture_step not in (True, False, "auto"):
-            raise ValueError(f"capture_step={self.capture_step!r} must be True, False or 'auto'.")
+        for name in ("capture_step", "capture_graphs"):
+            if getattr(self, name) not in (True, False, "auto"):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True, False or 'auto'.")

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.eager import regather_saved_weights
 from lightning_zero.compile.passes import PassSpec, small_weight_bytes
 from lightning_zero.compile.plan import Plan
+from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.supervisor import Supervisor
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
@@ -113,6 +115,14 @@ class Engine:
         agreement = Agreement(store, self.rank, self.world_size, self.config.agreement_timeout_s, self._timeout_s)
         self._supervisor = Supervisor(agreement, [observe] if observe is not None else [], say)
         self._budget = MeasuredBudget(self._supervisor, self.executor, self.control_group, MemoryGauge(device))
+        self.replays = Replays(
+            self.executor,
+            device,
+            self.config,
+            ready=lambda: self._budget.settled(self.config.compile),
+            lasting=self._lasting,
+            say=self._supervisor.say,
+        )
         self._compile_arguments = self._compiler_arguments()
         self.sharder = Sharder(self.executor, self.gather_group, self.control_group)
         self.sharder.classes.engine = weakref.ref(self)
@@ -139,6 +149,7 @@ class Engine:
         recompile = config.compile != self.config.compile
         self.config = config
         self.executor.configure(config)
+        self.replays.configure(config)
         if recompile:
             self._budget.reset()
             self._compile_arguments = self._compiler_arguments()
@@ -154,7 +165,11 @@ class Engine:
                 self.gather_group, self.control_group, self.device, self.peers.for_weights is not None
             )
         return self._supervisor.compiler(
-            compile, self.world_size, self._costs or NOMINAL, self.peers.for_gradients is not None
+            compile,
+            self.world_size,
+            self._costs or NOMINAL,
+            self.peers.for_gradients is not None,
+            self.replays.wrap,
         )
 
     def observe(self, observer: GraphObserver) -> None:
@@ -180,6 +195,7 @@ class Engine:
         if arguments is None:
             return
         self._compile_arguments = arguments
+        self.replays.drop()
         if self.calls is not None:
             self.calls.compile_again(arguments)
 
@@ -197,6 +213,11 @@ class Engine:
     def plan(self) -> Plan:
         """What the compiled graphs that have run so far gather and reduce."""
         return self._supervisor.plan
+
+    def _lasting(self) -> Iterator[Tensor]:
+        """What compiled graphs read that stays where it is."""
+        module = self._sharded_module()
+        return chain(module.parameters(), module.buffers(), self.sharder.kept)
 
     def _new_plan(self, digest: str, text: str) -> None:
         self._supervisor.new_plan(digest, text)
@@ -334,6 +355,7 @@ class Engine:
 
     def eval_step(self) -> None:
         """Must come before a forward outside of training: weights may have been exchanged since the last one."""
+        self.replays.drop()
         self.executor.sync_edits()
         self.executor.expire_shadows()
 
@@ -344,6 +366,7 @@ class Engine:
 
     def reset(self) -> None:
         """After an exception: drops half-done work and gathered weights. Not collective."""
+        self.replays.drop()
         self.executor.abort_backward()
         self.executor.sync_edits(forget=True)
         self.executor.drop_weights()  # a traceback may hold them for long
@@ -428,6 +451,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""
+        self.replays.drop()
         self.executor.close()
 
     def __repr__(self) -> str:

@@ -85,6 +85,9 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         reduce_by: likewise for gradients, which are copied into peers' memory, or else reduce-scattered.
         capture_step: replay norm, clipping and the optimizer's step as CUDA graphs: ``"auto"`` where that is possible;
             ``True``, or raise where it is not; ``False`` never.
+        capture_graphs: replay forward and backward of compiled code as CUDA graphs, so that the host is not what limits
+            small batches: ``"auto"`` where that is possible; ``False`` never. Their memory cannot be used for anything
+            else; evaluation gives it back.
         agreement_timeout_s: a rank that has compiled a graph waits so many seconds for ranks that are not compiling
             before it raises ``RankMismatchError``.
         sync_collectives: debugging: wait on the host before and after every collective.
@@ -116,6 +119,7 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         gather_by: str = "auto",
         reduce_by: str = "auto",
         capture_step: bool | str = "auto",
+        capture_graphs: bool | str = "auto",
         agreement_timeout_s: float = 25.0,
         sync_collectives: bool = False,
         process_group_backend: str | None = None,
@@ -153,6 +157,7 @@ class ZeroStrategy(Inspection, ProcessStrategy):
             gather_by=gather_by,
             reduce_by=reduce_by,
             capture_step=capture_step,
+            capture_graphs=capture_graphs,
         )
         self._engine: Engine | None = None
         self._observers: list[GraphObserver] = []

@@ -23,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 from torch.fx.graph import _BoxedCodeGen
 
-from lightning_zero.compile.frontend import last_read, name_weights, refuse_edits
+from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes, keeping, run_passes
 from lightning_zero.compile.plan import GraphPlan
@@ -55,6 +55,7 @@ class Compiler:
 
     Args:
         costs: estimates by which passes place transfers; the same on every rank.
+        wrap: gives what is called instead of a compiled graph.
 
     Attributes:
         registered: users' passes, by name.
@@ -64,8 +65,15 @@ class Compiler:
     """
 
     def __init__(
-        self, config: CompileConfig, world_size: int, events: Events, costs: Costs = NOMINAL, hold: bool = False
+        self,
+        config: CompileConfig,
+        world_size: int,
+        events: Events,
+        costs: Costs = NOMINAL,
+        hold: bool = False,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
+        self._wrap = wrap or (lambda compiled: compiled)
         self._config = config
         self._world_size = world_size
         self._events = events
@@ -107,14 +115,16 @@ class Compiler:
         def compile_graph(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             names = name_weights(module.graph)
             refuse_edits(module.graph)
+            communicates = has_collectives(module)
             last = self.last_weight is not None and last_read(module.graph, inputs) is self.last_weight
             begun = time.monotonic()
             self._events.compiling(names, True, 0.0)
             try:
                 with functorch_config.patch(activation_memory_budget=self._config.activation_memory_budget):
-                    return inner(last, module, inputs, **kwargs)
+                    compiled = inner(last, module, inputs, **kwargs)
             finally:
                 self._events.compiling(names, False, time.monotonic() - begun)
+            return compiled if communicates else self._wrap(compiled)
 
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph

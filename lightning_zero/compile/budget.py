@@ -71,6 +71,10 @@ class MeasuredBudget:
             return 0.0
         return self._bytes_until_step if config.persist_mb == "auto" else config.persist_bytes
 
+    def settled(self, config: CompileConfig) -> bool:
+        """Whether nothing is going to be compiled again for a budget."""
+        return self._done or config.persist_mb != "auto"
+
     def optimizer_steps(self) -> None:
         """Must come with each step of an optimizer; harmless when repeated."""
         self._stepped = True

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["last_read", "name_weights", "refuse_edits"]
+__all__ = ["has_collectives", "last_read", "name_weights", "refuse_edits"]
+
+_DISTRIBUTED = "torch.distributed"
 
 _IN_PLACE = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
@@ -47,6 +49,13 @@ def last_read(graph: Graph, inputs: Sequence[Any]) -> Any:
 def _gathers(graph: Graph) -> list[Node]:
     op = torch.ops.lightning_zero.gather
     return [node for node in graph.nodes if getattr(node.target, "overloadpacket", node.target) is op]
+
+
+def has_collectives(module: GraphModule) -> bool:
+    """Whether ranks wait for each other inside this graph, or one that it calls, by more than our own ops."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+    targets = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return any("c10d" in str(t) or (getattr(t, "__module__", "") or "").startswith(_DISTRIBUTED) for t in targets)
 
 
 def refuse_edits(graph: Graph) -> None:

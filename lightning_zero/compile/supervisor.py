@@ -46,10 +46,15 @@ class Supervisor:
         self.compiled = 0  # how often something was compiled, or ran that was new to this rank
 
     def compiler(
-        self, config: CompileConfig, world_size: int, costs: Costs = NOMINAL, hold: bool = False
+        self,
+        config: CompileConfig,
+        world_size: int,
+        costs: Costs = NOMINAL,
+        hold: bool = False,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> dict[str, Any]:
         """Arguments of ``torch.compile``; replaces the compiler before, whose passes stay chosen."""
-        before, self._compiler = self._compiler, Compiler(config, world_size, self, costs, hold)
+        before, self._compiler = self._compiler, Compiler(config, world_size, self, costs, hold, wrap)
         if before is not None:
             self._compiler.registered, self._compiler.chosen = before.registered, before.chosen
         return self._compiler.arguments()

@@ -132,6 +132,11 @@ class Executor:
         there instead of gathering. The same parameters on every rank."""
         self._native.set_peers(index, peers)
 
+    def set_exact(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
+        """Memory for a copy of the shard in its own dtype, on this rank and on each: for weights that compiled code
+        with mixed precision reads in full precision. After :meth:`set_peers`."""
+        self._native.set_exact(index, copy, peers)
+
     def write_shadows(self) -> None:
         """Before the forward of a training step: writes all shadows. Collective where peers read them."""
         self._native.write_shadows()
@@ -166,6 +171,59 @@ class Executor:
     def release_buffers(self) -> None:
         """Frees the buckets' memory."""
         self._native.release_buffers()
+
+    def why_not_recorded(self) -> str:
+        """Why what compiled code does cannot be recorded now; empty when it can."""
+        return self._native.why_not_recorded()
+
+    def record_graph(self, backward: bool, adding: bool) -> None:
+        """What follows, up to :meth:`end_recording`, is noted, and agreed on with nobody: a compiled graph's forward,
+        or its backward, whose gradients overwrite those that are there, or are added to them."""
+        self._native.record_graph(backward, adding)
+
+    def end_recording(self) -> int:
+        """Ends it; returns its number.
+
+        Raises:
+            NotImplementedError: a replay would not do what a run does; the message says why.
+        """
+        return self._native.end_recording()
+
+    def abort_recording(self) -> None:
+        """Forgets it; harmless when nothing is recorded."""
+        self._native.abort_recording()
+
+    def never_ran(self, number: int) -> None:
+        """What was recorded has only been captured; nothing that it leaves behind is there."""
+        self._native.never_ran(number)
+
+    def fits(self, forward: int, backward: int) -> bool:
+        """Whether replays of a forward and its backward, by their numbers, would still do what runs do."""
+        return self._native.fits(forward, backward)
+
+    def meet_peers(self) -> None:
+        """Writes weights in the dtype that is computed in where they changed. Collective where peers read them."""
+        self._native.meet_peers()
+
+    def before_replay(self, number: int) -> None:
+        """Must come before each replay, for a backward inside of autograd's. Collective as :meth:`meet_peers`."""
+        self._native.before_replay(number)
+
+    def after_replay(self, number: int) -> None:
+        """Must come after each replay: enters into the books what was done."""
+        self._native.after_replay(number)
+
+    def has_gradients(self) -> bool:
+        """Whether some trainable parameter has a gradient."""
+        return self._native.has_gradients()
+
+    def epoch(self) -> int:
+        """Changes whenever shards may have changed."""
+        return self._native.epoch()
+
+    def backwards(self) -> int:
+        """How many backward passes have ended."""
+        return self._native.backwards()
 
     def counters(self) -> dict[str, int]:
         """Counts since the last reset: ``gathers``, ``gather_bytes``, ``eager_gathers``, ``reduces``, ``flushes``,

@@ -172,7 +172,9 @@ def _compile(fn: Callable[..., None], arguments: tuple[Tensor, ...]) -> Callable
         return ()
 
     graph = make_fx(traced, tracing_mode="fake")(*arguments)
-    return torch._inductor.compile(graph, list(arguments))
+    # Inductor would time two ways to launch the kernel, on clones of everything that it writes: of all this rank's
+    # weights and moments, or, where there is no room, by way of the host, which takes minutes.
+    return torch._inductor.compile(graph, list(arguments), options={"triton.autotune_pointwise": False})
 
 
 def _setting(group: dict[str, Any], name: str) -> Any:

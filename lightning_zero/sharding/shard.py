@@ -8,7 +8,7 @@ and moves all shards into arenas. Every rank must do the same in the same order:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -291,6 +291,22 @@ class Sharder:
                 self.executor.set_shadow(record.index, copy[part])
                 if all_ranks:
                     self.executor.set_peers(record.index, [memory[part] for memory in all_ranks])
+        if peers is not None:
+            self._allocate_exact([record for record in self.live if record.param.dtype in copies], peers)
+
+    def _allocate_exact(self, shadowed: list[ShardedParameter], peers: PeerMemory) -> None:
+        """Autocast leaves norms and embeddings in full precision, so their shadows are not what is gathered."""
+        by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+        for record in shadowed:
+            if len(record.layout.shape) < 2 or any(isinstance(owner, nn.Embedding) for owner, _ in record.owners):
+                by_dtype.setdefault(record.param.dtype, []).append(record)
+        for dtype, records in by_dtype.items():
+            sizes = [record.layout.shard_numel for record in records]
+            mine, all_ranks = peers.empty(sum(sizes), dtype)
+            for record, part, *theirs in zip(
+                records, mine.split(sizes), *(memory.split(sizes) for memory in all_ranks), strict=True
+            ):
+                self.executor.set_exact(record.index, part, theirs)
 
     def allocate_kept(self, dtype: torch.dtype | None, small_bytes: int, budget_bytes: float) -> None:
         """Memory for whole parameters, in which compiled code keeps them until the optimizer steps. Harmless when
@@ -318,6 +334,13 @@ class Sharder:
             view = flat[: whole.numel].view(whole.shape)
             for owner, key in record.owners:
                 owner.__dict__.setdefault(KEPT, {})[key] = view
+
+    @property
+    def kept(self) -> Iterator[Tensor]:
+        """What :meth:`allocate_kept` has shown to modules."""
+        return (
+            view for record in self.live for owner, _ in record.owners for view in owner.__dict__.get(KEPT, {}).values()
+        )
 
     @property
     def live(self) -> list[ShardedParameter]:

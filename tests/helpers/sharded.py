@@ -47,7 +47,9 @@ def engine_for(
     poison: bool = False,
     device: str = "cpu",
     emulate_capture: bool = False,
+    emulate_graphs: bool = False,
     capture_step: bool | str = "auto",
+    capture_graphs: bool | str = "auto",
     costs: Costs = NOMINAL,
     gather_by: str = "auto",
     reduce_by: str = "auto",
@@ -69,6 +71,8 @@ def engine_for(
         poison=poison,
         emulate_capture=emulate_capture,
         capture_step=capture_step,
+        emulate_graphs=emulate_graphs,
+        capture_graphs=capture_graphs,
         gather_by=gather_by,
         reduce_by=reduce_by,
     )

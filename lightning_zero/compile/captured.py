@@ -1,0 +1,229 @@
+"""A compiled graph's forward and backward as two CUDA graphs, or, for debugging, as something that behaves like them on
+any device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero.native import Executor
+
+__all__ = ["CapturedPair", "EmulatedPair", "Pair"]
+
+
+class Pair(Protocol):
+    """Forward and backward of one compiled graph on fixed inputs.
+
+    Args:
+        compiled: what to capture; called with ``inputs``.
+        inputs: parameters and buffers, memory for other tensors, and sizes.
+        copied: those of them that whoever calls knows nothing of.
+        executor: keeps the books.
+        adding: whether gradients will usually be added to those that are there.
+        beside: another pair that never runs at the same time.
+
+    Raises:
+        NotImplementedError: they cannot be replayed; the message says why.
+    """
+
+    differentiable: Sequence[bool]  # by output; known after a forward
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        inputs: Sequence[Any],
+        copied: Sequence[Tensor],
+        executor: Executor,
+        adding: bool,
+        beside: Pair | None,
+    ) -> None: ...
+
+    def fits(self) -> bool:
+        """Whether a replay does what a run would do."""
+
+    def forward(self) -> Sequence[Tensor]:
+        """The outputs, in memory that the next forward overwrites."""
+
+    def backward(self, grads: Sequence[Tensor | None]) -> None:
+        """Takes the gradients of the outputs, of which None means zero."""
+
+    def input_grads(self, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Gradients of inputs, after a backward."""
+
+    def close(self) -> None:
+        """Gives the memory back. Nothing is replayed any more."""
+
+
+def _run(compiled: Callable[..., Any], inputs: Sequence[Any], copied: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, checked."""
+    before = [tensor._version for tensor in copied]
+    outputs = list(compiled(*inputs))
+    if [tensor._version for tensor in copied] != before:
+        raise NotImplementedError("an input is changed in place")
+    if not all(isinstance(output, Tensor) for output in outputs):
+        raise NotImplementedError("an output is no tensor")
+    owned = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
+    if any(output.untyped_storage().data_ptr() in owned for output in outputs):
+        raise NotImplementedError("an output is an input, or a view of one")
+    return outputs
+
+
+class CapturedPair:
+    """See :class:`Pair`."""
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        inputs: Sequence[Any],
+        copied: Sequence[Tensor],
+        executor: Executor,
+        adding: bool,
+        beside: Pair | None,
+    ) -> None:
+        device = executor.device
+        self._executor = executor
+        self._number = -1
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        torch.cuda.empty_cache()  # graphs cannot use what is cached for others
+        stream.wait_stream(current)
+        self._pool: Any = beside._pool if isinstance(beside, CapturedPair) else torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(stream), _no_collector():
+            with self._capturing(self._forward, backward=False, adding=False):
+                outputs = _run(compiled, inputs, copied)
+            self._forward_number = self._number
+            self._outputs = [output.detach() for output in outputs]
+            self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
+            wanted = [output for output in outputs if output.requires_grad]
+            self._grads = [torch.zeros_like(output) if output.requires_grad else None for output in outputs]
+            given = [grad for grad in self._grads if grad is not None]
+            with self._capturing(self._backward, backward=True, adding=adding):
+                torch.autograd.backward(wanted, given)
+            self._backward_number = self._number
+            executor.never_ran(self._backward_number)
+            executor.never_ran(self._forward_number)
+            self._into = {id(tensor): tensor.grad for tensor in copied}
+        current.wait_stream(stream)
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, backward: bool, adding: bool) -> Iterator[None]:
+        executor = self._executor
+        executor.record_graph(backward, adding)
+        # Other threads, such as NCCL's watchdog, go on: hence the error mode.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            yield
+            self._number = executor.end_recording()
+        except BaseException:
+            executor.abort_recording()
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                # torch then leaves the allocator where it is, allocating for a graph that there will never be.
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
+        graph.capture_end()
+
+    def fits(self) -> bool:
+        return self._executor.fits(self._forward_number, self._backward_number)
+
+    def forward(self) -> Sequence[Tensor]:
+        self._executor.before_replay(self._forward_number)
+        self._forward.replay()
+        self._executor.after_replay(self._forward_number)
+        return self._outputs
+
+    def backward(self, grads: Sequence[Tensor | None]) -> None:
+        for mine, given in zip(self._grads, grads, strict=True):
+            if mine is not None:
+                mine.zero_() if given is None else mine.copy_(given)
+        self._executor.before_replay(self._backward_number)
+        self._backward.replay()
+        self._executor.after_replay(self._backward_number)
+
+    def input_grads(self, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return [self._into[id(tensor)] for tensor in inputs]
+
+    def close(self) -> None:
+        # Not left to whoever holds this last: a loss that the user keeps leads here.
+        self._outputs, self._grads, self._into = [], [], {}
+        self._forward.reset()
+        self._backward.reset()
+
+
+class EmulatedPair:
+    """See :class:`Pair`. Runs what it was given each time, with the same books, so that these can be tested."""
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        inputs: Sequence[Any],
+        copied: Sequence[Tensor],
+        executor: Executor,
+        adding: bool,
+        beside: Pair | None,
+    ) -> None:
+        self._compiled, self._inputs, self._copied, self._executor = compiled, inputs, copied, executor
+        self._numbers: dict[bool, int] = {}
+        self._outputs: list[Tensor] = []
+        self.differentiable: Sequence[bool] = ()
+
+    @contextmanager
+    def _recorded(self, backward: bool, adding: bool) -> Iterator[None]:
+        known = self._numbers.get(backward)
+        if known is None:
+            self._executor.meet_peers()
+        else:
+            self._executor.before_replay(known)
+        self._executor.record_graph(backward, adding)
+        try:
+            yield
+            number = self._executor.end_recording()
+        except BaseException:
+            self._executor.abort_recording()
+            raise
+        if known is None and backward:
+            # Only a first run can tell its number. What comes before a replay, it has found as it should be.
+            self._executor.before_replay(number)
+        self._executor.after_replay(self._numbers.setdefault(backward, number))
+
+    def fits(self) -> bool:
+        return len(self._numbers) < 2 or self._executor.fits(self._numbers[False], self._numbers[True])
+
+    def forward(self) -> Sequence[Tensor]:
+        with torch.enable_grad(), self._recorded(backward=False, adding=False):
+            self._outputs = _run(self._compiled, self._inputs, self._copied)
+        self.differentiable = [output.requires_grad for output in self._outputs]
+        return self._outputs
+
+    def backward(self, grads: Sequence[Tensor | None]) -> None:
+        outputs, given = [], []
+        for output, grad in zip(self._outputs, grads, strict=True):
+            if output.requires_grad:
+                outputs.append(output)
+                given.append(torch.zeros_like(output) if grad is None else grad)
+        with torch.enable_grad(), self._recorded(True, adding=self._executor.has_gradients()):
+            torch.autograd.backward(outputs, given)
+
+    def input_grads(self, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return [tensor.grad for tensor in inputs]
+
+    def close(self) -> None:
+        self._outputs = []
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Freeing a graph or an event, as the collector may, is not allowed while this thread captures."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
