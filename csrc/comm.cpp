@@ -197,6 +197,8 @@ Pending Communicator::run(const std::function<void()>& work) {
 }
 
 Pending Communicator::barrier() {
+  if (signal_all_)
+    return run(signal_all_);
   if (!token_.defined()) {
     token_ = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device_));
     tokens_ = at::zeros({size()}, token_.options());
@@ -204,19 +206,20 @@ Pending Communicator::barrier() {
   return all_gather(tokens_, token_);
 }
 
-void Communicator::meet_in(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms) {
+void Communicator::meet_in(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms,
+                           int channel) {
   if (!has_streams(device_))
     return;
   auto signals = c10d::symmetric_memory::rendezvous(memory, group_name);
   // The device traps at the timeout, so that a process whose peers are gone ends.
-  signal_all_ = [signals, timeout_ms] { signals->barrier(/*channel=*/0, static_cast<size_t>(timeout_ms)); };
+  signal_all_ = [signals, timeout_ms, channel] {
+    signals->barrier(channel, static_cast<size_t>(timeout_ms));
+  };
 }
 
 void Communicator::meet() {
-  if (signal_all_) {
-    signal_all_();
-    return;
-  }
+  if (signal_all_)
+    return signal_all_();
   auto met = barrier();
   if (!has_streams(device_))
     met.wait(device_);

@@ -90,7 +90,8 @@ class Communicator {
   // group's watchdog does not see these; it sees what is queued behind them, and ranks that are gone are
   // missed on the control group.
   void meet();
-  void meet_in(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms);
+  // `channel`: of the signals; one for each stream on which ranks meet.
+  void meet_in(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms, int channel);
 
   // Work queued on our stream after it begins once all ranks' work queued before it has ended.
   Pending barrier();

@@ -20,7 +20,8 @@ void Executor::set_staging(std::vector<at::Tensor> staging, const std::string& g
   for (const auto& memory : staging)
     TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte &&
                           memory.numel() % (2 * 8 * kAlign * size()) == 0);
-  reduce_comm_.meet_in(staging[rank()], group_name, timeout_ms);
+  reduce_comm_.meet_in(staging[rank()], group_name, timeout_ms, /*channel=*/0);
+  gather_comm_.meet_in(staging[rank()], group_name, timeout_ms, /*channel=*/1);
   staging_ = std::move(staging);
   pools_.clear();
 }

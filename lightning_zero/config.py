@@ -135,8 +135,8 @@ class EngineConfig:
             added up there, in float32; ``"auto"``: as above.
         capture_step: replay the optimizer's step as a CUDA graph: ``"auto"`` where that is possible; ``True``, or raise
             where it is not; ``False`` never.
-        capture_graphs: replay forward and backward of compiled code as CUDA graphs: ``"auto"`` or ``True`` where that
-            is possible; ``False`` never.
+        capture_graphs: replay forward and backward of compiled code as CUDA graphs: ``"auto"`` where that is possible;
+            ``True``, or raise where it is not; ``False`` never.
         emulate_graphs: debugging: on any device, do what such a replay does, without the graphs.
         emulate_capture: debugging: on any device, do what a captured step does, without the graph.
         agreement_timeout_s: how long, in seconds, a rank with a newly compiled graph waits for ranks that are not

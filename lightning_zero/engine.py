@@ -119,7 +119,7 @@ class Engine:
             self.executor,
             device,
             self.config,
-            ready=lambda: self._budget.settled(self.config.compile),
+            ready=self._settled,
             lasting=self._lasting,
             say=self._supervisor.say,
         )
@@ -213,6 +213,9 @@ class Engine:
     def plan(self) -> Plan:
         """What the compiled graphs that have run so far gather and reduce."""
         return self._supervisor.plan
+
+    def _settled(self) -> bool:
+        return self._budget.settled(self.config.compile)
 
     def _lasting(self) -> Iterator[Tensor]:
         """What compiled graphs read that stays where it is."""

@@ -86,8 +86,8 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         capture_step: replay norm, clipping and the optimizer's step as CUDA graphs: ``"auto"`` where that is possible;
             ``True``, or raise where it is not; ``False`` never.
         capture_graphs: replay forward and backward of compiled code as CUDA graphs, so that the host is not what limits
-            small batches: ``"auto"`` where that is possible; ``False`` never. Their memory cannot be used for anything
-            else; evaluation gives it back.
+            small batches: ``"auto"`` where that is possible; ``True``, or raise where it is not; ``False`` never. Their
+            memory cannot be used for anything else; evaluation gives it back.
         agreement_timeout_s: a rank that has compiled a graph waits so many seconds for ranks that are not compiling
             before it raises ``RankMismatchError``.
         sync_collectives: debugging: wait on the host before and after every collective.

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_zero.compile.captured import CapturedPair, EmulatedPair, Pair
 from lightning_zero.config import EngineConfig
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 
 __all__ = ["Replays"]
@@ -44,9 +45,12 @@ class Replays:
         executor: keeps the books of what is gathered and reduced.
         device: where graphs run.
         config: whether to, and whether really.
-        ready: whether what is compiled now is what will stay.
-        lasting: tensors whose memory stays where it is: parameters and buffers.
+        ready: a method that tells whether what is compiled now is what will stay.
+        lasting: one that gives the tensors whose memory stays where it is: parameters and buffers.
         say: shows a line to the user.
+
+    Raises:
+        UnsupportedError: replays were asked for and are impossible; here or when compiled code runs.
     """
 
     def __init__(
@@ -60,8 +64,9 @@ class Replays:
     ) -> None:
         self.executor = executor
         self.device = device
-        self.ready = ready
-        self.lasting = lasting
+        # torch keeps what it has compiled for as long as it lives, and with it everything that this knows: nothing here
+        # may keep the engine, or its process groups would outlive it, on some ranks longer than on others.
+        self._ready, self._lasting = weakref.WeakMethod(ready), weakref.WeakMethod(lasting)
         self._say = say
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self.configure(config)
@@ -71,12 +76,35 @@ class Replays:
         self.drop()
         self.pair: type[CapturedPair] | type[EmulatedPair] = EmulatedPair if config.emulate_graphs else CapturedPair
         self.enabled = bool(config.capture_graphs) and (self.device.type == "cuda" or config.emulate_graphs)
+        self._must = config.capture_graphs is True
+        if self._must and not self.enabled:
+            self.refused(f"the device is {self.device}")
 
-    def wrap(self, compiled: Compiled) -> Compiled:
-        """What to call instead of ``compiled``."""
-        call = _Call(compiled, self)
-        self._calls.add(call)
-        return call
+    def __del__(self) -> None:
+        self.drop()
+
+    @property
+    def wrap(self) -> Callable[[Compiled], Compiled]:
+        """Gives what to call instead of something compiled."""
+        weak = weakref.ref(self)
+
+        def wrap(compiled: Compiled) -> Compiled:
+            replays = weak()
+            if replays is None:
+                return compiled
+            call = _Call(compiled, weak)
+            replays._calls.add(call)
+            return call
+
+        return wrap
+
+    def ready(self) -> bool:
+        ready = self._ready()
+        return ready is not None and ready()
+
+    def lasting(self) -> Iterable[Tensor]:
+        lasting = self._lasting()
+        return () if lasting is None else lasting()
 
     def drop(self) -> None:
         """Gives the graphs' memory back."""
@@ -90,13 +118,19 @@ class Replays:
                 other.interrupt("batches of other shapes come between")
 
     def refused(self, reason: str) -> None:
+        """Tells the user; raises :class:`UnsupportedError` where replays were asked for."""
+        if self._must:
+            raise UnsupportedError(
+                f"capture_graphs=True, but compiled code cannot be replayed as a CUDA graph: {reason}. Pass "
+                "capture_graphs='auto' to run it where it cannot be replayed."
+            )
         self._say(f"Compiled code is not replayed as a CUDA graph: {reason}.")
 
 
 class _Call:
     """One compiled graph, which is called with its flat inputs: tensors, and sizes where these vary."""
 
-    def __init__(self, compiled: Compiled, replays: Replays) -> None:
+    def __init__(self, compiled: Compiled, replays: weakref.ref[Replays]) -> None:
         self._compiled = compiled
         self._replays = replays
         self._variants: dict[bool, _Variant] = {}  # by whether it is the first since the optimizer stepped
@@ -109,10 +143,10 @@ class _Call:
         self._off = False
 
     def __call__(self, *args: Any) -> Any:
-        replays, executor = self._replays, self._replays.executor
-        if not replays.enabled or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        replays = self._replays()
+        if replays is None or not replays.enabled or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return self._compiled(*args)
-        epoch, backwards = executor.epoch(), executor.backwards()
+        epoch, backwards = replays.executor.epoch(), replays.executor.backwards()
         first, again = epoch != self._epoch, backwards == self._backwards
         self._epoch, self._backwards_before, self._backwards = epoch, self._backwards, backwards
         variant = None if self._off else self._variant(args, first, again)
@@ -141,7 +175,8 @@ class _Call:
         return variant
 
     def _capture(self, args: Sequence[Any], first: bool) -> _Variant | None:
-        replays = self._replays
+        replays = self._replays()
+        assert replays is not None
         self._runs[first] += 1
         if self._runs[first] <= WARMUPS or not replays.ready():
             return None
@@ -185,7 +220,9 @@ class _Call:
     def _give_up(self, reason: str) -> None:
         self._off = True
         self.drop()
-        self._replays.refused(reason)
+        replays = self._replays()
+        if replays is not None:
+            replays.refused(reason)
 
 
 def _unfit(args: Sequence[Any], device: torch.device) -> str:

@@ -1,0 +1,38 @@
+"""Forward and backward of compiled code as CUDA graphs: they train like what they were captured from."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.oracle import assert_close_relative
+from tests.helpers.replays import WAYS, train
+from tests.ranks.pool import Ranks
+
+pytestmark = pytest.mark.gpu(2)
+
+
+def both(way: str, backend: str) -> tuple[Any, Any, int]:
+    device = f"cuda:{torch.cuda.current_device()}"
+    results = [train(way, backend, device, capture_graphs=capture) for capture in ("auto", False)]
+    left = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
+    return *results, sum(segment["allocated_size"] for segment in left)
+
+
+def check(ranks: Ranks, way: str, backend: str) -> None:
+    for (replayed, counters), (plain, _), left in ranks.run(2, both, way, backend, backend="nccl", deadline=120):
+        assert_close_relative(replayed.losses, plain.losses, 1e-4, what="losses")
+        assert_close_relative(replayed.params, plain.params, 1e-3, what="weights")
+        replays = counters.get("replayed_graphs", 0)
+        assert replays >= WAYS[way].replays if WAYS[way].replays else replays == 0
+        assert left == 0, "an engine that is closed holds memory of graphs"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replays_train_like_runs(ranks: Ranks, way: str) -> None:
+    check(ranks, way, "aot_eager")
+
+
+@pytest.mark.parametrize("way", ["dropout", "accumulated, kept until the step"])
+def test_replays_of_generated_code_train_like_runs(ranks: Ranks, way: str) -> None:
+    check(ranks, way, "inductor")

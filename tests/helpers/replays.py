@@ -1,0 +1,117 @@
+"""Trainings in which compiled code can be replayed, or must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_zero.engine import engine_of
+from tests.helpers.models import Case, OneBlock, build
+from tests.helpers.oracle import Reference
+from tests.helpers.sharded import adamw, engine_for, train_sharded
+
+BF16 = torch.bfloat16
+STEPS, SAMPLES = 16, 12
+COPY: dict[str, Any] = {
+    "compute_dtype": BF16,
+    "reduce_dtype": BF16,
+    "gather_group_mb": 0.01,
+    "gather_by": "copy",
+    "reduce_by": "copy",
+}
+TO_STEP: dict[str, Any] = {"persist_mb": float("inf"), "persist_until": "step"}
+
+
+class Dropping(OneBlock):
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.dropout(super().forward(ids), 0.2, training=self.training)
+
+
+class EditsItsInput(OneBlock):
+    """In eager code the edit reaches the caller's tensor, so a copy of it will not do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x.mul_(0.5)
+        return self.head(x)
+
+    def loss(self, batch: Any, call: Any = None) -> Tensor:
+        x = torch.ones(batch[0].shape[0], 8, 32, device=batch[0].device)
+        loss = self.criterion((self if call is None else call)(x), batch[1])
+        self.seen += x.sum().item() / x.numel()
+        return loss
+
+
+def evaluate(model: nn.Module, index: int) -> None:
+    if index == 10:
+        engine = engine_of(model)
+        assert engine is not None
+        engine.eval_step()
+        ids = torch.zeros(5, 8, dtype=torch.int64, device=engine.device)
+        with torch.no_grad(), torch.autocast(engine.device.type, BF16, cache_enabled=False):
+            model(ids)
+        engine.after_eval()
+
+
+def edit(model: nn.Module, index: int) -> None:
+    if index == 10:
+        with torch.no_grad():
+            model.head.weight.mul_(0.9)
+
+
+def twice(model: Any, batch: Any) -> Tensor:
+    return model.loss(batch) + 2 * model.loss(batch)
+
+
+@dataclass(frozen=True)
+class Way:
+    case: str | type[Case] = OneBlock
+    engine: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    samples: Callable[[int], int] = lambda index: SAMPLES
+    replays: int = 12  # at least; each of a forward or a backward
+    emulated: bool = True  # else only a capture shows that it cannot be replayed
+
+
+WAYS = {
+    "clipped": Way(training={"clip_norm": 0.1}),
+    "accumulated": Way(training={"accumulate": 3}),
+    "accumulated, kept until the step": Way(engine=TO_STEP, training={"accumulate": 3}),
+    "kept until backward": Way(engine={"persist_mb": float("inf")}),
+    "gradients zeroed, not dropped": Way(training={"set_to_none": False}),
+    "dropout": Way(Dropping),
+    "frozen weights": Way("LoRA"),
+    "buffers": Way("BatchNormNet"),
+    "an evaluation between": Way(training={"before_batch": evaluate}),
+    "a weight edited between": Way(training={"before_batch": edit}),
+    "a smaller batch between": Way(samples=lambda index: 6 if index == 9 else SAMPLES, replays=8),
+    "a module used twice": Way("CalledTwice"),
+    "called twice before a backward": Way(training={"loss_fn": twice}, replays=0),
+    "an input edited": Way(EditsItsInput, replays=0, emulated=False),
+}
+
+
+def train(way: str, backend: str, device: str = "cpu", **options: Any) -> tuple[Reference, dict[str, int]]:
+    """What the training recorded, and the executor's counters at its end."""
+    chosen = WAYS[way]
+    kind = torch.device(device).type
+    torch.manual_seed(17)
+    model = build(chosen.case)
+    batches = [model.make_batch(step, chosen.samples(step)) for step in range(STEPS)]
+    batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
+    with engine_for(model, backend, device=device, **COPY, **chosen.engine, **options) as engine:
+        context = partial(torch.autocast, kind, BF16, cache_enabled=False)
+        got = train_sharded(engine, model, batches, adamw(model), context=context, **chosen.training)
+        if isinstance(model, EditsItsInput):
+            got.losses.append(model.seen)
+        return got, engine.executor.counters()
