@@ -38,7 +38,7 @@ from lightning_zero.optim.clip import clip_by_norm, global_norm
 from lightning_zero.optim.formulas import rule_for
 from lightning_zero.optim.norms import norms_of_each
 from lightning_zero.optim.stepper import OptimizerStepper
-from lightning_zero.optim.support import check_optimizer
+from lightning_zero.optim.support import check_members, check_optimizer
 from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
 from lightning_zero.profiling.headroom import MemoryGauge
 from lightning_zero.sharding.construct import sharded_construction
@@ -115,14 +115,8 @@ class Engine:
         agreement = Agreement(store, self.rank, self.world_size, self.config.agreement_timeout_s, self._timeout_s)
         self._supervisor = Supervisor(agreement, [observe] if observe is not None else [], say)
         self._budget = MeasuredBudget(self._supervisor, self.executor, self.control_group, MemoryGauge(device))
-        self.replays = Replays(
-            self.executor,
-            device,
-            self.config,
-            ready=self._settled,
-            lasting=self._lasting,
-            say=self._supervisor.say,
-        )
+        ready, say = self._budget.settled, self._supervisor.say
+        self.replays = Replays(self.executor, device, self.config, ready, self._lasting, say)
         self._compile_arguments = self._compiler_arguments()
         self.sharder = Sharder(self.executor, self.gather_group, self.control_group)
         self.sharder.classes.engine = weakref.ref(self)
@@ -214,12 +208,8 @@ class Engine:
         """What the compiled graphs that have run so far gather and reduce."""
         return self._supervisor.plan
 
-    def _settled(self) -> bool:
-        return self._budget.settled(self.config.compile)
-
     def _lasting(self) -> Iterator[Tensor]:
-        """What compiled graphs read that stays where it is."""
-        module = self._sharded_module()
+        module = self._sharded_module()  # what compiled graphs read that stays where it is
         return chain(module.parameters(), module.buffers(), self.sharder.kept)
 
     def _new_plan(self, digest: str, text: str) -> None:
@@ -402,16 +392,7 @@ class Engine:
                 f"capture_step=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
                 "Pass capture_step='auto' to step it eagerly where it must be."
             )
-        for number, group in enumerate(optimizer.param_groups):
-            for position, param in enumerate(group["params"]):
-                if self.sharder.find(param) is None:
-                    raise UnsupportedError(
-                        f"Parameter {position} of group {number} in {type(optimizer).__name__} (shape "
-                        f"{tuple(param.shape)}) does not belong "
-                        "to the model, so its gradients would not be reduced over ranks. Register it as a parameter of "
-                        "the "
-                        "LightningModule, and create optimizers from self.parameters() inside configure_optimizers()."
-                    )
+        check_members(optimizer, self.sharder.find)
 
     def arrange(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Lays the shards out for these optimizers, so that each steps its groups as few tensors. Best called before
@@ -463,6 +444,5 @@ class Engine:
         compiled = sorted(self.calls.modules) if self.calls else []
         return (
             f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} "
-            "elements; "
-            f"{self.sharder.arena}; compiled: {compiled or 'nothing'})"
+            f"elements; {self.sharder.arena}; compiled: {compiled or 'nothing'})"
         )

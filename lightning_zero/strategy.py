@@ -119,7 +119,7 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         gather_by: str = "auto",
         reduce_by: str = "auto",
         capture_step: bool | str = "auto",
-        capture_graphs: bool | str = "auto",
+        capture_graphs: bool | str = False,
         agreement_timeout_s: float = 25.0,
         sync_collectives: bool = False,
         process_group_backend: str | None = None,

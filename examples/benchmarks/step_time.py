@@ -164,6 +164,14 @@ class Clock(L.Callback):
         if (prof := getattr(self, "profiler", None)) is not None:
             prof.step()
 
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.peak = None
+        if torch.cuda.is_available():
+            # Memory that all ranks can read is not the allocator's, and what CUDA graphs use between kernels is free to
+            # it, but to nobody else.
+            others = getattr(trainer.strategy, "peer_bytes", 0) + of_graphs()
+            self.peak = round((torch.cuda.max_memory_allocated() + others) / 2**30, 2)
+
     @staticmethod
     def mark() -> torch.cuda.Event | float:
         if not torch.cuda.is_available():
@@ -238,8 +246,6 @@ def main() -> None:
         Module(arguments.size, fsdp2, not arguments.no_reshard), DataLoader(Tokens(arguments.length), arguments.batch)
     )
     steady = clock.milliseconds()
-    # Memory that all ranks can read is not the allocator's, and what CUDA graphs use is free to it, but to nobody else.
-    shared = getattr(trainer.strategy, "peer_bytes", 0) + of_graphs()
     result = {
         "strategy": arguments.strategy + ("_no_reshard" if arguments.no_reshard else ""),
         "options": arguments.option,
@@ -250,9 +256,7 @@ def main() -> None:
         "ms_10_90": [
             round(q, 2) for q in (statistics.quantiles(steady, n=10)[0], statistics.quantiles(steady, n=10)[-1])
         ],
-        "peak_gib": round((torch.cuda.max_memory_allocated() + shared) / 2**30, 2)
-        if torch.cuda.is_available()
-        else None,
+        "peak_gib": clock.peak,
         "steady_after_s": round(clock.steady_after, 1),
         "last_loss": round(float(clock.loss), 4),
         "torch": torch.__version__,

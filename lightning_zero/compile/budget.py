@@ -50,6 +50,7 @@ class MeasuredBudget:
         self._group = group
         self._gauge = gauge
         self._bytes_until_step = 0.0
+        self._wanted = False
         self.reset()
 
     def reset(self) -> None:
@@ -71,9 +72,9 @@ class MeasuredBudget:
             return 0.0
         return self._bytes_until_step if config.persist_mb == "auto" else config.persist_bytes
 
-    def settled(self, config: CompileConfig) -> bool:
+    def settled(self) -> bool:
         """Whether nothing is going to be compiled again for a budget."""
-        return self._done or config.persist_mb != "auto"
+        return self._done or not self._wanted
 
     def optimizer_steps(self) -> None:
         """Must come with each step of an optimizer; harmless when repeated."""
@@ -83,7 +84,8 @@ class MeasuredBudget:
         """Arguments of ``torch.compile`` with which everything is to be compiled again; None for nothing to do, and
         always once there were some. Must come before each pass forward and backward. Collective, if an optimizer has
         stepped since the last time."""
-        if self._done or config.persist_mb != "auto" or not config.enabled:
+        self._wanted = config.enabled and config.persist_mb == "auto"
+        if self.settled():
             return None
         if not self._gauge.exists:
             self._done = True

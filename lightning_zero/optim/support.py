@@ -7,11 +7,15 @@ optimizers are refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["check_optimizer"]
+__all__ = ["check_members", "check_optimizer"]
 
 _WHOLE = {
     "Muon": "orthogonalises whole matrices",
@@ -52,3 +56,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another "
                 "strategy."
             )
+
+
+def check_members(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], Any]) -> None:
+    """Raises :class:`UnsupportedError` when the optimizer holds a parameter of which ``find`` finds nothing."""
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if find(param) is None:
+                raise UnsupportedError(
+                    f"Parameter {position} of group {number} in {type(optimizer).__name__} (shape "
+                    f"{tuple(param.shape)}) does not belong to the model, so its gradients would not be reduced over "
+                    "ranks. Register it as a parameter of the LightningModule, and create "
+                    "optimizers from self.parameters() inside configure_optimizers()."
+                )

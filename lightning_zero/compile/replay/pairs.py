@@ -76,6 +76,9 @@ def _run(compiled: Callable[..., Any], inputs: Sequence[Any], copied: Sequence[T
 class CapturedPair:
     """See :class:`Pair`."""
 
+    _pool: Any
+    _stream: torch.cuda.Stream
+
     def __init__(
         self,
         compiled: Callable[..., Any],
@@ -89,11 +92,13 @@ class CapturedPair:
         self._executor = executor
         self._number = -1
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        beside = beside if isinstance(beside, CapturedPair) else None
+        stream = beside._stream if beside is not None else torch.cuda.Stream(device)
+        self._stream, current = stream, torch.cuda.current_stream(device)
         torch.cuda.empty_cache()  # graphs cannot use what is cached for others
         stream.wait_stream(current)
-        self._pool: Any = beside._pool if isinstance(beside, CapturedPair) else torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream), _no_collector():
+        self._pool = beside._pool if beside is not None else torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(stream), _no_collector(), _own_workspaces():
             with self._capturing(self._forward, backward=False, adding=False):
                 outputs = _run(compiled, inputs, copied)
             self._forward_number = self._number
@@ -215,6 +220,17 @@ class EmulatedPair:
 
     def close(self) -> None:
         self._outputs = []
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """torch keeps cuBLAS's workspaces, one for each stream, and would keep those that are made inside for as long as it
+    lives: memory that is the graphs', and that closing them would not give back."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager

@@ -12,23 +12,20 @@ copied in.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lightning_zero.compile.captured import CapturedPair, EmulatedPair, Pair
+from lightning_zero.compile.replay.pairs import CapturedPair, EmulatedPair, Pair
+from lightning_zero.compile.replay.variant import Replay, Variant, unfit
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 
 __all__ = ["Replays"]
-
-log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
 
@@ -69,19 +66,17 @@ class Replays:
         self._ready, self._lasting = weakref.WeakMethod(ready), weakref.WeakMethod(lasting)
         self._say = say
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        weakref.finalize(self, _drop, self._calls).atexit = False
         self.configure(config)
 
     def configure(self, config: EngineConfig) -> None:
         """Other options; what was captured with the old ones is dropped."""
         self.drop()
         self.pair: type[CapturedPair] | type[EmulatedPair] = EmulatedPair if config.emulate_graphs else CapturedPair
-        self.enabled = bool(config.capture_graphs) and (self.device.type == "cuda" or config.emulate_graphs)
+        self.enabled = config.emulate_graphs or (bool(config.capture_graphs) and self.device.type == "cuda")
         self._must = config.capture_graphs is True
         if self._must and not self.enabled:
             self.refused(f"the device is {self.device}")
-
-    def __del__(self) -> None:
-        self.drop()
 
     @property
     def wrap(self) -> Callable[[Compiled], Compiled]:
@@ -108,8 +103,7 @@ class Replays:
 
     def drop(self) -> None:
         """Gives the graphs' memory back."""
-        for call in self._calls:
-            call.drop()
+        _drop(self._calls)
 
     def runs(self, call: _Call) -> None:
         """``call`` is not replayed. Graphs that are called in its stead at other times make room for it."""
@@ -127,13 +121,18 @@ class Replays:
         self._say(f"Compiled code is not replayed as a CUDA graph: {reason}.")
 
 
+def _drop(calls: Iterable[_Call]) -> None:
+    for call in calls:
+        call.drop()
+
+
 class _Call:
     """One compiled graph, which is called with its flat inputs: tensors, and sizes where these vary."""
 
     def __init__(self, compiled: Compiled, replays: weakref.ref[Replays]) -> None:
         self._compiled = compiled
         self._replays = replays
-        self._variants: dict[bool, _Variant] = {}  # by whether it is the first since the optimizer stepped
+        self._variants: dict[bool, Variant] = {}  # by whether it is the first since the optimizer stepped
         self._sizes: tuple[Any, ...] = ()
         self._runs = {False: 0, True: 0}
         self._replayed = 0  # since the last capture
@@ -154,9 +153,9 @@ class _Call:
             replays.runs(self)
             return self._compiled(*args)
         self._replayed += 1
-        return _Replay.apply(variant, *args)
+        return Replay.apply(variant, *args)
 
-    def _variant(self, args: Sequence[Any], first: bool, again: bool) -> _Variant | None:
+    def _variant(self, args: Sequence[Any], first: bool, again: bool) -> Variant | None:
         """What to replay."""
         if again:
             # Gradients of both calls meet in one backward, of which only one could be replayed.
@@ -174,7 +173,7 @@ class _Call:
             return None
         return variant
 
-    def _capture(self, args: Sequence[Any], first: bool) -> _Variant | None:
+    def _capture(self, args: Sequence[Any], first: bool) -> Variant | None:
         replays = self._replays()
         assert replays is not None
         self._runs[first] += 1
@@ -185,12 +184,18 @@ class _Call:
             if self._waits >= MOST_WAITS:
                 self._give_up(reason)
             return None
-        if reason := _unfit(args, replays.device):
+        if reason := unfit(args, replays.device):
             self._give_up(reason)
             return None
         beside: Pair | None = next((variant.pair for variant in self._variants.values()), None)
         try:
-            variant = _Variant(self._compiled, args, replays, adding=not first, beside=beside)
+            variant = Variant(
+                args,
+                replays.lasting(),
+                lambda inputs, copied: replays.pair(
+                    self._compiled, inputs, copied, replays.executor, not first, beside
+                ),
+            )
         except RuntimeError as error:  # out of memory, too, and what no graph can hold
             self._give_up(str(error).splitlines()[0])
             return None
@@ -223,121 +228,3 @@ class _Call:
         replays = self._replays()
         if replays is not None:
             replays.refused(reason)
-
-
-def _unfit(args: Sequence[Any], device: torch.device) -> str:
-    """Why these inputs cannot be copied to where a graph reads them; empty if they can."""
-    for arg in args:
-        if not isinstance(arg, Tensor):
-            continue
-        if arg.device.type != device.type:
-            return "an input lies on another device"
-        if arg.layout != torch.strided or _may_overlap(arg):
-            return "elements of an input share memory"
-    return ""
-
-
-class _Token:
-    """Lives as long as somebody can run a backward."""
-
-
-class _Variant:
-    """A captured forward and backward, and the memory they read and write.
-
-    Raises:
-        NotImplementedError: these cannot be replayed; the message says why.
-    """
-
-    def __init__(
-        self, compiled: Compiled, args: Sequence[Any], replays: Replays, adding: bool, beside: Pair | None
-    ) -> None:
-        self._executor = replays.executor
-        lasting = {id(tensor) for tensor in replays.lasting()}
-        self._addresses = [(n, arg.data_ptr()) for n, arg in enumerate(args) if id(arg) in lasting]
-        fixed = {n for n, _ in self._addresses}
-        inputs = [_alike(a) if isinstance(a, Tensor) and n not in fixed else a for n, a in enumerate(args)]
-        self._copied = [(n, t) for n, t in enumerate(inputs) if n not in fixed and isinstance(t, Tensor)]
-        self._into = [(n, tensor) for n, tensor in self._copied if tensor.requires_grad]
-        self._width = len(args)
-        self._pending: weakref.ref[_Token] | None = None
-        self._closed = False
-        self._copy_in(args)
-        self.pair = replays.pair(compiled, inputs, [t for _, t in self._copied], self._executor, adding, beside)
-
-    def fits(self, args: Sequence[Any]) -> bool:
-        """Whether a replay does what a run would do."""
-        still = all(args[n].data_ptr() == address for n, address in self._addresses)
-        return still and not self._awaits_backward and self.pair.fits()
-
-    @property
-    def _awaits_backward(self) -> bool:
-        return self._pending is not None and self._pending() is not None
-
-    def close(self) -> None:
-        """Gives the memory back, as soon as a backward that may still come has run."""
-        self._closed = True
-        if not self._awaits_backward:
-            self.pair.close()
-
-    def forward(self, args: Sequence[Any]) -> tuple[list[Tensor], _Token]:
-        self._copy_in(args)
-        outputs = [output.detach().clone() for output in self.pair.forward()]
-        token = _Token()
-        self._pending = weakref.ref(token)
-        return outputs, token
-
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs; None for parameters, whose gradients the executor has."""
-        for _, tensor in self._into:
-            tensor.grad = None
-        self.pair.backward(grads)
-        self._pending = None
-        results: list[Tensor | None] = [None] * self._width
-        for (n, _), grad in zip(self._into, self.pair.input_grads([t for _, t in self._into]), strict=True):
-            results[n] = None if grad is None else grad.clone()
-        if self._closed:
-            self.pair.close()
-        return results
-
-    def _copy_in(self, args: Sequence[Any]) -> None:
-        with torch.no_grad():
-            for n, tensor in self._copied:
-                tensor.copy_(args[n])
-
-
-def _may_overlap(tensor: Tensor) -> bool:
-    """Whether elements may share memory, as in what ``expand`` returns: they could not be copied one by one."""
-    extent = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size > 1 and stride < extent:
-            return True
-        extent += (size - 1) * stride
-    return False
-
-
-def _alike(tensor: Tensor) -> Tensor:
-    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.requires_grad_(tensor.requires_grad)
-
-
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, variant: _Variant, *args: Any) -> tuple[Tensor, ...]:
-        outputs, token = variant.forward(args)
-        differentiable = variant.pair.differentiable
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(o for o, yes in zip(outputs, differentiable, strict=True) if not yes))
-        ctx.variant, ctx.token = variant, token
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if ctx.token is None:
-            raise RuntimeError(
-                "lightning_zero: backward ran twice through one call of compiled code that is replayed as a CUDA "
-                "graph, whose activations are gone after the first time. Call the module again for the second, or "
-                "pass capture_graphs=False to the strategy."
-            )
-        ctx.token = None
-        return (None, *ctx.variant.backward(grads))

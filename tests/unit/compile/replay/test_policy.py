@@ -1,0 +1,190 @@
+"""When compiled code is replayed, and when it runs as before."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from lightning_zero.compile.replay import Replays
+from lightning_zero.compile.replay.policy import MOST_WAITS, PATIENCE, WARMUPS, WORTH
+from lightning_zero.config import EngineConfig
+from lightning_zero.errors import UnsupportedError
+from tests.unit.compile.replay.fakes import Training
+
+
+def captured(training: Training) -> Training:
+    for _ in range(WARMUPS + 1):
+        training.step()
+    assert training.made[-1].replays == 1
+    return training
+
+
+def test_the_run_after_warm_up_is_captured_and_later_ones_are_replays() -> None:
+    training = Training()
+    for count in range(1, 8):
+        training.step()
+        assert len(training.made) == (count > WARMUPS)
+    assert training.made[0].replays == 7 - WARMUPS
+
+
+def test_a_step_that_adds_to_gradients_is_another_capture_beside_the_first() -> None:
+    training = Training()
+    for _ in range(6):
+        for micro_batch in range(3):
+            loss, _ = training.call(training.weight, torch.full((2,), float(micro_batch)))
+            training.backward(loss)
+        training.books.steps += 1
+    assert sorted(pair.adding for pair in training.made) == [False, True]
+    assert training.made[1].beside is training.made[0]
+    assert all(pair.replays > 2 for pair in training.made)
+
+
+def test_nothing_is_captured_before_it_is_settled_what_is_compiled() -> None:
+    training = Training()
+    training.settled = False
+    for _ in range(WARMUPS + 5):
+        training.step()
+    assert not training.made
+    training.settled = True
+    training.step()
+    assert len(training.made) == 1
+
+
+def test_without_gradients_it_runs() -> None:
+    training = captured(Training())
+    with torch.no_grad():
+        training.call(training.weight, torch.ones(2))
+    assert training.made[0].replays == 1
+
+
+def test_two_calls_before_a_backward_are_never_replayed() -> None:
+    training = captured(Training())
+    first, _ = training.call(training.weight, torch.ones(2))
+    second, _ = training.call(training.weight, torch.ones(2))
+    training.backward(first + second)
+    for _ in range(WARMUPS + 2):
+        training.step()
+    assert len(training.made) == 1
+    assert training.made[0].closed
+    assert "called again before the backward" in training.said[0]
+
+
+def test_a_batch_of_another_size_gives_the_memory_back_until_sizes_have_settled() -> None:
+    training = Training()
+    for _ in range(WARMUPS + 1 + WORTH):
+        training.step(None, 2)
+    training.step(torch.ones(3), 3)
+    assert training.made[0].closed
+    for _ in range(WARMUPS + 1):
+        training.step(None, 2)
+    assert len(training.made) == 2
+    assert not training.said
+
+
+def test_sizes_that_vary_all_the_time_end_the_captures() -> None:
+    training = Training()
+    for round in range(PATIENCE + 3):
+        for _ in range(WARMUPS + 1):
+            training.step(torch.ones(round + 1), round + 1)
+    assert len(training.made) == PATIENCE + 1
+    assert all(pair.closed for pair in training.made)
+    assert "the sizes of batches vary" in training.said[0]
+
+
+def test_another_graph_in_its_stead_gives_the_memory_back() -> None:
+    training = captured(Training())
+    other = training.replays.wrap(training.compiled)
+    training.step(call=other)
+    assert training.made[0].closed
+    training.step()
+
+
+def test_a_graph_of_the_same_step_does_not() -> None:
+    training = Training()
+    other = training.replays.wrap(lambda x: (x * 2,))
+    for _ in range(WARMUPS + 4):
+        training.books.reason = ""
+        loss, _ = training.call(training.weight, torch.ones(2))
+        training.books.reason = "not yet"
+        (doubled,) = other(loss)
+        training.backward(doubled)
+        training.books.steps += 1
+    assert len(training.made) == 1
+    assert training.made[0].replays == 4
+
+
+def test_parameters_that_move_are_not_replayed() -> None:
+    training = captured(Training())
+    training.weight.data = training.weight.data.clone()
+    before = training.runs
+    assert training.step() == 18
+    assert training.runs == before + 1
+    assert training.made[0].closed
+
+
+def test_what_cannot_be_captured_is_said_once_and_runs() -> None:
+    training = Training()
+    for _ in range(WARMUPS):
+        training.step()
+    training.books.why_not_recorded = lambda: ""  # type: ignore[method-assign]
+    training.books.reason = "refuse"
+    for _ in range(5):
+        assert training.step() == 18
+    assert training.said == ["Compiled code is not replayed as a CUDA graph: an input is changed in place."]
+
+
+def test_what_can_never_be_captured_is_said_after_a_while() -> None:
+    training = Training()
+    training.books.reason = "code that is not compiled holds weights"
+    for _ in range(WARMUPS + MOST_WAITS + 1):
+        training.step()
+    assert len(training.said) == 1
+    assert "code that is not compiled holds weights" in training.said[0]
+
+
+def test_where_replays_were_asked_for_it_raises() -> None:
+    training = Training(capture=True)
+    training.step()
+    training.call(training.weight, torch.ones(2))
+    with pytest.raises(UnsupportedError, match="called again before.*capture_graphs='auto'"):
+        training.call(training.weight, torch.ones(2))
+
+
+def test_asking_for_replays_on_a_cpu_raises_at_once() -> None:
+    training = Training()
+    with pytest.raises(UnsupportedError, match="the device is cpu"):
+        training.replays.configure(EngineConfig(capture_graphs=True))
+
+
+def test_what_torch_keeps_does_not_keep_the_engine() -> None:
+    training = Training()
+    call = training.replays.wrap(lambda weight, batch: ((weight * batch).square().sum(), batch))
+    for _ in range(WARMUPS + 1):
+        training.step(call=call)
+    pair, weight = training.made[0], training.weight
+    engine, replays = weakref.ref(training), weakref.ref(training.replays)
+    del training
+    gc.collect()
+    assert engine() is None
+    assert replays() is None
+    assert pair.closed
+    loss, _ = call(weight, torch.ones(2))
+    assert loss == 18
+
+
+def test_dropped_captures_are_made_again_at_the_next_step() -> None:
+    training = captured(Training())
+    training.replays.drop()
+    assert training.made[0].closed
+    training.step()
+    assert len(training.made) == 2
+
+
+def test_off_is_off() -> None:
+    training = Training()
+    training.replays.configure(EngineConfig())
+    for _ in range(WARMUPS + 3):
+        training.step()
+    assert not training.made
+    assert isinstance(training.replays, Replays)
