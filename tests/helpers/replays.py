@@ -69,6 +69,27 @@ def edit(model: nn.Module, index: int) -> None:
             model.head.weight.mul_(0.9)
 
 
+class Forgetful(torch.optim.AdamW):
+    """Zeroes gradients in one way at first, and in others later."""
+
+    first = True  # set_to_none
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.01, eps=1e-4)
+        self.calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        if self.calls < 9:
+            super().zero_grad(self.first)
+        elif self.calls % 3:
+            super().zero_grad(not self.first)
+
+
+class ForgetfulAtLast(Forgetful):
+    first = False
+
+
 def twice(model: Any, batch: Any) -> Tensor:
     return model.loss(batch) + 2 * model.loss(batch)
 
@@ -78,6 +99,7 @@ class Way:
     case: str | type[Case] = OneBlock
     engine: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     samples: Callable[[int], int] = lambda index: SAMPLES
     replays: int = 12  # at least; each of a forward or a backward
     emulated: bool = True  # else only a capture shows that it cannot be replayed
@@ -89,6 +111,8 @@ WAYS = {
     "accumulated, kept until the step": Way(engine=TO_STEP, training={"accumulate": 3}),
     "kept until backward": Way(engine={"persist_mb": float("inf")}),
     "gradients zeroed, not dropped": Way(training={"set_to_none": False}),
+    "gradients dropped first, then added to": Way(optimizer=Forgetful),
+    "gradients added to first, then dropped": Way(optimizer=ForgetfulAtLast),
     "dropout": Way(Dropping),
     "frozen weights": Way("LoRA"),
     "buffers": Way("BatchNormNet"),
@@ -111,7 +135,7 @@ def train(way: str, backend: str, device: str = "cpu", **options: Any) -> tuple[
     batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
     with engine_for(model, backend, device=device, **COPY, **chosen.engine, **options) as engine:
         context = partial(torch.autocast, kind, BF16, cache_enabled=False)
-        got = train_sharded(engine, model, batches, adamw(model), context=context, **chosen.training)
+        got = train_sharded(engine, model, batches, chosen.optimizer(model), context=context, **chosen.training)
         if isinstance(model, EditsItsInput):
             got.losses.append(model.seen)
         return got, engine.executor.counters()

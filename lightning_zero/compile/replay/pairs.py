@@ -175,6 +175,7 @@ class EmulatedPair:
     ) -> None:
         self._compiled, self._inputs, self._copied, self._executor = compiled, inputs, copied, executor
         self._numbers: dict[bool, int] = {}
+        self._adding: bool | None = None  # as the first backward found it
         self._outputs: list[Tensor] = []
         self.differentiable: Sequence[bool] = ()
 
@@ -212,7 +213,9 @@ class EmulatedPair:
             if output.requires_grad:
                 outputs.append(output)
                 given.append(torch.zeros_like(output) if grad is None else grad)
-        with torch.enable_grad(), self._recorded(True, adding=self._executor.has_gradients()):
+        if self._adding is None:
+            self._adding = self._executor.has_gradients()
+        with torch.enable_grad(), self._recorded(True, self._adding):
             torch.autograd.backward(outputs, given)
 
     def input_grads(self, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
