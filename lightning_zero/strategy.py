@@ -40,6 +40,7 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.inspection import Inspection
 from lightning_zero.precision import ZeroMixedPrecision, for_shards, plain
 from lightning_zero.processes import ProcessStrategy
+from lightning_zero.sigterm import ask_on_cpu
 
 __all__ = ["ZeroStrategy"]
 
@@ -160,6 +161,7 @@ class ZeroStrategy(Inspection, ProcessStrategy):
             capture_graphs=capture_graphs,
         )
         self._engine: Engine | None = None
+        self._ask_again: Callable[[], None] | None = None
         self._observers: list[GraphObserver] = []
         self._lightning_module_ref: pl.LightningModule | None = None
         super().__init__(
@@ -266,6 +268,7 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+            self._ask_again = ask_on_cpu(trainer, engine.control_group)
 
     def _shard(self, module: pl.LightningModule) -> None:
         engine = self._require_engine()
@@ -405,6 +408,8 @@ class ZeroStrategy(Inspection, ProcessStrategy):
     def teardown(self) -> None:
         # The module stays sharded and on its device, so that another stage, save_checkpoint() or state_dict() can
         # follow.
+        if self._ask_again is not None:
+            self._ask_again()
         if self._engine is not None:
             self._engine.reset()
             self._engine.executor.release_buffers()

@@ -1,13 +1,11 @@
 """A Trainer's training step on GPUs: the optimizer's step is replayed, and the host never waits for the device."""
 
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -88,10 +86,7 @@ def fit(strategy: Any) -> dict[str, Any]:
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    # At each step Lightning asks the device whether a rank got a SIGTERM, and waits for the answer. That is a copy to
-    # the host which is not ours, and which no strategy can prevent.
-    with patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda loop: None):
-        trainer.fit(module, DataLoader(data, BATCH, sampler=DistributedSampler(data, shuffle=False)))
+    trainer.fit(module, DataLoader(data, BATCH, sampler=DistributedSampler(data, shuffle=False)))
     out = {
         "copies": [name for name in profile.names if "DtoH" in name],
         "events": len(profile.names),

@@ -22,6 +22,7 @@ FLOORS = {
     "norms": 6,
     "precision": 6,
     "processes": 6,
+    "sigterm": 6,
     "strategy": 6,
     "checks": 6,
     "callbacks": 6,

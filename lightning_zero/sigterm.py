@@ -1,0 +1,47 @@
+"""Ranks agree whether to stop for a SIGTERM, and nobody waits for the device.
+
+Lightning asks before each batch, by a broadcast on the device whose answer the host waits for. The host can then never
+be ahead of the device, and what it does first in a step is time in which the device has nothing to do. Here the same
+question goes over a process group of CPUs. The method that asks is Lightning's own affair, so a Lightning that asks in
+another way is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+__all__ = ["ask_on_cpu"]
+
+_METHOD = "_broadcast_sigterm_tensor"
+
+
+def ask_on_cpu(trainer: pl.Trainer, group: dist.ProcessGroup) -> Callable[[], None]:
+    """From now on the training loop asks over ``group``, of all ranks on CPUs. Returns what undoes this.
+
+    The loop raises ``SIGTERMException`` on all ranks before the next batch once one of them has got a SIGTERM (with
+    Lightning's own question: once rank 0 has).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if not callable(getattr(type(loop), _METHOD, None)):
+        return lambda: None
+
+    def ask() -> None:
+        received = torch.tensor([int(trainer.received_sigterm)])
+        dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
+        if received.item():
+            with suppress(Exception):
+                dist.barrier(group=group)  # all have heard before the first of them ends
+            raise SIGTERMException
+
+    setattr(loop, _METHOD, ask)
+
+    def undo() -> None:
+        loop.__dict__.pop(_METHOD, None)
+
+    return undo
