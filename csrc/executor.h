@@ -138,7 +138,8 @@ class Executor : public torch::CustomClassHolder {
   // Whether replays of these would do what runs would.
   bool fits(int64_t forward, int64_t backward) const;
   void never_ran(int64_t graph);  // what it was to leave behind is not there
-  void meet_peers();              // so that shadows are up to date, and may be read
+  void drop_graph(int64_t graph);
+  void meet_peers();  // so that shadows are up to date, and may be read
   void before_replay(int64_t graph);
   void after_replay(int64_t graph);
   // Whether gradients are there, to which a backward that begins now would add.
@@ -295,7 +296,8 @@ class Executor : public torch::CustomClassHolder {
   std::vector<int64_t> attached_;
 
   std::optional<Recorded> recording_;
-  std::vector<Recorded> graphs_;
+  std::map<int64_t, Recorded> graphs_;  // by their numbers
+  int64_t graphs_made_ = 0;
   // What was there before a replay that overwrites it.
   std::vector<std::pair<at::Tensor, at::Tensor>> apart_;
 

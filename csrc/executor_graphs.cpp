@@ -93,9 +93,11 @@ int64_t Executor::end_recording() {
   graph.counters.swap(counters_);
   recording_ = graph;
   forget_recording();
+  if (!reason.empty())
+    forget_kept(graph);
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), reason);
-  graphs_.push_back(std::move(graph));
-  return static_cast<int64_t>(graphs_.size()) - 1;
+  graphs_.emplace(++graphs_made_, std::move(graph));
+  return graphs_made_;
 }
 
 void Executor::abort_recording() {
@@ -136,7 +138,7 @@ bool Executor::fits(int64_t forward, int64_t backward) const {
   std::lock_guard lock(mutex_);
   std::set<int64_t> gathered;  // by the forward, for its backward
   for (const auto number : {forward, backward}) {
-    const auto& graph = graphs_.at(static_cast<size_t>(number));
+    const auto& graph = graphs_.at(number);
     if (graph.plan != plans_made_ || plan_is_stale())
       return false;
     for (size_t i = 0; i < order_.size(); ++i) {
@@ -158,7 +160,12 @@ void Executor::forget_kept(const Recorded& graph) {
 
 void Executor::never_ran(int64_t index) {
   std::lock_guard lock(mutex_);
-  forget_kept(graphs_.at(static_cast<size_t>(index)));
+  forget_kept(graphs_.at(index));
+}
+
+void Executor::drop_graph(int64_t index) {
+  std::lock_guard lock(mutex_);
+  graphs_.erase(index);
 }
 
 void Executor::meet_peers() {
@@ -172,7 +179,7 @@ void Executor::meet_peers() {
 void Executor::before_replay(int64_t index) {
   std::lock_guard lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const auto& graph = graphs_.at(static_cast<size_t>(index));
+  const auto& graph = graphs_.at(index);
   meet_peers();
   if (graph.arrivals.empty())
     return;
@@ -204,7 +211,7 @@ void Executor::before_replay(int64_t index) {
 void Executor::after_replay(int64_t index) {
   std::lock_guard lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const auto& graph = graphs_.at(static_cast<size_t>(index));
+  const auto& graph = graphs_.at(index);
   for (const auto& [name, by] : graph.counters) counters_[name] += by;
   count("replayed_graphs");
   for (const auto i : graph.kept) keep(*records_[i]);

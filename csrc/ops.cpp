@@ -119,6 +119,7 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("abort_recording", &Executor::abort_recording)
       .def("fits", &Executor::fits)
       .def("never_ran", &Executor::never_ran)
+      .def("drop_graph", &Executor::drop_graph)
       .def("meet_peers", &Executor::meet_peers)
       .def("backwards", &Executor::backwards)
       .def("before_replay", &Executor::before_replay)

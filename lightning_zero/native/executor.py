@@ -197,6 +197,10 @@ class Executor:
         """What was recorded has only been captured; nothing that it leaves behind is there."""
         self._native.never_ran(number)
 
+    def drop_graph(self, number: int) -> None:
+        """Forgets what was recorded."""
+        self._native.drop_graph(number)
+
     def fits(self, forward: int, backward: int) -> bool:
         """Whether replays of a forward and its backward, by their numbers, would still do what runs do."""
         return self._native.fits(forward, backward)

@@ -107,11 +107,14 @@ class CapturedPair:
             wanted = [output for output in outputs if output.requires_grad]
             self._grads = [torch.zeros_like(output) if output.requires_grad else None for output in outputs]
             given = [grad for grad in self._grads if grad is not None]
-            with self._capturing(self._backward, backward=True, adding=adding):
-                torch.autograd.backward(wanted, given)
-            self._backward_number = self._number
-            executor.never_ran(self._backward_number)
-            executor.never_ran(self._forward_number)
+            try:
+                with self._capturing(self._backward, backward=True, adding=adding):
+                    torch.autograd.backward(wanted, given)
+                self._backward_number = self._number
+                executor.never_ran(self._backward_number)
+            finally:
+                # The backward was recorded as if the forward had run. From here on nobody may think so.
+                executor.never_ran(self._forward_number)
             self._into = {id(tensor): tensor.grad for tensor in copied}
         current.wait_stream(stream)
 
@@ -159,6 +162,8 @@ class CapturedPair:
         self._outputs, self._grads, self._into = [], [], {}
         self._forward.reset()
         self._backward.reset()
+        for number in (self._forward_number, self._backward_number):
+            self._executor.drop_graph(number)
 
 
 class EmulatedPair:
@@ -197,6 +202,8 @@ class EmulatedPair:
             # Only a first run can tell its number. What comes before a replay, it has found as it should be.
             self._executor.before_replay(number)
         self._executor.after_replay(self._numbers.setdefault(backward, number))
+        if known is not None:
+            self._executor.drop_graph(number)
 
     def fits(self) -> bool:
         return len(self._numbers) < 2 or self._executor.fits(self._numbers[False], self._numbers[True])
@@ -223,6 +230,8 @@ class EmulatedPair:
 
     def close(self) -> None:
         self._outputs = []
+        for number in self._numbers.values():
+            self._executor.drop_graph(number)
 
 
 @contextmanager
