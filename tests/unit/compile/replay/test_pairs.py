@@ -1,0 +1,153 @@
+"""What a capture leaves behind when it fails half-way, and what it gives back; CUDA is a stand-in here."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.compile.replay.pairs import CapturedPair
+
+
+class Graph:
+    """A CUDA graph that notes what happens to it."""
+
+    made: list["Graph"] = []
+    end_fails = False
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        Graph.made.append(self)
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.pool = pool
+        self.log.append("begin")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+        if Graph.end_fails:
+            raise RuntimeError("the capture was invalidated")
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+    def reset(self) -> None:
+        self.log.append("reset")
+
+
+class Executor:
+    device = torch.device("cpu")
+
+    def __init__(self, refuse: int = 0) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.recorded = 0
+        self.refuse = refuse
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.log.append((name, *args))
+
+    def end_recording(self) -> int:
+        self.recorded += 1
+        if self.recorded == self.refuse:
+            raise NotImplementedError("some of its gradients travel together with those of other graphs")
+        self.log.append(("end_recording",))
+        return self.recorded
+
+
+@pytest.fixture
+def allocator() -> Iterator[MagicMock]:
+    Graph.made, Graph.end_fails = [], False
+    stands_in = {
+        "CUDAGraph": Graph,
+        "Stream": MagicMock(),
+        "current_stream": MagicMock(),
+        "stream": lambda stream: nullcontext(),
+        "empty_cache": lambda: None,
+        "graph_pool_handle": lambda: (0, 7),
+        "current_device": lambda: 3,
+    }
+    ended = MagicMock()
+    with ExitStack() as stack:
+        for name, value in stands_in.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True))
+        stack.enter_context(patch.object(torch._C, "_cuda_endAllocateToPool", ended, create=True))
+        yield ended
+
+
+def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+    return weight * batch, batch + 1
+
+
+def capture(executor: Executor, compiled: Any = scaled, beside: Any = None) -> CapturedPair:
+    batch = torch.ones(2)
+    return CapturedPair(compiled, [nn.Parameter(torch.tensor(3.0)), batch], [batch], executor, False, beside)  # type: ignore[arg-type]
+
+
+def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock) -> None:
+    executor = Executor()
+    pair = capture(executor)
+    assert executor.log == [
+        ("record_graph", False, False),
+        ("end_recording",),
+        ("record_graph", True, False),
+        ("end_recording",),
+        ("never_ran", 2),
+        ("never_ran", 1),
+    ]
+    executor.log.clear()
+    assert pair.forward()[0].tolist() == [3, 3]
+    pair.backward([torch.full((2,), 2.0), None])
+    assert executor.log == [("before_replay", 1), ("after_replay", 1), ("before_replay", 2), ("after_replay", 2)]
+    assert [graph.log for graph in Graph.made] == [["begin", "end", "replay"]] * 2
+    assert pair.differentiable == [True, False]
+
+
+def test_a_refused_backward_leaves_nothing_that_the_forward_was_to_bring(allocator: MagicMock) -> None:
+    executor = Executor(refuse=2)
+    with pytest.raises(NotImplementedError, match="travel together"):
+        capture(executor)
+    assert executor.log[-2:] == [("abort_recording",), ("never_ran", 1)]
+    assert [graph.log for graph in Graph.made] == [["begin", "end"]] * 2
+    allocator.assert_not_called()
+
+
+def test_what_no_graph_can_hold_gives_the_allocator_back(allocator: MagicMock) -> None:
+    def waits(weight: Tensor, batch: Tensor) -> Any:
+        Graph.end_fails = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    executor = Executor()
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capture(executor, waits)
+    assert executor.log[-1] == ("abort_recording",)
+    allocator.assert_called_once_with(3, (0, 7))
+
+
+@pytest.mark.parametrize(
+    ("compiled", "reason"),
+    [
+        (lambda weight, batch: (weight * batch.mul_(2),), "changed in place"),
+        (lambda weight, batch: (weight * batch, batch.view(1, 2)), "a view of one"),
+        (lambda weight, batch: (weight * batch, 4), "no tensor"),
+    ],
+)
+def test_what_a_replay_would_not_do_is_refused(allocator: MagicMock, compiled: Any, reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=reason):
+        capture(Executor(), compiled)
+
+
+def test_pairs_of_one_graph_share_memory_and_give_it_back(allocator: MagicMock) -> None:
+    executor = Executor()
+    first = capture(executor)
+    second = capture(executor, beside=first)
+    assert second._pool is first._pool
+    assert second._stream is first._stream
+    executor.log.clear()
+    first.close()
+    assert [graph.log[-1] for graph in Graph.made] == ["reset", "reset", "end", "end"]
+    assert executor.log == [("drop_graph", 1), ("drop_graph", 2)]
