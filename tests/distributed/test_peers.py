@@ -9,7 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding import peers
 from lightning_zero.sharding.peers import PeerMemory
@@ -151,8 +153,25 @@ def test_nobody_reads_what_has_not_arrived_or_is_gone(ranks: Ranks, case: str) -
         assert other.losses == plain.losses
 
 
+def what_is_copied() -> dict[str, int]:
+    def only_compiled(model: nn.Module, index: int) -> None:
+        if index == 2:  # the first step is eager
+            engine_of(model).executor.reset_counters()
+
+    options: dict[str, Any] = {"context": autocast, "before_batch": only_compiled}
+    _, counters = train_case("OneBlock", "aot_eager", 6, engine_options=MIXED | COPY, **options)
+    return counters
+
+
+def test_compiled_code_gathers_nothing_by_collectives(ranks: Ranks) -> None:
+    """Not even norms and embeddings, which autocast leaves in full precision."""
+    for counters in ranks.run(2, what_is_copied, deadline=120):
+        assert counters["copied_weights"] == counters["gathers"] > 0
+
+
 def edited_between_graphs(options: dict[str, Any]) -> list[float]:
-    """A weight is changed in eager code after the step's first groups are on their way."""
+    """Weights are changed in eager code after the step's first groups are on their way: one that is computed with in
+    bfloat16, and two in full precision."""
     torch._dynamo.reset()
     model = build("OneBlock")
     losses = []
@@ -161,7 +180,8 @@ def edited_between_graphs(options: dict[str, Any]) -> list[float]:
             with engine.train_step(), autocast():
                 if step > 1:
                     with torch.no_grad():
-                        model.head.weight.mul_(0.5)
+                        for module in (model.head, model.norm, model.tokens):
+                            module.weight.mul_(0.5)
                 loss = model.loss(batch)
             loss.backward()
             losses.append(loss.item())
