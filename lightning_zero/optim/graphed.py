@@ -7,12 +7,13 @@ and writes tensors whose memory must stay where it is. On a device without graph
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_zero.native.capture import no_collector
 
 __all__ = ["GraphedSequence"]
 
@@ -70,20 +71,13 @@ class GraphedSequence:
         graph = torch.cuda.CUDAGraph()
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
-        # Freeing a graph or an event, as the collector may, is not allowed while this thread captures. Other threads,
-        # such as NCCL's watchdog, go on: hence the error mode.
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._fn()
-                finally:
-                    graph.capture_end()
-        finally:
-            if collecting:
-                gc.enable()
+        with torch.cuda.stream(stream), no_collector():
+            # Other threads, such as NCCL's watchdog, go on: hence the error mode.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._fn()
+            finally:
+                graph.capture_end()
         current.wait_stream(stream)
         return graph
 

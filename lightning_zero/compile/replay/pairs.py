@@ -3,45 +3,63 @@ any device."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_zero.native import Executor
+from lightning_zero.native.capture import no_collector
 
-__all__ = ["CapturedPair", "EmulatedPair", "Pair"]
+__all__ = ["CapturedPair", "EmulatedPair", "Job", "Pair"]
 
 
-class Pair(Protocol):
-    """Forward and backward of one compiled graph on fixed inputs.
+@dataclass(frozen=True)
+class Job:
+    """What to capture.
 
     Args:
-        compiled: what to capture; called with ``inputs``.
+        compiled: called with ``inputs``.
         inputs: parameters and buffers, memory for other tensors, and sizes.
         copied: those of them that whoever calls knows nothing of.
         executor: keeps the books.
         adding: whether gradients will usually be added to those that are there.
         beside: another pair that never runs at the same time.
-
-    Raises:
-        NotImplementedError: they cannot be replayed; the message says why.
     """
 
-    differentiable: Sequence[bool]  # by output; known after a forward
+    compiled: Callable[..., Any]
+    inputs: Sequence[Any]
+    copied: Sequence[Tensor]
+    executor: Executor
+    adding: bool
+    beside: Pair | None
 
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        inputs: Sequence[Any],
-        copied: Sequence[Tensor],
-        executor: Executor,
-        adding: bool,
-        beside: Pair | None,
-    ) -> None: ...
+    def run(self) -> list[Tensor]:
+        """The outputs.
+
+        Raises:
+            NotImplementedError: a replay would not do the same; the message says why.
+        """
+        before = [tensor._version for tensor in self.copied]
+        outputs = list(self.compiled(*self.inputs))
+        if [tensor._version for tensor in self.copied] != before:
+            raise NotImplementedError("an input is changed in place")
+        if not all(isinstance(output, Tensor) for output in outputs):
+            raise NotImplementedError("an output is no tensor")
+        owned = {value.untyped_storage().data_ptr() for value in self.inputs if isinstance(value, Tensor)}
+        if any(output.untyped_storage().data_ptr() in owned for output in outputs):
+            raise NotImplementedError("an output is an input, or a view of one")
+        return outputs
+
+
+class Pair(Protocol):
+    """Forward and backward of one compiled graph on fixed inputs; made of a :class:`Job`, which may be refused with
+    ``NotImplementedError``."""
+
+    differentiable: Sequence[bool]  # by output; known after a forward
 
     def fits(self) -> bool:
         """Whether a replay does what a run would do."""
@@ -49,28 +67,44 @@ class Pair(Protocol):
     def forward(self) -> Sequence[Tensor]:
         """The outputs, in memory that the next forward overwrites."""
 
-    def backward(self, grads: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of the outputs, of which None means zero."""
-
-    def input_grads(self, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Gradients of inputs, after a backward."""
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Takes the gradients of the outputs, of which None means zero; returns those of the copied inputs, in memory
+        that the next backward overwrites."""
 
     def close(self) -> None:
         """Gives the memory back. Nothing is replayed any more."""
 
 
-def _run(compiled: Callable[..., Any], inputs: Sequence[Any], copied: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs, checked."""
-    before = [tensor._version for tensor in copied]
-    outputs = list(compiled(*inputs))
-    if [tensor._version for tensor in copied] != before:
-        raise NotImplementedError("an input is changed in place")
-    if not all(isinstance(output, Tensor) for output in outputs):
-        raise NotImplementedError("an output is no tensor")
-    owned = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
-    if any(output.untyped_storage().data_ptr() in owned for output in outputs):
-        raise NotImplementedError("an output is an input, or a view of one")
-    return outputs
+class _Graph:
+    """One of the two CUDA graphs, and its entries in the executor's books. Captures what ``run`` queues."""
+
+    def __init__(self, job: Job, pool: Any, run: Callable[[], None], backward: bool) -> None:
+        self._executor = job.executor
+        self._graph = torch.cuda.CUDAGraph()
+        job.executor.record_graph(backward, backward and job.adding)
+        # Other threads, such as NCCL's watchdog, go on: hence the error mode.
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            run()
+            self.number = job.executor.end_recording()
+        except BaseException:
+            job.executor.abort_recording()
+            try:
+                self._graph.capture_end()
+            except RuntimeError:
+                # torch then leaves the allocator where it is, allocating for a graph that there will never be.
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
+        self._graph.capture_end()
+
+    def replay(self) -> None:
+        self._executor.before_replay(self.number)
+        self._graph.replay()
+        self._executor.after_replay(self.number)
+
+    def close(self) -> None:
+        self._graph.reset()
+        self._executor.drop_graph(self.number)
 
 
 class CapturedPair:
@@ -79,106 +113,58 @@ class CapturedPair:
     _pool: Any
     _stream: torch.cuda.Stream
 
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        inputs: Sequence[Any],
-        copied: Sequence[Tensor],
-        executor: Executor,
-        adding: bool,
-        beside: Pair | None,
-    ) -> None:
-        device = executor.device
-        self._executor = executor
-        self._number = -1
-        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        beside = beside if isinstance(beside, CapturedPair) else None
+    def __init__(self, job: Job) -> None:
+        executor, device = job.executor, job.executor.device
+        beside = job.beside if isinstance(job.beside, CapturedPair) else None
         stream = beside._stream if beside is not None else torch.cuda.Stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
         torch.cuda.empty_cache()  # graphs cannot use what is cached for others
         stream.wait_stream(current)
+        self._executor = executor
         self._pool = beside._pool if beside is not None else torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream), _no_collector(), _own_workspaces():
-            with self._capturing(self._forward, backward=False, adding=False):
-                outputs = _run(compiled, inputs, copied)
-            self._forward_number = self._number
+        with torch.cuda.stream(stream), no_collector(), _own_workspaces():
+            outputs: list[Tensor] = []
+            self._forward = _Graph(job, self._pool, lambda: outputs.extend(job.run()), backward=False)
             self._outputs = [output.detach() for output in outputs]
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
             wanted = [output for output in outputs if output.requires_grad]
             self._grads = [torch.zeros_like(output) if output.requires_grad else None for output in outputs]
             given = [grad for grad in self._grads if grad is not None]
             try:
-                with self._capturing(self._backward, backward=True, adding=adding):
-                    torch.autograd.backward(wanted, given)
-                self._backward_number = self._number
-                executor.never_ran(self._backward_number)
+                self._backward = _Graph(job, self._pool, lambda: torch.autograd.backward(wanted, given), backward=True)
+                executor.never_ran(self._backward.number)
             finally:
                 # The backward was recorded as if the forward had run. From here on nobody may think so.
-                executor.never_ran(self._forward_number)
-            self._into = {id(tensor): tensor.grad for tensor in copied}
+                executor.never_ran(self._forward.number)
+            self._into = [tensor.grad for tensor in job.copied]
         current.wait_stream(stream)
 
-    @contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, backward: bool, adding: bool) -> Iterator[None]:
-        executor = self._executor
-        executor.record_graph(backward, adding)
-        # Other threads, such as NCCL's watchdog, go on: hence the error mode.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            yield
-            self._number = executor.end_recording()
-        except BaseException:
-            executor.abort_recording()
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                # torch then leaves the allocator where it is, allocating for a graph that there will never be.
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-            raise
-        graph.capture_end()
-
     def fits(self) -> bool:
-        return self._executor.fits(self._forward_number, self._backward_number)
+        return self._executor.fits(self._forward.number, self._backward.number)
 
     def forward(self) -> Sequence[Tensor]:
-        self._executor.before_replay(self._forward_number)
         self._forward.replay()
-        self._executor.after_replay(self._forward_number)
         return self._outputs
 
-    def backward(self, grads: Sequence[Tensor | None]) -> None:
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         for mine, given in zip(self._grads, grads, strict=True):
             if mine is not None:
                 mine.zero_() if given is None else mine.copy_(given)
-        self._executor.before_replay(self._backward_number)
         self._backward.replay()
-        self._executor.after_replay(self._backward_number)
-
-    def input_grads(self, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        return [self._into[id(tensor)] for tensor in inputs]
+        return self._into
 
     def close(self) -> None:
         # Not left to whoever holds this last: a loss that the user keeps leads here.
-        self._outputs, self._grads, self._into = [], [], {}
-        self._forward.reset()
-        self._backward.reset()
-        for number in (self._forward_number, self._backward_number):
-            self._executor.drop_graph(number)
+        self._outputs, self._grads, self._into = [], [], []
+        self._forward.close()
+        self._backward.close()
 
 
 class EmulatedPair:
     """See :class:`Pair`. Runs what it was given each time, with the same books, so that these can be tested."""
 
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        inputs: Sequence[Any],
-        copied: Sequence[Tensor],
-        executor: Executor,
-        adding: bool,
-        beside: Pair | None,
-    ) -> None:
-        self._compiled, self._inputs, self._copied, self._executor = compiled, inputs, copied, executor
+    def __init__(self, job: Job) -> None:
+        self._job, self._executor = job, job.executor
         self._numbers: dict[bool, int] = {}
         self._adding: bool | None = None  # as the first backward found it
         self._outputs: list[Tensor] = []
@@ -210,11 +196,13 @@ class EmulatedPair:
 
     def forward(self) -> Sequence[Tensor]:
         with torch.enable_grad(), self._recorded(backward=False, adding=False):
-            self._outputs = _run(self._compiled, self._inputs, self._copied)
+            self._outputs = self._job.run()
         self.differentiable = [output.requires_grad for output in self._outputs]
         return self._outputs
 
-    def backward(self, grads: Sequence[Tensor | None]) -> None:
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        for tensor in self._job.copied:
+            tensor.grad = None
         outputs, given = [], []
         for output, grad in zip(self._outputs, grads, strict=True):
             if output.requires_grad:
@@ -224,9 +212,7 @@ class EmulatedPair:
             self._adding = self._executor.has_gradients()
         with torch.enable_grad(), self._recorded(True, self._adding):
             torch.autograd.backward(outputs, given)
-
-    def input_grads(self, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        return [tensor.grad for tensor in inputs]
+        return [tensor.grad for tensor in self._job.copied]
 
     def close(self) -> None:
         self._outputs = []
@@ -243,15 +229,3 @@ def _own_workspaces() -> Iterator[None]:
         yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Freeing a graph or an event, as the collector may, is not allowed while this thread captures."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compile.replay.pairs import CapturedPair, EmulatedPair, Pair
+from lightning_zero.compile.replay.pairs import CapturedPair, EmulatedPair, Job, Pair
 from lightning_zero.compile.replay.variant import Replay, Variant, unfit
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
@@ -193,7 +193,7 @@ class _Call:
                 args,
                 replays.lasting(),
                 lambda inputs, copied: replays.pair(
-                    self._compiled, inputs, copied, replays.executor, not first, beside
+                    Job(self._compiled, inputs, copied, replays.executor, not first, beside)
                 ),
             )
         except RuntimeError as error:  # out of memory, too, and what no graph can hold

@@ -61,7 +61,6 @@ class Variant:
         fixed = {n for n, _ in self._addresses}
         inputs = [_alike(a) if isinstance(a, Tensor) and n not in fixed else a for n, a in enumerate(args)]
         self._copied = [(n, t) for n, t in enumerate(inputs) if n not in fixed and isinstance(t, Tensor)]
-        self._into = [(n, tensor) for n, tensor in self._copied if tensor.requires_grad]
         self._width = len(args)
         self._pending: weakref.ref[_Token] | None = None
         self._closed = False
@@ -93,12 +92,10 @@ class Variant:
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs; None for parameters, whose gradients the executor has."""
-        for _, tensor in self._into:
-            tensor.grad = None
-        self.pair.backward(grads)
+        found = self.pair.backward(grads)
         self._pending = None
         results: list[Tensor | None] = [None] * self._width
-        for (n, _), grad in zip(self._into, self.pair.input_grads([t for _, t in self._into]), strict=True):
+        for (n, _), grad in zip(self._copied, found, strict=True):
             results[n] = None if grad is None else grad.clone()
         if self._closed:
             self.pair.close()

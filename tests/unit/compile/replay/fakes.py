@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compile.replay import Replays
+from lightning_zero.compile.replay.pairs import Job
 from lightning_zero.config import EngineConfig
 
 
@@ -32,18 +33,10 @@ class FakePair:
 
     made: list[FakePair] = []
 
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        inputs: Sequence[Any],
-        copied: Sequence[Tensor],
-        executor: Any,
-        adding: bool,
-        beside: Any,
-    ) -> None:
-        if executor.reason == "refuse":
+    def __init__(self, job: Job) -> None:
+        if job.executor.reason == "refuse":  # type: ignore[attr-defined]
             raise NotImplementedError("an input is changed in place\nand much more")
-        self.compiled, self.inputs, self.adding, self.beside = compiled, inputs, adding, beside
+        self.job, self.adding, self.beside = job, job.adding, job.beside
         self.fit, self.closed, self.replays = True, False, 0
         self.differentiable: Sequence[bool] = ()
         FakePair.made.append(self)
@@ -55,17 +48,17 @@ class FakePair:
         assert not self.closed
         self.replays += 1
         with torch.enable_grad():
-            self.outputs = self.compiled(*self.inputs)
+            self.outputs = self.job.compiled(*self.job.inputs)
         self.differentiable = [output.requires_grad for output in self.outputs]
         return self.outputs
 
-    def backward(self, grads: Sequence[Tensor | None]) -> None:
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         assert not self.closed
+        for tensor in self.job.copied:
+            tensor.grad = None
         pairs = [(o, g) for o, g in zip(self.outputs, grads, strict=True) if o.requires_grad and g is not None]
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-
-    def input_grads(self, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        return [tensor.grad for tensor in inputs]
+        return [tensor.grad for tensor in self.job.copied]
 
     def close(self) -> None:
         self.closed = True

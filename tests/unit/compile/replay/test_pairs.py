@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compile.replay.pairs import CapturedPair
+from lightning_zero.compile.replay.pairs import CapturedPair, Job
 
 
 class Graph:
@@ -85,7 +85,7 @@ def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
 
 def capture(executor: Executor, compiled: Any = scaled, beside: Any = None) -> CapturedPair:
     batch = torch.ones(2)
-    return CapturedPair(compiled, [nn.Parameter(torch.tensor(3.0)), batch], [batch], executor, False, beside)  # type: ignore[arg-type]
+    return CapturedPair(Job(compiled, [nn.Parameter(torch.tensor(3.0)), batch], [batch], executor, False, beside))  # type: ignore[arg-type]
 
 
 def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock) -> None:
