@@ -169,14 +169,33 @@ Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
           // Each rank begins with its own part, so that no two read from one rank at a time.
           for (int step = 0; step < size(); ++step) {
             const int from = (rank() + step) % size();
+            const auto& source = (*sources[i])[from];
             if (bytes > 0)
-              parts.push_back({begin + from * bytes, (*sources[i])[from].const_data_ptr(), bytes});
+              parts.push_back({begin + from * bytes, source.const_data_ptr(), bytes,
+                               outputs[i].storage().data(), source.storage().data(), step});
           }
         }
-        copy_all(parts, stream_, recording_);
+        copy(parts);
         return Works{};
       },
       copy_back(std::move(copies)));
+}
+
+void Communicator::copy(const std::vector<Copy>& copies) {
+  copy_all(copies, stream_, aside_);
+}
+
+void Communicator::record() {
+  recording_ = true;
+  used_ = false;
+  while (has_streams(device_) && static_cast<int>(lanes_.size()) + 1 < size())
+    lanes_.push_back(new_stream(device_));
+  aside_ = lanes_;
+}
+
+void Communicator::stop_recording() {
+  recording_ = used_ = false;
+  aside_.clear();
 }
 
 void Communicator::join() {

@@ -13,6 +13,7 @@
 #include <random>
 #include <string>
 
+#include "copies.h"
 #include "device.h"
 
 namespace lightning_zero {
@@ -82,6 +83,9 @@ class Communicator {
   Pending copy_group(std::vector<at::Tensor> outputs,
                      const std::vector<const std::vector<at::Tensor>*>& sources);
 
+  // The same on the current stream, ours, and wherever they go.
+  void copy(const std::vector<Copy>& copies);
+
   // Whatever `work` queues, on our stream, behind what the caller has queued.
   Pending run(const std::function<void()>& work);
 
@@ -107,13 +111,9 @@ class Communicator {
 
   // While a graph of the device is recorded: everything on our stream belongs to it. join(): the current
   // stream waits for ours, if there was anything.
-  void record() {
-    recording_ = true;
-    used_ = false;
-  }
+  void record();
   void join();
-  void stop_recording() { recording_ = used_ = false; }
-  bool is_recording() const { return recording_; }
+  void stop_recording();
 
   // Debugging: wait on the host before and after each collective, so that an error shows where it happened.
   bool synchronize_each = false;
@@ -137,9 +137,10 @@ class Communicator {
   c10::Device device_;
   c10::Stream stream_;
   bool recording_ = false, used_ = false;
-  std::function<void()> signal_all_;  // and wait for all, on the current stream
-  at::Tensor token_, tokens_;         // what a barrier gathers
-  std::optional<std::mt19937> dice_;  // when poisoning
+  std::vector<c10::Stream> lanes_, aside_;  // for copies beside each other in graphs; those in use now
+  std::function<void()> signal_all_;        // and wait for all, on the current stream
+  at::Tensor token_, tokens_;               // what a barrier gathers
+  std::optional<std::mt19937> dice_;        // when poisoning
 };
 
 // NaN, or the least integer.

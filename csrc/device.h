@@ -28,19 +28,6 @@ c10::Stream new_stream(const c10::Device& device);
 // Waits on the host until everything queued on `stream` has run. For debugging only.
 void synchronize(const c10::Stream& stream);
 
-// Addresses, not tensors: a step has thousands, and making a view takes as long as everything else about
-// them.
-struct Copy {
-  void* to;
-  const void* from;
-  size_t bytes;
-};
-
-// Queues copies on `stream`, which must be the current one, in any order: one call of the driver for all of
-// them where it has such a call, since on the host each takes longer than a small transfer does. `recorded`:
-// into a graph, which has no place for that call.
-void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream, bool recorded);
-
 // A point in a stream's queue that other streams can wait for without involving the host.
 // Copies share the point. A fence that was never recorded, or any fence on a CPU, lets everybody pass.
 class Fence {

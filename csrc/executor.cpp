@@ -182,7 +182,7 @@ void Executor::open(ReduceBucket& bucket, bool adding) {
   bucket.apart = !staging_.empty();
   if (options_.poison && buffer->send.defined())
     fill_with_poison(buffer->send);
-  bucket.open(buffer, adding, recording_ ? std::optional(recording_->adding) : std::nullopt);
+  bucket.open(buffer, adding, recording_ ? std::optional(recording_->graph.adding) : std::nullopt);
 }
 
 void Executor::reduce(int64_t index, const at::Tensor& grad, bool hold) {

@@ -144,6 +144,8 @@ class Executor : public torch::CustomClassHolder {
   void after_replay(int64_t graph);
   // Whether gradients are there, to which a backward that begins now would add.
   bool has_gradients() const;
+  // Whether the backward that goes on is for all gradients, and not for those of backward(inputs=...).
+  bool is_whole_backward() const;
   // Changes when shards may have.
   int64_t epoch() const { return epoch_; }
   int64_t backwards() const { return backwards_; }  // that have ended
@@ -201,9 +203,12 @@ class Executor : public torch::CustomClassHolder {
     int64_t rounds = 0, meetings = 0;
     std::vector<int64_t> kept, kept_before;  // weights that it gathers to keep; that must be there already
     std::map<std::string, int64_t> counters;
+  };
+  struct Recording {
+    Recorded graph;
     // Of the backward that goes on around it.
     std::vector<int> tasks;
-    std::vector<int64_t> arrivals_before;
+    std::vector<int64_t> arrivals;
   };
   void forget_recording();
   void forget_kept(const Recorded& graph);
@@ -295,7 +300,7 @@ class Executor : public torch::CustomClassHolder {
   std::vector<int> tasks_;                      // autograd graph tasks that will call end_backward()
   std::vector<int64_t> attached_;
 
-  std::optional<Recorded> recording_;
+  std::optional<Recording> recording_;
   std::map<int64_t, Recorded> graphs_;  // by their numbers
   int64_t graphs_made_ = 0;
   // What was there before a replay that overwrites it.

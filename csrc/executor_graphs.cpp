@@ -49,16 +49,17 @@ void Executor::record_graph(bool backward, bool adding) {
   gather_comm_.record();
   reduce_comm_.record();
   recording_.emplace();
-  recording_->adding = adding;
-  recording_->meetings = meetings_;
-  recording_->plan = plans_made_;
-  recording_->counters = std::exchange(counters_, {});
-  for (const auto i : order_) recording_->grads.push_back(records_[i]->grad.const_data_ptr());
+  auto& graph = recording_->graph;
+  graph.adding = adding;
+  graph.meetings = meetings_;
+  graph.plan = plans_made_;
+  graph.counters = std::exchange(counters_, {});
+  for (const auto i : order_) graph.grads.push_back(records_[i]->grad.const_data_ptr());
   recording_->tasks = std::exchange(tasks_, {});
   if (backward) {
     TORCH_INTERNAL_ASSERT(next_launch_ == 0);
     tasks_ = {kRecording};
-    recording_->arrivals_before = std::exchange(arrivals_, {});
+    recording_->arrivals = std::exchange(arrivals_, {});
     rounds_ = 0;
   }
 }
@@ -66,7 +67,6 @@ void Executor::record_graph(bool backward, bool adding) {
 int64_t Executor::end_recording() {
   std::lock_guard lock(mutex_);
   TORCH_INTERNAL_ASSERT(recording_.has_value());
-  auto graph = *recording_;
   if (!tasks_.empty()) {
     // A CPU launches nothing while gradients arrive.
     while (next_launch_ < buckets_.size() && buckets_[next_launch_].complete())
@@ -83,6 +83,7 @@ int64_t Executor::end_recording() {
   }
   gather_comm_.join();
   reduce_comm_.join();
+  auto graph = std::move(recording_->graph);
   if (!tasks_.empty())
     graph.arrivals = arrivals_;
   graph.launched = next_launch_;
@@ -91,7 +92,6 @@ int64_t Executor::end_recording() {
   if (!has_streams(device_))
     meetings_ += graph.meetings;  // they took place
   graph.counters.swap(counters_);
-  recording_ = graph;
   forget_recording();
   if (!reason.empty())
     forget_kept(graph);
@@ -104,11 +104,16 @@ void Executor::abort_recording() {
   std::lock_guard lock(mutex_);
   if (!recording_)
     return;
-  gather_comm_.join();  // or the capture could not even be ended
-  reduce_comm_.join();
-  meetings_ = recording_->meetings;
-  forget_kept(*recording_);
-  counters_ = std::move(recording_->counters);
+  for (auto* comm : {&gather_comm_, &reduce_comm_}) {
+    try {
+      comm->join();  // or the capture could not even be ended
+    } catch (const c10::Error&) {
+      // It is lost already, by what could not be captured. Ending it is all that is left to do.
+    }
+  }
+  meetings_ = recording_->graph.meetings;
+  forget_kept(recording_->graph);
+  counters_ = std::move(recording_->graph.counters);
   forget_recording();
 }
 
@@ -120,7 +125,7 @@ void Executor::forget_recording() {
   expect_buckets();
   arriving_.clear();
   if (!tasks_.empty())
-    arrivals_ = std::move(recording_->arrivals_before);
+    arrivals_ = std::move(recording_->arrivals);
   tasks_ = std::move(recording_->tasks);
   next_launch_ = 0;
   gather_comm_.stop_recording();
@@ -134,12 +139,19 @@ bool Executor::has_gradients() const {
                      [&](int64_t i) { return records_[i]->param.grad().defined(); });
 }
 
+bool Executor::is_whole_backward() const {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  return wanted == nullptr || wanted->empty();
+}
+
 bool Executor::fits(int64_t forward, int64_t backward) const {
   std::lock_guard lock(mutex_);
+  if (plan_is_stale())
+    return false;
   std::set<int64_t> gathered;  // by the forward, for its backward
   for (const auto number : {forward, backward}) {
     const auto& graph = graphs_.at(number);
-    if (graph.plan != plans_made_ || plan_is_stale())
+    if (graph.plan != plans_made_)
       return false;
     for (size_t i = 0; i < order_.size(); ++i) {
       if (records_[order_[i]]->grad.const_data_ptr() != graph.grads[i])
@@ -187,8 +199,7 @@ void Executor::before_replay(int64_t index) {
       tasks_.empty(), "lightning_zero: weights got gradients from outside of the compiled code, ",
       "whose backward is replayed as a graph, in one backward pass with it. Pass capture_graphs=False "
       "to the strategy.");
-  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-  TORCH_CHECK(wanted == nullptr || wanted->empty(),
+  TORCH_CHECK(is_whole_backward(),
               "lightning_zero: backward(inputs=...) or torch.autograd.grad() asked for some gradients only, ",
               "of compiled code whose backward is replayed as a graph, with all of them. Pass "
               "capture_graphs=False to the strategy.");

@@ -50,13 +50,13 @@ void Executor::push(ReduceBucket& bucket) {
         auto* target = static_cast<char*>(staging_[peer].mutable_data_ptr()) + at_byte;
         copies.push_back({target + (rank() * width + from - begin) * item,
                           source + (peer * numel + from - slot.offset) * item,
-                          static_cast<size_t>((to - from) * item)});
+                          static_cast<size_t>((to - from) * item), staging_[peer].storage().data(),
+                          run.storage().data(), static_cast<int>(step)});
       }
     }
-    const auto stream = current_stream(device_);
-    copy_all(copies, stream, reduce_comm_.is_recording());
+    reduce_comm_.copy(copies);
     if (last)
-      bucket.read_by(stream);
+      bucket.read_by(current_stream(device_));
     meet();
     const auto mine = staging_[rank()].view(bucket.dtype());
     bucket.accumulate(mine.as_strided({size(), width}, {width, 1}, at_byte / item), begin);

@@ -145,7 +145,7 @@ void Executor::keep_start(at::TensorList kept, at::TensorList shards) {
     records.push_back(&record);
   }
   if (recording_) {
-    auto& noted = stale ? recording_->kept : recording_->kept_before;
+    auto& noted = stale ? recording_->graph.kept : recording_->graph.kept_before;
     for (const auto* record : records) noted.push_back(record->index);
   }
   if (!stale)

@@ -125,6 +125,7 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("before_replay", &Executor::before_replay)
       .def("after_replay", &Executor::after_replay)
       .def("has_gradients", &Executor::has_gradients)
+      .def("is_whole_backward", &Executor::is_whole_backward)
       .def("epoch", &Executor::epoch)
       .def("abort_backward", &Executor::abort_backward)
       .def("release_buffers", &Executor::release_buffers)

@@ -153,7 +153,7 @@ class EngineConfig:
     reduce_by: str = "auto"
     capture_step: bool | str = "auto"
     emulate_capture: bool = False
-    capture_graphs: bool | str = False
+    capture_graphs: bool | str = "auto"
     emulate_graphs: bool = False
 
     def __post_init__(self) -> None:

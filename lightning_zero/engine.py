@@ -116,7 +116,7 @@ class Engine:
         self._supervisor = Supervisor(agreement, [observe] if observe is not None else [], say)
         self._budget = MeasuredBudget(self._supervisor, self.executor, self.control_group, MemoryGauge(device))
         ready, say = self._budget.settled, self._supervisor.say
-        self.replays = Replays(self.executor, device, self.config, ready, self._lasting, say)
+        self.replays = Replays(self.executor, device, self.config, ready, self._lasting, say, self.peers.missing)
         self._compile_arguments = self._compiler_arguments()
         self.sharder = Sharder(self.executor, self.gather_group, self.control_group)
         self.sharder.classes.engine = weakref.ref(self)

@@ -120,7 +120,7 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         gather_by: str = "auto",
         reduce_by: str = "auto",
         capture_step: bool | str = "auto",
-        capture_graphs: bool | str = False,
+        capture_graphs: bool | str = "auto",
         agreement_timeout_s: float = 25.0,
         sync_collectives: bool = False,
         process_group_backend: str | None = None,

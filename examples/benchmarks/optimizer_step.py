@@ -67,7 +67,7 @@ def ours(size: str, capture: bool | str) -> tuple[Callable[[], None], int]:
         engine.begin_step(optimizer)
         optimizer.step()
         engine.end_step(optimizer)
-        engine.sharder.write_shadows()
+        engine.executor.write_shadows()
 
     step.engine = engine  # keeps it
     step.model = model

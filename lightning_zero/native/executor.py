@@ -217,6 +217,10 @@ class Executor:
         """Must come after each replay: enters into the books what was done."""
         self._native.after_replay(number)
 
+    def is_whole_backward(self) -> bool:
+        """Whether the backward pass that goes on is for all gradients, not those of ``backward(inputs=...)`` only."""
+        return self._native.is_whole_backward()
+
     def has_gradients(self) -> bool:
         """Whether some trainable parameter has a gradient."""
         return self._native.has_gradients()

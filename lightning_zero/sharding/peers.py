@@ -83,6 +83,13 @@ class Peers:
         self._staged = True
 
     @property
+    def missing(self) -> str:
+        """What goes through process groups, in words; empty where nothing does."""
+        ways = {"weights": self.for_weights, "gradients": self.for_gradients}
+        by_collective = [what for what, memory in ways.items() if memory is None]
+        return f"{' and '.join(by_collective)} travel by collectives" if by_collective else ""
+
+    @property
     def nbytes(self) -> int:
         """Of this rank's memory that peers read or write."""
         return sum(memory.nbytes for memory in {self.for_weights, self.for_gradients} if memory is not None)

@@ -52,6 +52,32 @@ class EditsItsInput(OneBlock):
         return loss
 
 
+@torch.library.custom_op("lightning_zero_tests::read", mutates_args=())
+def read(x: Tensor) -> Tensor:
+    return x + (0 if x.sum().item() > float("-inf") else 1)  # waits for the device
+
+
+@read.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("lightning_zero_tests::through", mutates_args=())
+def through(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+through.register_fake(torch.empty_like)
+through.register_autograd(lambda ctx, grad: read(grad))
+
+
+class ReadsTheDevice(OneBlock):
+    """In its backward, too late for a capture to be refused before it begins."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return through(super().forward(ids))
+
+
 def evaluate(model: nn.Module, index: int) -> None:
     if index == 10:
         engine = engine_of(model)
@@ -121,6 +147,7 @@ WAYS = {
     "a smaller batch between": Way(samples=lambda index: 6 if index == 9 else SAMPLES, replays=8),
     "a module used twice": Way("CalledTwice"),
     "called twice before a backward": Way(training={"loss_fn": twice}, replays=0),
+    "the device is waited for": Way(ReadsTheDevice, replays=0, emulated=False),
     "an input edited": Way(EditsItsInput, replays=0, emulated=False),
 }
 

@@ -49,7 +49,7 @@ def engine_for(
     emulate_capture: bool = False,
     emulate_graphs: bool = False,
     capture_step: bool | str = "auto",
-    capture_graphs: bool | str = False,
+    capture_graphs: bool | str = "auto",
     costs: Costs = NOMINAL,
     gather_by: str = "auto",
     reduce_by: str = "auto",

@@ -23,7 +23,7 @@ class Job:
 
     Args:
         compiled: called with ``inputs``.
-        inputs: parameters and buffers, memory for other tensors, and sizes.
+        inputs: aliases of parameters and buffers, memory for other tensors, and sizes.
         copied: those of them that whoever calls knows nothing of.
         executor: keeps the books.
         adding: whether gradients will usually be added to those that are there.
@@ -53,6 +53,14 @@ class Job:
         if any(output.untyped_storage().data_ptr() in owned for output in outputs):
             raise NotImplementedError("an output is an input, or a view of one")
         return outputs
+
+    def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Leaves the gradients of ``copied`` in their ``grad``; the executor gets those of parameters."""
+        torch.autograd.backward(outputs, grads)
+        copied = {id(tensor) for tensor in self.copied}
+        assert all(
+            value.grad is None for value in self.inputs if isinstance(value, Tensor) and id(value) not in copied
+        ), "a gradient went past the executor"
 
 
 class Pair(Protocol):
@@ -131,7 +139,7 @@ class CapturedPair:
             self._grads = [torch.zeros_like(output) if output.requires_grad else None for output in outputs]
             given = [grad for grad in self._grads if grad is not None]
             try:
-                self._backward = _Graph(job, self._pool, lambda: torch.autograd.backward(wanted, given), backward=True)
+                self._backward = _Graph(job, self._pool, lambda: job.run_backward(wanted, given), backward=True)
                 executor.never_ran(self._backward.number)
             finally:
                 # The backward was recorded as if the forward had run. From here on nobody may think so.
@@ -211,7 +219,7 @@ class EmulatedPair:
         if self._adding is None:
             self._adding = self._executor.has_gradients()
         with torch.enable_grad(), self._recorded(True, self._adding):
-            torch.autograd.backward(outputs, given)
+            self._job.run_backward(outputs, given)
         return [tensor.grad for tensor in self._job.copied]
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ class Replays:
         ready: a method that tells whether what is compiled now is what will stay.
         lasting: one that gives the tensors whose memory stays where it is: parameters and buffers.
         say: shows a line to the user.
+        impossible: why there cannot be any here; empty where there can.
 
     Raises:
         UnsupportedError: replays were asked for and are impossible; here or when compiled code runs.
@@ -58,9 +59,12 @@ class Replays:
         ready: Callable[[], bool],
         lasting: Callable[[], Iterable[Tensor]],
         say: Callable[[str], None],
+        impossible: str = "",
     ) -> None:
         self.executor = executor
         self.device = device
+        self._impossible = f"the device is {device}" if device.type != "cuda" else impossible
+        self._said: set[str] = set()
         # torch keeps what it has compiled for as long as it lives, and with it everything that this knows: nothing here
         # may keep the engine, or its process groups would outlive it, on some ranks longer than on others.
         self._ready, self._lasting = weakref.WeakMethod(ready), weakref.WeakMethod(lasting)
@@ -73,10 +77,10 @@ class Replays:
         """Other options; what was captured with the old ones is dropped."""
         self.drop()
         self.pair: type[CapturedPair] | type[EmulatedPair] = EmulatedPair if config.emulate_graphs else CapturedPair
-        self.enabled = config.emulate_graphs or (bool(config.capture_graphs) and self.device.type == "cuda")
+        self.enabled = config.emulate_graphs or (bool(config.capture_graphs) and not self._impossible)
         self._must = config.capture_graphs is True
         if self._must and not self.enabled:
-            self.refused(f"the device is {self.device}")
+            self.refused(self._impossible)
 
     @property
     def wrap(self) -> Callable[[Compiled], Compiled]:
@@ -118,7 +122,9 @@ class Replays:
                 f"capture_graphs=True, but compiled code cannot be replayed as a CUDA graph: {reason}. Pass "
                 "capture_graphs='auto' to run it where it cannot be replayed."
             )
-        self._say(f"Compiled code is not replayed as a CUDA graph: {reason}.")
+        if reason not in self._said:
+            self._said.add(reason)
+            self._say(f"Compiled code is not replayed as a CUDA graph: {reason}.")
 
 
 def _drop(calls: Iterable[_Call]) -> None:
@@ -151,9 +157,24 @@ class _Call:
         variant = None if self._off else self._variant(args, first, again)
         if variant is None:
             replays.runs(self)
-            return self._compiled(*args)
+            return self._run(args)
         self._replayed += 1
         return Replay.apply(variant, *args)
+
+    def _run(self, args: Sequence[Any]) -> Any:
+        outputs = self._compiled(*args)
+        if not self._off:
+            nodes = (output.grad_fn for output in outputs if isinstance(output, Tensor))
+            if node := next(filter(None, nodes), None):
+                node.register_prehook(self._watch_backward)
+        return outputs
+
+    def _watch_backward(self, grads: Any) -> None:
+        """What a replay would raise at is known after the first step, and nobody has to be told."""
+        replays = self._replays()
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        if replays is not None and (keeps or not replays.executor.is_whole_backward()):
+            self._give_up("a backward pass keeps its graph, or is for some gradients only")
 
     def _variant(self, args: Sequence[Any], first: bool, again: bool) -> Variant | None:
         """What to replay."""
@@ -223,6 +244,8 @@ class _Call:
         self._variants.clear()
 
     def _give_up(self, reason: str) -> None:
+        if self._off:
+            return
         self._off = True
         self.drop()
         replays = self._replays()

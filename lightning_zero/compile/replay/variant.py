@@ -59,7 +59,7 @@ class Variant:
         known = {id(tensor) for tensor in lasting}
         self._addresses = [(n, arg.data_ptr()) for n, arg in enumerate(args) if id(arg) in known]
         fixed = {n for n, _ in self._addresses}
-        inputs = [_alike(a) if isinstance(a, Tensor) and n not in fixed else a for n, a in enumerate(args)]
+        inputs = [(_alias(a) if n in fixed else _alike(a)) if isinstance(a, Tensor) else a for n, a in enumerate(args)]
         self._copied = [(n, t) for n, t in enumerate(inputs) if n not in fixed and isinstance(t, Tensor)]
         self._width = len(args)
         self._pending: weakref.ref[_Token] | None = None
@@ -110,6 +110,12 @@ class Variant:
 def _alike(tensor: Tensor) -> Tensor:
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.requires_grad_(tensor.requires_grad)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    # A graph that somebody holds, such as that of the last loss, keeps the parameters' own nodes in autograd, which
+    # belong to another stream: the backward would wait for that stream, which no capture can.
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class Replay(torch.autograd.Function):

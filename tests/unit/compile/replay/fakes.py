@@ -17,12 +17,16 @@ class Books:
     def __init__(self) -> None:
         self.steps = self.passes = 0
         self.reason = ""
+        self.partial = False
 
     def epoch(self) -> int:
         return self.steps
 
     def backwards(self) -> int:
         return self.passes
+
+    def is_whole_backward(self) -> bool:
+        return not self.partial
 
     def why_not_recorded(self) -> str:
         return self.reason

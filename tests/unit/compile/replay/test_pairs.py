@@ -79,8 +79,20 @@ def allocator() -> Iterator[MagicMock]:
         yield ended
 
 
+class Scaled(torch.autograd.Function):
+    """The gradient of the weight goes elsewhere, as in compiled code."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, batch: Tensor) -> Tensor:
+        return weight * batch
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-    return weight * batch, batch + 1
+    return Scaled.apply(weight, batch), batch + 1
 
 
 def capture(executor: Executor, compiled: Any = scaled, beside: Any = None) -> CapturedPair:
@@ -126,6 +138,11 @@ def test_what_no_graph_can_hold_gives_the_allocator_back(allocator: MagicMock) -
         capture(executor, waits)
     assert executor.log[-1] == ("abort_recording",)
     allocator.assert_called_once_with(3, (0, 7))
+
+
+def test_a_gradient_that_the_executor_does_not_get_is_a_bug(allocator: MagicMock) -> None:
+    with pytest.raises(AssertionError, match="past the executor"):
+        capture(Executor(), lambda weight, batch: (weight * batch,))
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,31 @@ def test_what_can_never_be_captured_is_said_after_a_while() -> None:
     assert "code that is not compiled holds weights" in training.said[0]
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_backward_that_could_not_be_replayed_is_noticed_before_a_capture(partial: bool) -> None:
+    training = Training()
+    training.books.partial = partial
+    for _ in range(WARMUPS + 3):
+        loss, _ = training.call(training.weight, torch.ones(2))
+        loss.backward(retain_graph=not partial)
+        if not partial:
+            loss.backward()
+        training.books.passes += 1
+        training.books.steps += 1
+    assert not training.made
+    assert len(training.said) == 1
+    assert "keeps its graph" in training.said[0]
+    assert training.weight.grad == 12 * (WARMUPS + 3) * (1 if partial else 2)
+
+
+def test_one_reason_is_told_once() -> None:
+    training = Training()
+    for call in (training.call, training.replays.wrap(training.compiled)):
+        for _ in range(2):
+            call(training.weight, torch.ones(2))
+    assert len(training.said) == 1
+
+
 def test_where_replays_were_asked_for_it_raises() -> None:
     training = Training(capture=True)
     training.step()

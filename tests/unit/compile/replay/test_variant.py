@@ -51,6 +51,18 @@ def test_a_loss_that_nobody_holds_needs_no_backward() -> None:
     assert training.made[0].closed
 
 
+def test_captured_is_nothing_that_autograd_knew_before() -> None:
+    training = Training()
+    loss, _ = training.call(training.weight, torch.ones(2))
+    training.backward(loss)  # and the loss still holds the weight's node
+    captured(training)
+    weight, batch = training.made[0].job.inputs
+    assert weight is not training.weight
+    assert weight.data_ptr() == training.weight.data_ptr()
+    assert weight.requires_grad
+    assert not batch.requires_grad
+
+
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [

@@ -1,0 +1,154 @@
+#include "copies.h"
+
+#include <c10/util/Exception.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "device.h"
+
+namespace lightning_zero {
+
+namespace {
+
+// cudaMemcpyBatchAsync and its cudaMemcpyAttributes as CUDA 13 has them; 12.8 has another signature. Looked
+// up in the library that torch has loaded, so that neither CUDA nor its headers are needed to build this.
+struct BatchAttributes {
+  int source_order = 1;  // as the stream has it
+  int source_hint[2] = {0, 0}, target_hint[2] = {0, 0};
+  unsigned flags = 1;  // copy engines rather than multiprocessors
+};
+using BatchCopy = int (*)(void* const*, const void* const*, const size_t*, size_t, BatchAttributes*, size_t*,
+                          size_t, void*);
+using CopyOfRows = int (*)(void*, size_t, const void*, size_t, size_t, size_t, int, void*);
+using LastError = int (*)();
+
+struct CudaRuntime {
+  BatchCopy copy_batch = nullptr;
+  CopyOfRows copy_rows = nullptr;
+  LastError last_error = nullptr;
+  CudaRuntime() {
+    for (const char* name : {"libcudart.so.13", "libcudart.so.12"}) {
+      void* library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+      if (library == nullptr)
+        continue;
+      copy_rows = reinterpret_cast<CopyOfRows>(dlsym(library, "cudaMemcpy2DAsync"));
+      last_error = reinterpret_cast<LastError>(dlsym(library, "cudaGetLastError"));
+      if (name == std::string_view("libcudart.so.13"))
+        copy_batch = reinterpret_cast<BatchCopy>(dlsym(library, "cudaMemcpyBatchAsync"));
+      return;
+    }
+  }
+  static const CudaRuntime& instance() {
+    static const CudaRuntime runtime;
+    return runtime;
+  }
+};
+
+constexpr int kByAddress = 4;                  // cudaMemcpyDefault
+constexpr size_t kMostPitch = (1u << 31) - 1;  // CUDA's memPitch
+
+bool copy_in_one_call(const std::vector<Copy>& copies, const c10::Stream& stream) {
+  const auto& runtime = CudaRuntime::instance();
+  if (stream.device_type() != c10::kCUDA || runtime.copy_batch == nullptr || runtime.last_error == nullptr)
+    return false;
+  std::vector<void*> to;
+  std::vector<const void*> from;
+  std::vector<size_t> bytes;
+  for (const auto& copy : copies) {
+    to.push_back(copy.to);
+    from.push_back(copy.from);
+    bytes.push_back(copy.bytes);
+  }
+  BatchAttributes attributes;
+  size_t first = 0;
+  if (to.empty() || runtime.copy_batch(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first,
+                                       1, stream.native_handle()) == 0)
+    return true;
+  runtime.last_error();  // or the next kernel would be blamed
+  return false;
+}
+
+void copy_rows(const CopyRows& rows, const c10::Stream& stream) {
+  const auto& [to, from, bytes, to_storage, from_storage, lane] = rows.first;
+  if (!has_streams(stream.device())) {
+    for (size_t row = 0; row < rows.rows; ++row)
+      std::memcpy(static_cast<char*>(to) + row * rows.to_pitch,
+                  static_cast<const char*>(from) + row * rows.from_pitch, bytes);
+    return;
+  }
+  // Not by tensors: those of a peer's memory would have to name the peer's device.
+  const auto& runtime = CudaRuntime::instance();
+  TORCH_INTERNAL_ASSERT(stream.device_type() == c10::kCUDA && runtime.copy_rows != nullptr,
+                        "copies between devices need the CUDA runtime that torch has loaded");
+  const int error = runtime.copy_rows(to, rows.to_pitch, from, rows.from_pitch, bytes, rows.rows, kByAddress,
+                                      stream.native_handle());
+  TORCH_CHECK(error == 0, "lightning_zero: cudaMemcpy2DAsync failed with error ", error, ".");
+}
+
+size_t distance(const void* from, const void* to) {
+  return reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from);  // enormous where `to` is lower
+}
+
+// Makes `copy` the next row, if it is.
+bool append(CopyRows& rows, const Copy& copy) {
+  const auto& first = rows.first;
+  if (copy.bytes != first.bytes || copy.to_storage != first.to_storage ||
+      copy.from_storage != first.from_storage)
+    return false;
+  const auto to = distance(first.to, copy.to), from = distance(first.from, copy.from);
+  if (rows.rows == 1) {
+    if (to < copy.bytes || from < copy.bytes || to > kMostPitch || from > kMostPitch)
+      return false;
+    rows.to_pitch = to;
+    rows.from_pitch = from;
+  } else if (to != rows.rows * rows.to_pitch || from != rows.rows * rows.from_pitch) {
+    return false;
+  }
+  ++rows.rows;
+  return true;
+}
+
+}  // namespace
+
+std::vector<CopyRows> in_rows(const std::vector<Copy>& copies) {
+  std::vector<CopyRows> all;
+  std::vector<std::ptrdiff_t> last;  // by lane; -1: none yet
+  for (const auto& copy : copies) {
+    last.resize(std::max<size_t>(last.size(), copy.lane + 1), -1);
+    auto& index = last[copy.lane];
+    if (index >= 0 && append(all[index], copy))
+      continue;
+    index = static_cast<std::ptrdiff_t>(all.size());
+    all.push_back({copy, 1, copy.bytes, copy.bytes});
+  }
+  return all;
+}
+
+void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream,
+              const std::vector<c10::Stream>& aside) {
+  if (aside.empty() && has_streams(stream.device()) && copy_in_one_call(copies, stream))
+    return;
+  Fence begin;
+  begin.record(stream);
+  std::vector<char> used(aside.size(), 0);
+  for (const auto& rows : in_rows(copies)) {
+    const size_t lane = aside.empty() ? 0 : rows.first.lane % (aside.size() + 1);
+    if (lane > 0 && !std::exchange(used[lane - 1], 1))
+      begin.block(aside[lane - 1]);
+    copy_rows(rows, lane == 0 ? stream : aside[lane - 1]);
+  }
+  for (size_t lane = 0; lane < aside.size(); ++lane) {
+    if (!used[lane])
+      continue;
+    Fence end;
+    end.record(aside[lane]);
+    end.block(stream);
+  }
+}
+
+}  // namespace lightning_zero

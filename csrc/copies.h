@@ -1,0 +1,40 @@
+// Copies between memory that ranks share: where whole weights come from, and where gradients go.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <vector>
+
+namespace lightning_zero {
+
+// `bytes` of one tensor's storage to another's.
+// Addresses, not tensors: a step has thousands, and making a view takes as long as everything else about
+// them.
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  const void *to_storage, *from_storage;
+  int lane = 0;  // in a graph: those of other lanes go on beside it
+};
+
+// The same size, at equal distances: one node of a graph, and one call. A node costs as long as a megabyte
+// does, and the 49 norms of a model with 24 blocks arrived one by one, 0.8 ms before anything could begin.
+struct CopyRows {
+  Copy first;
+  size_t rows = 1;
+  size_t to_pitch = 0, from_pitch = 0;  // bytes
+};
+
+// Rows are of one lane, and within one storage: a copy may not span two allocations.
+std::vector<CopyRows> in_rows(const std::vector<Copy>& copies);
+
+// Queues copies on `stream`, which must be the current one, in any order: one call of the driver for all of
+// them where it has such a call, since on the host each takes longer than a small transfer does. `aside`:
+// streams for the lanes beyond the first, when this is recorded into a graph, which has no place for that
+// call.
+void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream,
+              const std::vector<c10::Stream>& aside);
+
+}  // namespace lightning_zero
