@@ -6,8 +6,11 @@ Every way steps the same shards (float32, gradients in float32, clipping to norm
 of the weights, with gradients that are always there. `captured` and `eager` are lightning_zero with `capture_step` on
 and off; `fused` is `torch.optim.AdamW(fused=True)` with `clip_grad_norm_` on plain tensors of the shards' sizes;
 `fsdp2` the same on the DTensors of `fully_shard`; `deepspeed` is the step of DeepSpeed ZeRO-3 (bfloat16 with float32
-masters, its norm and clipping). The bytes a step needs: gradients read for the norm (4), gradients read and scaled (8),
-weights and both moments read and written (24), the bfloat16 copy written (2): 38 per element.
+masters, its norm and clipping). The device sleeps for a moment before each step, so that the host is ahead of it when
+the step begins, as it is in a training whose forward and backward take longer than their launches; a way that waits for
+the device within the step pays for that all the same. `--asleep 0` leaves the sleep out. The bytes a step needs:
+gradients read for the norm (4), gradients read and scaled (8), weights and both moments read and written (24), the
+bfloat16 copy written (2): 38 per element.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from step_time import SIZES, Decoder
 
 BYTES = 38
 MAX_NORM = 1.0
+CYCLES = 1.9e9  # of a multiprocessor, per second
 
 
 class Small(nn.Module):
@@ -139,11 +143,10 @@ def deepspeed(size: str) -> tuple[Callable[[], None], int]:
                 torch.randn(p.partition_numel(), device="cuda", dtype=torch.bfloat16) * 1e-2 for p in group
             ]
         torch.cuda.synchronize()
-        step.begin = time.perf_counter()
-        step.event.record()
+        step.begin()
         wrapped.step()
 
-    step.event = torch.cuda.Event(enable_timing=True)
+    step.begins_itself = True
     step.engine = engine
     return step, elements
 
@@ -163,6 +166,20 @@ def copy_bandwidth() -> float:
     return 2 * a.nbytes / statistics.median(seconds)
 
 
+class Start:
+    """Of one step: the device sleeps for so many milliseconds, then the clocks start."""
+
+    def __init__(self, asleep: float) -> None:
+        self.asleep = asleep
+        self.event = torch.cuda.Event(enable_timing=True)
+
+    def __call__(self) -> None:
+        if self.asleep > 0:
+            torch.cuda._sleep(int(self.asleep * 1e-3 * CYCLES))
+        self.event.record()
+        self.clock = time.perf_counter()
+
+
 WAYS = {
     "captured": lambda size: ours(size, True),
     "eager": lambda size: ours(size, False),
@@ -178,6 +195,7 @@ def main() -> None:
     parser.add_argument("--ways", default="captured,eager,fused,fsdp2")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm", type=int, default=10)
+    parser.add_argument("--asleep", type=float, default=2.0, help="milliseconds for which the device sleeps first")
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
@@ -189,17 +207,19 @@ def main() -> None:
         for number in range(arguments.warm + arguments.steps):
             dist.barrier()
             torch.cuda.synchronize()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            clock = time.perf_counter()
-            begin.record()
+            start = Start(arguments.asleep)
+            if getattr(step, "begins_itself", False):
+                step.begin = start
+            else:
+                start()
             step()
+            end = torch.cuda.Event(enable_timing=True)
             end.record()
             host_end = time.perf_counter()
             torch.cuda.synchronize()
             if number >= arguments.warm:
-                begin, clock = getattr(step, "event", begin), getattr(step, "begin", clock)
-                times.append(begin.elapsed_time(end))
-                host.append(1e3 * (host_end - clock))
+                times.append(start.event.elapsed_time(end))
+                host.append(1e3 * (host_end - start.clock))
         ms, floor = statistics.median(times), 1e3 * BYTES * elements / bandwidth
         result = {
             "way": way,
@@ -209,6 +229,7 @@ def main() -> None:
             "ms": round(ms, 3),
             "ms_10_90": [round(q, 3) for q in (statistics.quantiles(times, n=10)[i] for i in (0, -1))],
             "host_ms": round(statistics.median(host), 3),
+            "asleep_ms": arguments.asleep,
             "bytes_ms": round(floor, 3),
             "over_bytes": round(ms / floor, 3),
             "copy_tb_s": round(bandwidth / 1e12, 3),
