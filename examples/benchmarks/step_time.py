@@ -3,15 +3,17 @@
     python examples/benchmarks/step_time.py --strategy zero3_compile --size 1b --batch 2 --length 2048 --devices 4
 
 Every strategy trains the same plain Llama-like decoder on the same random tokens: float32 master weights, bfloat16
-compute and gradients on the wire, fused AdamW, norm clipping at 1.0, the Trainer as users get it (with its per-step
-broadcast of the termination flag). `fsdp2` is Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile`
-on each block.
+compute and gradients on the wire, fused AdamW, norm clipping at 1.0, the Trainer as users get it. `fsdp2` is
+Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each block. Before each batch Lightning asks
+the device whether a rank got a SIGTERM, and waits for the answer; under our strategies ranks ask over the CPU. `--ask-
+on-cpu` lets the other strategies do so, too, to show what of a difference that is.
 """
 
 import argparse
 import json
 import statistics
 import time
+from contextlib import nullcontext
 
 import lightning as L
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_zero
+from lightning_zero.sigterm import ask_on_cpu
 
 SIZES = {  # width, layers, heads, hidden
     "tiny": (128, 4, 4, 352),
@@ -101,17 +104,19 @@ class Decoder(nn.Module):
 
 
 class Module(L.LightningModule):
-    def __init__(self, size: str, fsdp2: bool, reshard: bool) -> None:
+    def __init__(self, size: str, strategy: str, reshard: bool) -> None:
         super().__init__()
-        self.size, self.fsdp2, self.reshard = size, fsdp2, reshard
+        self.size, self.strategy, self.reshard = size, strategy, reshard
         self.net: Decoder | None = None
 
     def configure_model(self) -> None:
         if self.net is not None:
             return
-        with torch.device("meta"):
+        with nullcontext() if self.strategy == "ddp" else torch.device("meta"):
             self.net = Decoder(*SIZES[self.size])
-        if not self.fsdp2:
+        if self.strategy == "ddp":
+            return
+        if self.strategy != "fsdp2":
             self.net.cos, self.net.sin = (torch.empty_like(t, device="cpu") for t in (self.net.cos, self.net.sin))
             self.net.reset_parameters()
             return
@@ -146,10 +151,12 @@ class Clock(L.Callback):
     """From the end of one optimizer step on the device to the end of the next. Nothing waits for the device here, as
     nothing does in a user's training."""
 
-    def __init__(self, warm: int) -> None:
-        self.warm, self.marks, self.loss = warm, [], None
+    def __init__(self, warm: int, ask: bool = False) -> None:
+        self.warm, self.marks, self.loss, self.ask = warm, [], None, ask
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.ask:
+            ask_on_cpu(trainer, torch.distributed.new_group(backend="gloo"))
         self.begin = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, *_: object) -> None:
@@ -211,6 +218,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--no-reshard", action="store_true", help="fsdp2: keep weights gathered after forward")
+    parser.add_argument("--ask-on-cpu", action="store_true", help="whether a rank got a SIGTERM")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy")
     parser.add_argument("--trace", metavar="FILE", help="a Chrome trace of two steps on rank 0")
     arguments = parser.parse_args()
@@ -222,7 +230,7 @@ def main() -> None:
     elif arguments.option:
         options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in arguments.option)}
         strategy = lightning_zero.ZeroStrategy(compile=arguments.strategy == "zero3_compile", **options)
-    clock = Clock(arguments.warm)
+    clock = Clock(arguments.warm, arguments.ask_on_cpu)
     trainer = L.Trainer(
         strategy=strategy,
         devices=arguments.devices,
@@ -244,12 +252,13 @@ def main() -> None:
         )
         clock.profiler.start()
     trainer.fit(
-        Module(arguments.size, fsdp2, not arguments.no_reshard), DataLoader(Tokens(arguments.length), arguments.batch)
+        Module(arguments.size, arguments.strategy, not arguments.no_reshard),
+        DataLoader(Tokens(arguments.length), arguments.batch),
     )
     steady = clock.milliseconds()
     result = {
         "strategy": arguments.strategy + ("_no_reshard" if arguments.no_reshard else ""),
-        "options": arguments.option,
+        "options": arguments.option + ["ask_on_cpu"] * arguments.ask_on_cpu,
         "size": arguments.size,
         "tokens": f"{arguments.accumulate}x{arguments.batch}x{arguments.length}",
         "devices": arguments.devices,
