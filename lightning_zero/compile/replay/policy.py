@@ -151,6 +151,9 @@ class _Call:
         replays = self._replays()
         if replays is None or not replays.enabled or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return self._compiled(*args)
+        if torch._C._current_graph_task_id() != -1:
+            # Recomputed within a backward pass, whose gradients are on their way: what records would take their memory.
+            return self._compiled(*args)
         epoch, backwards = replays.executor.epoch(), replays.executor.backwards()
         first, again = epoch != self._epoch, backwards == self._backwards
         self._epoch, self._backwards_before, self._backwards = epoch, self._backwards, backwards

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.replay.policy import MOST_WAITS, PATIENCE, WARMUPS, WORTH
@@ -158,6 +159,21 @@ def test_a_backward_that_could_not_be_replayed_is_noticed_before_a_capture(parti
     assert len(training.said) == 1
     assert "keeps its graph" in training.said[0]
     assert training.weight.grad == 12 * (WARMUPS + 3) * (1 if partial else 2)
+
+
+def test_what_is_computed_again_within_a_backward_is_not_captured() -> None:
+    training = Training()
+
+    def block(batch: torch.Tensor) -> torch.Tensor:
+        return training.call(training.weight, batch)[0]
+
+    for _ in range(WARMUPS + 3):
+        batch = torch.ones(2, requires_grad=True)
+        training.backward(torch.utils.checkpoint.checkpoint(block, batch, use_reentrant=True))
+        training.books.steps += 1
+        assert batch.grad.tolist() == [18, 18]
+    assert not training.made
+    assert training.weight.grad == 12 * (WARMUPS + 3)
 
 
 def test_one_reason_is_told_once() -> None:
