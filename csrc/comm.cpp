@@ -182,7 +182,7 @@ Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
 }
 
 void Communicator::copy(const std::vector<Copy>& copies) {
-  copy_all(copies, stream_, aside_);
+  copy_all(copies, stream_, recording_ ? lanes_ : std::vector<c10::Stream>());
 }
 
 void Communicator::record() {
@@ -190,12 +190,6 @@ void Communicator::record() {
   used_ = false;
   while (has_streams(device_) && static_cast<int>(lanes_.size()) + 1 < size())
     lanes_.push_back(new_stream(device_));
-  aside_ = lanes_;
-}
-
-void Communicator::stop_recording() {
-  recording_ = used_ = false;
-  aside_.clear();
 }
 
 void Communicator::join() {

@@ -113,7 +113,7 @@ class Communicator {
   // stream waits for ours, if there was anything.
   void record();
   void join();
-  void stop_recording();
+  void stop_recording() { recording_ = used_ = false; }
 
   // Debugging: wait on the host before and after each collective, so that an error shows where it happened.
   bool synchronize_each = false;
@@ -137,10 +137,10 @@ class Communicator {
   c10::Device device_;
   c10::Stream stream_;
   bool recording_ = false, used_ = false;
-  std::vector<c10::Stream> lanes_, aside_;  // for copies beside each other in graphs; those in use now
-  std::function<void()> signal_all_;        // and wait for all, on the current stream
-  at::Tensor token_, tokens_;               // what a barrier gathers
-  std::optional<std::mt19937> dice_;        // when poisoning
+  std::vector<c10::Stream> lanes_;    // for copies beside each other in graphs
+  std::function<void()> signal_all_;  // and wait for all, on the current stream
+  at::Tensor token_, tokens_;         // what a barrier gathers
+  std::optional<std::mt19937> dice_;  // when poisoning
 };
 
 // NaN, or the least integer.

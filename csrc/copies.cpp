@@ -15,6 +15,14 @@ namespace lightning_zero {
 
 namespace {
 
+// The same size, at equal distances: one node of a graph, and one call. A node costs as long as a megabyte
+// does, and the 49 norms of a model with 24 blocks arrived one by one, 0.8 ms before anything could begin.
+struct CopyRows {
+  Copy first;
+  size_t rows = 1;
+  size_t to_pitch = 0, from_pitch = 0;  // bytes
+};
+
 // cudaMemcpyBatchAsync and its cudaMemcpyAttributes as CUDA 13 has them; 12.8 has another signature. Looked
 // up in the library that torch has loaded, so that neither CUDA nor its headers are needed to build this.
 struct BatchAttributes {
@@ -113,8 +121,7 @@ bool append(CopyRows& rows, const Copy& copy) {
   return true;
 }
 
-}  // namespace
-
+// Rows are of one lane, and within one storage: a copy may not span two allocations.
 std::vector<CopyRows> in_rows(const std::vector<Copy>& copies) {
   std::vector<CopyRows> all;
   std::vector<std::ptrdiff_t> last;  // by lane; -1: none yet
@@ -128,6 +135,8 @@ std::vector<CopyRows> in_rows(const std::vector<Copy>& copies) {
   }
   return all;
 }
+
+}  // namespace
 
 void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream,
               const std::vector<c10::Stream>& aside) {

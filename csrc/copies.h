@@ -19,17 +19,6 @@ struct Copy {
   int lane = 0;  // in a graph: those of other lanes go on beside it
 };
 
-// The same size, at equal distances: one node of a graph, and one call. A node costs as long as a megabyte
-// does, and the 49 norms of a model with 24 blocks arrived one by one, 0.8 ms before anything could begin.
-struct CopyRows {
-  Copy first;
-  size_t rows = 1;
-  size_t to_pitch = 0, from_pitch = 0;  // bytes
-};
-
-// Rows are of one lane, and within one storage: a copy may not span two allocations.
-std::vector<CopyRows> in_rows(const std::vector<Copy>& copies);
-
 // Queues copies on `stream`, which must be the current one, in any order: one call of the driver for all of
 // them where it has such a call, since on the host each takes longer than a small transfer does. `aside`:
 // streams for the lanes beyond the first, when this is recorded into a graph, which has no place for that

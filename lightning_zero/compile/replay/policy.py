@@ -149,10 +149,11 @@ class _Call:
 
     def __call__(self, *args: Any) -> Any:
         replays = self._replays()
-        if replays is None or not replays.enabled or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return self._compiled(*args)
-        if torch._C._current_graph_task_id() != -1:
-            # Recomputed within a backward pass, whose gradients are on their way: what records would take their memory.
+        # Within a backward pass, which computes something again, gradients are on their way: records would take their
+        # memory.
+        in_backward = torch._C._current_graph_task_id() != -1
+        trains = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if replays is None or not replays.enabled or not trains or in_backward:
             return self._compiled(*args)
         epoch, backwards = replays.executor.epoch(), replays.executor.backwards()
         first, again = epoch != self._epoch, backwards == self._backwards
