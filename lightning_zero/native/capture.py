@@ -3,14 +3,51 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
-__all__ = ["no_collector"]
+import torch
+
+__all__ = ["capturing"]
 
 
 @contextmanager
-def no_collector() -> Iterator[None]:
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """What is queued inside, on the current stream, goes to ``graph``, and what is allocated comes from ``pool``."""
+    with _no_collector():
+        # Other threads, such as NCCL's watchdog, go on: hence the error mode.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                _end(graph, pool)
+            raise
+        _end(graph, pool)
+
+
+def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # torch leaves the allocator and the generator of random numbers as if something were still being captured.
+        # Nobody could allocate from elsewhere, or get the pool's memory back, and the next dropout would raise.
+        with suppress(RuntimeError):  # raised where that was ended
+            device = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*is empty")
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(capture_error_mode="thread_local")
+            empty.capture_end()
+        raise
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
     """Freeing a graph or an event, as the collector may, is not allowed while this thread captures."""
     collecting = gc.isenabled()
     gc.disable()

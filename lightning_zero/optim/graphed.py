@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.native.capture import no_collector
+from lightning_zero.native.capture import capturing
 
 __all__ = ["GraphedSequence"]
 
@@ -53,7 +53,7 @@ class GraphedSequence:
     @property
     def pool(self) -> tuple[int, int] | None:
         """For other sequences; None before the capture."""
-        return self._graph.pool() if self._graph is not None else self._pool
+        return self._pool
 
     def __call__(self) -> None:
         moved = [n for n, t in enumerate(self._watch) if t.data_ptr() != self._addresses[n]]
@@ -71,13 +71,10 @@ class GraphedSequence:
         graph = torch.cuda.CUDAGraph()
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream), no_collector():
-            # Other threads, such as NCCL's watchdog, go on: hence the error mode.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._fn()
-            finally:
-                graph.capture_end()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(stream), capturing(graph, self._pool):
+            self._fn()
         current.wait_stream(stream)
         return graph
 

@@ -42,3 +42,27 @@ def test_two_sequences_share_a_pool() -> None:
     for _ in range(3):
         expected = expected * 3 + 2
     assert out.unique().tolist() == [expected]
+
+
+def pools() -> set[tuple[int, int]]:
+    torch.cuda.empty_cache()
+    return {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+
+
+def test_what_cannot_be_captured_leaves_everything_as_it_was() -> None:
+    device = torch.device("cuda")
+    out, before = torch.zeros(5, device=device), pools()
+
+    def wait() -> None:
+        out.add_(torch.nn.functional.dropout(torch.ones_like(out), 0.0))
+        out.sum().item()
+
+    sequence = GraphedSequence(wait, device)
+    sequence()
+    with pytest.raises(RuntimeError):
+        sequence()
+    assert not sequence.captured
+    later = torch.full((1 << 22,), 2.0, device=device)
+    assert (out + later[:5]).tolist() == [3.0] * 5
+    assert torch.nn.functional.dropout(out, 0.5).shape == out.shape  # its generator does not count as captured
+    assert pools() <= before | {(0, 0)}

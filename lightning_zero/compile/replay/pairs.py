@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.native import Executor
-from lightning_zero.native.capture import no_collector
+from lightning_zero.native.capture import capturing
 
 __all__ = ["CapturedPair", "EmulatedPair", "Job", "Pair"]
 
@@ -90,20 +90,13 @@ class _Graph:
         self._executor = job.executor
         self._graph = torch.cuda.CUDAGraph()
         job.executor.record_graph(backward, backward and job.adding)
-        # Other threads, such as NCCL's watchdog, go on: hence the error mode.
-        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            run()
-            self.number = job.executor.end_recording()
-        except BaseException:
-            job.executor.abort_recording()
+        with capturing(self._graph, pool):
             try:
-                self._graph.capture_end()
-            except RuntimeError:
-                # torch then leaves the allocator where it is, allocating for a graph that there will never be.
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-            raise
-        self._graph.capture_end()
+                run()
+                self.number = job.executor.end_recording()
+            except BaseException:
+                job.executor.abort_recording()  # joins streams, without which the capture could not be ended
+                raise
 
     def replay(self) -> None:
         self._executor.before_replay(self.number)
@@ -130,7 +123,7 @@ class CapturedPair:
         stream.wait_stream(current)
         self._executor = executor
         self._pool = beside._pool if beside is not None else torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream), no_collector(), _own_workspaces():
+        with torch.cuda.stream(stream), _own_workspaces():
             outputs: list[Tensor] = []
             self._forward = _Graph(job, self._pool, lambda: outputs.extend(job.run()), backward=False)
             self._outputs = [output.detach() for output in outputs]
