@@ -56,6 +56,7 @@ class StepKernel:
         self._last_max: float | None = None
         self._variant: tuple[bool, bool] | None = None
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._names: dict[Any, list[str]] = {}  # of what is computed for a segment, once that is compiled
         self._sequences: dict[tuple[bool, bool], GraphedSequence] = {}  # with or without clipping and skipping
 
     @staticmethod
@@ -110,35 +111,50 @@ class StepKernel:
 
     def _update(self) -> None:
         assert self._variant is not None
-        clip, skip = self._variant
-        common: dict[str, Tensor] = {}
-        if clip:
-            common["factor"] = clip_factor(self._squared, self._max_norm)
-        if skip:
-            common["skip"] = self._skip
         for segment in self._segments:
             rule = self._rules[segment.group]
             assert rule is not None
-            steps = segment.counts.get("step")
-            if steps is not None:
-                steps.add_(1 if not skip else (self._skip == 0).to(steps.dtype))
-            step = segment.state["step"] if steps is not None else self._squared
-            counts = {name: segment.state[name].double() for name in rule.counts}
-            scalars = rule.scalars({**self._settings[segment.group], **counts}, step)
-            new = {name: scalars.pop(name) for name in rule.counts}
-            numbers = {k: v.float() for k, v in scalars.items()}
-            for name, value in new.items():
-                old = segment.counts[name]
-                old.copy_(value if not skip else torch.where(self._skip == 0, value.to(old.dtype), old))
             state = {name: segment.state[name].view(-1) for name in rule.state}
-            self._apply(rule, segment.param.detach().view(-1), segment.grad.view(-1), state, {**numbers, **common})
+            numbers = self._numbers(rule, segment)
+            self._apply(rule, segment.param.detach().view(-1), segment.grad.view(-1), state, numbers)
+
+    def _numbers(self, rule: Rule, segment: Segment) -> dict[str, Tensor]:
+        """What the update of all elements has in common, 0-dim float32; counts the step."""
+        assert self._variant is not None
+        clip, skip = self._variant
+        settings = self._settings[segment.group]
+        names: list[str] = []
+
+        def compute(squared: Tensor, max_norm: Tensor, skipped: Tensor, *rest: Tensor) -> list[Tensor]:
+            setting = dict(zip(settings, rest, strict=False))
+            counts = dict(zip(segment.counts, rest[len(settings) :], strict=True))
+            if (steps := counts.get("step")) is not None:
+                steps.add_(1 if not skip else (skipped == 0).to(steps.dtype))
+            step = steps[0] if steps is not None else squared
+            scalars = rule.scalars({**setting, **{name: counts[name][0].double() for name in rule.counts}}, step)
+            for name in rule.counts:
+                value, old = scalars.pop(name), counts[name]
+                old.copy_(value if not skip else torch.where(skipped == 0, value.to(old.dtype), old))
+            numbers = {name: value.float() for name, value in scalars.items()}
+            if clip:
+                numbers["factor"] = clip_factor(squared, max_norm)
+            names[:] = numbers
+            return list(numbers.values())
+
+        arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *segment.counts.values())
+        key = (rule, self._variant, tuple(tuple(c.shape) for c in segment.counts.values()))
+        values = self._run_compiled(key, compute, arguments)
+        if key in self._names:
+            names = self._names[key]
+        self._names[key] = names
+        return dict(zip(names, values, strict=True)) | ({"skip": self._skip} if skip else {})
 
     def _apply(
         self, rule: Rule, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: dict[str, Tensor]
     ) -> None:
         names, keys = list(state), list(numbers)
 
-        def change(param: Tensor, grad: Tensor, *rest: Tensor) -> None:
+        def change(param: Tensor, grad: Tensor, *rest: Tensor) -> list[Tensor]:
             old = dict(zip(names, rest, strict=False))
             scalar = dict(zip(keys, rest[len(names) :], strict=True))
             wide = grad.float()
@@ -154,24 +170,25 @@ class StepKernel:
             param.copy_(after)
             for k, v in new.items():
                 old[k].copy_(v)
+            return []
 
-        arguments = (param, grad, *state.values(), *numbers.values())
-        if not self._compile:
-            change(*arguments)
-            return
-        # Without Dynamo: the graph depends on nothing but these tensors' sizes, and its caches are for users' code.
         key = (rule, param.numel(), param.dtype, tuple(keys))
+        self._run_compiled(key, change, (param, grad, *state.values(), *numbers.values()))
+
+    def _run_compiled(
+        self, key: Any, fn: Callable[..., list[Tensor]], arguments: tuple[Tensor, ...]
+    ) -> Sequence[Tensor]:
+        """What ``fn`` returns for these arguments; it is compiled once for each key."""
+        if not self._compile:
+            return fn(*arguments)
+        # Without Dynamo: the graph depends on nothing but these tensors' sizes, and its caches are for users' code.
         if key not in self._compiled:
-            self._compiled[key] = _compile(change, arguments)
-        self._compiled[key](*arguments)
+            self._compiled[key] = _compile(fn, arguments)
+        return self._compiled[key](*arguments)
 
 
-def _compile(fn: Callable[..., None], arguments: tuple[Tensor, ...]) -> Callable[..., Any]:
-    def traced(*inputs: Tensor) -> tuple[()]:
-        fn(*inputs)
-        return ()
-
-    graph = make_fx(traced, tracing_mode="fake")(*arguments)
+def _compile(fn: Callable[..., list[Tensor]], arguments: tuple[Tensor, ...]) -> Callable[..., Any]:
+    graph = make_fx(lambda *inputs: tuple(fn(*inputs)), tracing_mode="fake")(*arguments)
     # Inductor would time two ways to launch the kernel, on clones of everything that it writes: of all this rank's
     # weights and moments, or, where there is no room, by way of the host, which takes minutes.
     return torch._inductor.compile(graph, list(arguments), options={"triton.autotune_pointwise": False})
