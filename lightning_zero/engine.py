@@ -297,8 +297,7 @@ class Engine:
         first = self.config.compile.enabled and not self.calls.modules
         reads = self._count_eager_reads()
         with ExitStack() as stack:
-            if first:
-                stack.enter_context(self.calls.discover())
+            stack.enter_context(self.calls.discover() if first else self.calls.calling())
             # Saved-tensor hooks cost a call for each tensor that autograd saves; where all weights are read by compiled
             # code there is nothing for them to do.
             if first or self._eager_reads != 0:

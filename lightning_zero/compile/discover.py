@@ -71,6 +71,19 @@ class CompiledCalls:
         for name, module in found.items():
             self.compile(name, module)
 
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Surrounds a later step."""
+        # Or torch 2.11 would take a parameter for unchanged as long as its module holds the same one, and would run
+        # code in which weights that were unfrozen since get no gradient. (``config.patch`` takes milliseconds.)
+        config = torch.compiler.config
+        before = config.skip_tensor_guards_with_matching_dict_tags
+        config.skip_tensor_guards_with_matching_dict_tags = False
+        try:
+            yield
+        finally:
+            config.skip_tensor_guards_with_matching_dict_tags = before
+
     def compile(self, name: str, module: nn.Module) -> None:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
         are."""

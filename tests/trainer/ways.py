@@ -1,0 +1,233 @@
+"""Trainings through the Trainer in which compiled code can be replayed, or stops being so: what users do around it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.trainer.helpers import (
+    INPUTS,
+    OUTPUTS,
+    Regression,
+    close,
+    make_loader,
+    make_trainer,
+    mean_over_ranks,
+    seeded,
+    whole_state,
+)
+from tests.trainer.test_finetuning import CALLBACKS, Finetuned
+from tests.trainer.test_loss_scaling import Overflows
+from tests.trainer.test_manual_optimization import GAN, Accumulating
+from tests.trainer.test_step_patterns import EditsWeights, SeveralForwards, Teacher
+from tests.trainer.test_weight_averaging import Averaged
+
+STEPS = 12  # an epoch's
+
+
+class Smooth(Regression):
+    """AdamW whose steps do not follow rounding noise; as those of all the following."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+class KeepsItsLosses(Smooth):
+    """With their graphs, as a user's list of outputs may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept.append(super().training_step(batch, batch_idx))
+        return self.kept[-1]
+
+    def on_train_end(self) -> None:
+        assert [loss.item() for loss in self.kept] == self.losses, "a loss that the user holds was overwritten"
+
+
+class LooksAtGradients(Smooth):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen += [p.grad.square().sum().item() for p in self.parameters() if p.grad is not None]
+
+
+class ScalesItsGradients(Smooth):
+    """By hooks that run in Python, in each backward."""
+
+    def on_fit_start(self) -> None:
+        for param in self.net.parameters():
+            param.register_hook(lambda grad: grad * 0.5)
+
+
+class RetainsItsGraph(Smooth):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(loss.item())
+
+
+class Checkpointed(Smooth):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.net[:3], x, use_reentrant=False)
+        return self.net[3:](hidden)
+
+
+class PredictsInBetween(Smooth):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.eval()
+        with torch.no_grad():
+            self(torch.ones(1, INPUTS, device=self.device))
+        self.train()
+
+
+class FreezesLater(Smooth):
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch != 1)
+
+
+class ReturnsMore(Smooth):
+    """Outputs that nobody differentiates, and two that are."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.net[:2](x)
+        out = self.net[2:](hidden)
+        return out, {"hidden": hidden, "big": hidden.detach().abs() > 0.5, "count": x.shape[0]}
+
+    def loss(self, batch: Any) -> Tensor:
+        out, more = self(batch[0])
+        return F.mse_loss(out.float(), batch[1]) + 0.1 * more["hidden"].float()[more["big"]].square().sum()
+
+
+class InputsWithGradients(Smooth):
+    """An encoder that is not compiled with the rest gets gradients back through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(3):
+            self.encoder = nn.Linear(INPUTS, INPUTS)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.encoder(batch[0])
+        return F.mse_loss(self.net(x).float(), batch[1]) + 0.1 * x.float().square().mean()
+
+
+class Normalised(Smooth):
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(4):
+            self.net = nn.Sequential(nn.Linear(INPUTS, 8), nn.BatchNorm1d(8), nn.Linear(8, OUTPUTS))
+
+
+class StepsSeldom(Smooth):
+    """By hand, after three batches, or two at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.losses.append(loss.item())
+        if batch_idx % 3 == 2 or batch_idx == 10:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Way:
+    make: Callable[[], Any] = Smooth
+    arguments: Callable[[], dict[str, Any]] = dict  # of the Trainer; anew for each, since callbacks keep things
+    epochs: int = 2
+    replays: int | None = 12  # at least; 0: none; None: as many as there are, where several graphs make a step
+    emulated: bool = True  # else only a capture shows what happens
+    validated: bool = True
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+
+def by_callback(*callbacks: Callable[[], pl.Callback]) -> Callable[[], dict[str, Any]]:
+    return lambda: {"callbacks": [make() for make in callbacks]}
+
+
+def saved() -> dict[str, Any]:
+    often = ModelCheckpoint("saved", every_n_train_steps=4, save_top_k=-1)
+    return {"callbacks": [often], "enable_checkpointing": True, "val_check_interval": 5}
+
+
+WAYS = {
+    "plain": Way(),
+    "losses kept": Way(KeepsItsLosses),
+    "accumulated and clipped": Way(arguments=lambda: {"accumulate_grad_batches": 5, "gradient_clip_val": 0.2}),
+    "accumulated more later": Way(arguments=by_callback(lambda: GradientAccumulationScheduler({0: 1, 1: 3}))),
+    "kept until the step": Way(
+        arguments=lambda: {"accumulate_grad_batches": 4},
+        strategy={"persist_mb": float("inf"), "persist_until": "step"},
+    ),
+    "weights averaged": Way(Averaged, by_callback(lambda: EMAWeightAveraging(decay=0.6))),
+    "unfrozen later": Way(Finetuned, by_callback(CALLBACKS["backbone"])),
+    "frozen later": Way(FreezesLater, epochs=3),
+    "saved and validated": Way(arguments=saved),
+    "anomalies looked for": Way(arguments=lambda: {"detect_anomaly": True}),
+    "losses scaled": Way(Overflows, lambda: {"precision": "16-mixed", "gradient_clip_val": 0.2}, emulated=False),
+    "gradients read": Way(LooksAtGradients),
+    "gradients hooked": Way(ScalesItsGradients),
+    "graph retained": Way(RetainsItsGraph, replays=0, emulated=False),
+    "activations checkpointed": Way(Checkpointed),
+    "predictions in between": Way(PredictsInBetween),
+    "more outputs": Way(ReturnsMore),
+    "inputs with gradients": Way(InputsWithGradients, replays=None, emulated=False),
+    "batch norm": Way(Normalised),
+    "steps by hand": Way(StepsSeldom),
+    "a closure": Way(Accumulating, replays=None, emulated=False),
+    "two optimizers": Way(GAN, replays=None, emulated=False),
+    "a teacher": Way(Teacher, validated=False, replays=None, emulated=False),
+    "views of two sides": Way(SeveralForwards, replays=None, emulated=False),
+    "weights edited": Way(EditsWeights, validated=False, replays=None, emulated=False),
+}
+
+
+def fit(name: str, strategy: Any, accelerator: str, **arguments: Any) -> dict[str, Any]:
+    """What a training leaves under this strategy."""
+    way = WAYS[name]
+    with seeded():
+        module = way.make()
+    options = {"precision": "bf16-mixed", "max_epochs": way.epochs} | way.arguments() | arguments
+    trainer: pl.Trainer = make_trainer("ddp", strategy=strategy, accelerator=accelerator, **options)
+    validated = make_loader("ddp", 2, seed=1) if way.validated else None
+    trainer.fit(module, make_loader("ddp", STEPS), validated)
+    out = {
+        "losses": mean_over_ranks(module.losses),
+        "weights": {key: value.cpu() for key, value in whole_state(module).items()},
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "seen": mean_over_ranks(getattr(module, "seen", [])),
+        "steps": trainer.global_step,
+        "replays": strategy.counters().get("replayed_graphs", 0),
+    }
+    close(module)
+    torch._dynamo.reset()
+    return out
