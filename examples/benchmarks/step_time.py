@@ -173,12 +173,13 @@ class Clock(L.Callback):
             prof.step()
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.peak = None
+        self.peak = self.reserved = None
         if torch.cuda.is_available():
             # Memory that all ranks can read is not the allocator's, and what CUDA graphs use between kernels is free to
             # it, but to nobody else.
-            others = getattr(trainer.strategy, "peer_bytes", 0) + of_graphs()
-            self.peak = round((torch.cuda.max_memory_allocated() + others) / 2**30, 2)
+            peers = getattr(trainer.strategy, "peer_bytes", 0)
+            self.peak = round((torch.cuda.max_memory_allocated() + of_graphs() + peers) / 2**30, 2)
+            self.reserved = round((torch.cuda.max_memory_reserved() + peers) / 2**30, 2)
 
     @staticmethod
     def mark() -> torch.cuda.Event | float:
@@ -267,6 +268,7 @@ def main() -> None:
             round(q, 2) for q in (statistics.quantiles(steady, n=10)[0], statistics.quantiles(steady, n=10)[-1])
         ],
         "peak_gib": clock.peak,
+        "reserved_gib": clock.reserved,
         "steady_after_s": round(clock.steady_after, 1),
         "last_loss": round(float(clock.loss), 4),
         "torch": torch.__version__,

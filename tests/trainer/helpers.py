@@ -115,7 +115,7 @@ class Regression(pl.LightningModule):
         return self.net(x)
 
     def loss(self, batch: Any) -> Tensor:
-        return F.mse_loss(self(batch[0]).float(), batch[1])
+        return F.mse_loss(self(batch[0]).float(), batch[1].float())  # torch 2.11 takes no others
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
