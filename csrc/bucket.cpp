@@ -221,7 +221,7 @@ void ReduceBucket::seal() {
   buffer_->filling = false;
 }
 
-void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin) {
+void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin, const RowMeans& mean) {
   const auto end = begin + rows.size(1);
   // What of a slot's gradient shard lies between `begin` and `end`, and where in `rows`.
   const auto within = [&](const Slot& slot) {
@@ -254,6 +254,8 @@ void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin) {
     const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
     if (rows.size(0) == 1) {
       from = from.select(0, 0);
+    } else if (mean(to, from, head.add)) {
+      from.reset();
     } else if (head.add || to.scalar_type() != wide) {
       from = at::mean(from, at::IntArrayRef{0}, /*keepdim=*/false, wide);
     } else {

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "comm.h"
+#include "means.h"
 #include "param_registry.h"
 
 namespace lightning_zero {
@@ -108,7 +109,7 @@ class ReduceBucket {
   // Adds up rows, and moves the sums into elements `begin` to `begin + rows.size(1)` of the gradient shards.
   // One row: recv(), as a reduce-scatter left it. One for each rank: what they sent, of which the mean is
   // taken in float32.
-  void accumulate(const at::Tensor& rows, int64_t begin);
+  void accumulate(const at::Tensor& rows, int64_t begin, const RowMeans& mean = {});
 
   void reset();  // any -> EMPTY; forgets the buffer
 

@@ -119,6 +119,12 @@ class Executor : public torch::CustomClassHolder {
   // Memory of each rank that this one can write, of two halves. See [Note: gradients pushed to peers].
   // `group_name`: by which they are symmetric memory, on an accelerator.
   void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
+  // Kernels that add up what is pushed; see RowMeans.
+  void use_means(const at::Tensor& code) { means_ = RowMeans(code, size()); }
+  // Whether one of them has written, or added, the mean over the rows of `from` to `to`.
+  bool mean_rows(const at::Tensor& to, const at::Tensor& from, bool add) const {
+    return means_(to, from, add);
+  }
   // A compiled graph begins that gathers and reduces as `plan` says.
   void enter(const std::string& digest, const std::string& plan);
 
@@ -295,6 +301,7 @@ class Executor : public torch::CustomClassHolder {
   std::vector<int64_t> arrivals_;  // this backward, in order
   size_t next_launch_ = 0;
   std::vector<at::Tensor> staging_;             // bytes, by rank
+  RowMeans means_;                              // of what comes there
   int64_t rounds_ = 0;                          // of pushing, this backward
   int64_t meetings_ = 0, meetings_before_ = 0;  // of all ranks, ever, and before this backward
   std::vector<int> tasks_;                      // autograd graph tasks that will call end_backward()

@@ -59,7 +59,7 @@ void Executor::push(ReduceBucket& bucket) {
       bucket.read_by(current_stream(device_));
     meet();
     const auto mine = staging_[rank()].view(bucket.dtype());
-    bucket.accumulate(mine.as_strided({size(), width}, {width, 1}, at_byte / item), begin);
+    bucket.accumulate(mine.as_strided({size(), width}, {width, 1}, at_byte / item), begin, means_);
   };
   bucket.buffer()->pending = reduce_comm_.run([&] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;

@@ -103,6 +103,8 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("set_grad", &Executor::set_grad)
       .def("set_kept", &Executor::set_kept)
       .def("set_staging", &Executor::set_staging)
+      .def("use_means", &Executor::use_means)
+      .def("mean_rows", &Executor::mean_rows)
       .def("set_shadow", &Executor::set_shadow)
       .def("add_shadow_memory", &Executor::add_shadow_memory)
       .def("set_peers", &Executor::set_peers)

@@ -80,6 +80,11 @@ class Peers:
         mine, others = self.for_gradients.empty(size, torch.uint8)
         staging = [mine if rank == executor.rank else memory for rank, memory in enumerate(others)]
         executor.set_staging(staging, self.for_gradients.group, timeout_s)
+        if executor.device.type == "cuda":
+            try:
+                executor.compile_means()
+            except RuntimeError as error:
+                log.warning("Pushed gradients are added up by torch's own kernels, which take longer: %s", error)
         self._staged = True
 
     @property

@@ -1,9 +1,13 @@
 """Where ranks copy instead of calling collectives."""
 
+from typing import Any
+from unittest.mock import MagicMock
+
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_zero.sharding.peers import _wanted
+from lightning_zero.sharding.peers import Peers, _wanted
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -25,3 +29,25 @@ def test_copies_are_chosen_where_one_call_makes_many(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert _wanted(choice, device, usable) is expected
+
+
+class Memory:
+    group = None
+
+    def empty(self, size: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        mine = torch.empty(size, dtype=dtype)
+        return mine, [mine, mine]
+
+
+@pytest.mark.parametrize("device", [GPU, CPU], ids=str)
+def test_what_adds_up_gradients_on_a_gpu_is_torch_where_no_kernel_can_be_compiled(
+    caplog: pytest.LogCaptureFixture, device: torch.device
+) -> None:
+    executor: Any = MagicMock(world_size=2, rank=0, device=device)
+    executor.compile_means.side_effect = RuntimeError("no NVRTC")
+    peers = Peers(None, Memory())  # type: ignore[arg-type]
+    for _ in range(2):
+        peers.stage_gradients(executor, 1.0, 5.0)
+    executor.set_staging.assert_called_once()
+    assert executor.compile_means.call_count == (device is GPU)
+    assert ("take longer: no NVRTC" in caplog.text) == (device is GPU)

@@ -1,0 +1,102 @@
+// Means over the rows of a matrix, read once at the speed of memory. Compiled at run time, for ROWS rows, by
+// lightning_zero/native/nvrtc.py; launched by means.cpp. Without headers: CUDA's need not be installed.
+
+struct alignas(16) Pack {
+  unsigned word[4];
+};
+
+template <typename T>
+struct Wire;
+
+template <>
+struct Wire<float> {
+  static constexpr int PER_WORD = 1;
+  static __device__ float read(unsigned word, int) { return __uint_as_float(word); }
+};
+
+struct Half {
+  unsigned short bits;
+};
+
+template <>
+struct Wire<Half> {
+  static constexpr int PER_WORD = 2;
+  static __device__ float read(unsigned word, int part) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(word >> (16 * part))));
+    return value;
+  }
+};
+
+struct BFloat16 {
+  unsigned short bits;
+};
+
+template <>
+struct Wire<BFloat16> {
+  static constexpr int PER_WORD = 2;
+  static __device__ float read(unsigned word, int part) {
+    return __uint_as_float(part == 0 ? word << 16 : word & 0xffff0000u);
+  }
+};
+
+template <typename T>
+__device__ float read_one(const T* at) {
+  if constexpr (Wire<T>::PER_WORD == 1)
+    return *at;
+  else
+    return Wire<T>::read(at->bits, 0);
+}
+
+// to[i], or to[i] +=, the mean over r of from[r * stride + i], for i < n. The first `packs` times 16 bytes of
+// each row are read 16 bytes at a time, for which all rows and `to` must be aligned.
+template <typename T>
+__device__ void mean(float* to, const T* from, long long stride, long long n, long long packs, int add) {
+  constexpr int PER_WORD = Wire<T>::PER_WORD, PER_PACK = 4 * PER_WORD;
+  const float factor = 1.0f / ROWS;
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+  const long long first = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (long long pack = first; pack < packs; pack += step) {
+    const long long begin = pack * PER_PACK;
+    Pack rows[ROWS];
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row)
+      rows[row] = *reinterpret_cast<const Pack*>(from + row * stride + begin);
+    float sum[PER_PACK];
+#pragma unroll
+    for (int i = 0; i < PER_PACK; ++i) {
+      sum[i] = 0.0f;
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row)
+        sum[i] += Wire<T>::read(rows[row].word[i / PER_WORD], i % PER_WORD);
+      sum[i] *= factor;
+    }
+#pragma unroll
+    for (int part = 0; part < PER_WORD; ++part) {
+      auto* out = reinterpret_cast<Pack*>(to + begin + 4 * part);
+      Pack old = {};
+      if (add)
+        old = *out;
+      Pack result;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        result.word[i] = __float_as_uint(sum[4 * part + i] + __uint_as_float(old.word[i]));
+      *out = result;
+    }
+  }
+  for (long long i = packs * PER_PACK + first; i < n; i += step) {
+    float sum = 0.0f;
+    for (int row = 0; row < ROWS; ++row) sum += read_one(from + row * stride + i);
+    to[i] = sum * factor + (add ? to[i] : 0.0f);
+  }
+}
+
+#define MEAN(name, T)                                                                           \
+  extern "C" __global__ void __launch_bounds__(256)                                             \
+      name(float* to, const T* from, long long stride, long long n, long long packs, int add) { \
+    mean(to, from, stride, n, packs, add);                                                      \
+  }
+
+MEAN(mean_of_float, float)
+MEAN(mean_of_half, Half)
+MEAN(mean_of_bfloat16, BFloat16)
