@@ -71,10 +71,10 @@ class GraphedSequence:
         graph = torch.cuda.CUDAGraph()
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream), capturing(graph, self._pool):
+        pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
+        with torch.cuda.stream(stream), capturing(graph, pool):
             self._fn()
+        self._pool = pool  # one that failed cannot be used again
         current.wait_stream(stream)
         return graph
 

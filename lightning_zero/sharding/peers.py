@@ -84,7 +84,8 @@ class Peers:
             try:
                 executor.compile_means()
             except RuntimeError as error:
-                log.warning("Pushed gradients are added up by torch's own kernels, which take longer: %s", error)
+                level = logging.WARNING if executor.rank == 0 else logging.DEBUG
+                log.log(level, "Pushed gradients are added up by torch's own kernels, which take longer: %s", error)
         self._staged = True
 
     @property
