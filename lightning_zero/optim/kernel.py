@@ -55,8 +55,7 @@ class StepKernel:
         self._skip = torch.zeros((), device=device)
         self._last_max: float | None = None
         self._variant: tuple[bool, bool] | None = None
-        self._compiled: dict[Any, Callable[..., Any]] = {}
-        self._names: dict[Any, list[str]] = {}  # of what is computed for a segment, once that is compiled
+        self._compiled: dict[Any, Callable[..., dict[str, Tensor]]] = {}
         self._sequences: dict[tuple[bool, bool], GraphedSequence] = {}  # with or without clipping and skipping
 
     @staticmethod
@@ -123,9 +122,8 @@ class StepKernel:
         assert self._variant is not None
         clip, skip = self._variant
         settings = self._settings[segment.group]
-        names: list[str] = []
 
-        def compute(squared: Tensor, max_norm: Tensor, skipped: Tensor, *rest: Tensor) -> list[Tensor]:
+        def compute(squared: Tensor, max_norm: Tensor, skipped: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             setting = dict(zip(settings, rest, strict=False))
             counts = dict(zip(segment.counts, rest[len(settings) :], strict=True))
             if (steps := counts.get("step")) is not None:
@@ -138,23 +136,18 @@ class StepKernel:
             numbers = {name: value.float() for name, value in scalars.items()}
             if clip:
                 numbers["factor"] = clip_factor(squared, max_norm)
-            names[:] = numbers
-            return list(numbers.values())
+            return numbers
 
         arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *segment.counts.values())
         key = (rule, self._variant, tuple(tuple(c.shape) for c in segment.counts.values()))
-        values = self._run_compiled(key, compute, arguments)
-        if key in self._names:
-            names = self._names[key]
-        self._names[key] = names
-        return dict(zip(names, values, strict=True)) | ({"skip": self._skip} if skip else {})
+        return self._run_compiled(key, compute, arguments) | ({"skip": self._skip} if skip else {})
 
     def _apply(
         self, rule: Rule, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: dict[str, Tensor]
     ) -> None:
         names, keys = list(state), list(numbers)
 
-        def change(param: Tensor, grad: Tensor, *rest: Tensor) -> list[Tensor]:
+        def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             old = dict(zip(names, rest, strict=False))
             scalar = dict(zip(keys, rest[len(names) :], strict=True))
             wide = grad.float()
@@ -170,14 +163,14 @@ class StepKernel:
             param.copy_(after)
             for k, v in new.items():
                 old[k].copy_(v)
-            return []
+            return {}
 
         key = (rule, param.numel(), param.dtype, tuple(keys))
         self._run_compiled(key, change, (param, grad, *state.values(), *numbers.values()))
 
     def _run_compiled(
-        self, key: Any, fn: Callable[..., list[Tensor]], arguments: tuple[Tensor, ...]
-    ) -> Sequence[Tensor]:
+        self, key: Any, fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
+    ) -> dict[str, Tensor]:
         """What ``fn`` returns for these arguments; it is compiled once for each key."""
         if not self._compile:
             return fn(*arguments)
@@ -187,11 +180,19 @@ class StepKernel:
         return self._compiled[key](*arguments)
 
 
-def _compile(fn: Callable[..., list[Tensor]], arguments: tuple[Tensor, ...]) -> Callable[..., Any]:
-    graph = make_fx(lambda *inputs: tuple(fn(*inputs)), tracing_mode="fake")(*arguments)
+def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]) -> Callable[..., dict[str, Tensor]]:
+    names: list[str] = []  # of the results, which a graph returns without
+
+    def traced(*inputs: Tensor) -> tuple[Tensor, ...]:
+        results = fn(*inputs)
+        names[:] = results
+        return tuple(results.values())
+
+    graph = make_fx(traced, tracing_mode="fake")(*arguments)
     # Inductor would time two ways to launch the kernel, on clones of everything that it writes: of all this rank's
     # weights and moments, or, where there is no room, by way of the host, which takes minutes.
-    return torch._inductor.compile(graph, list(arguments), options={"triton.autotune_pointwise": False})
+    compiled: Any = torch._inductor.compile(graph, list(arguments), options={"triton.autotune_pointwise": False})
+    return lambda *inputs: dict(zip(names, compiled(*inputs), strict=True))
 
 
 def _setting(group: dict[str, Any], name: str) -> Any:
