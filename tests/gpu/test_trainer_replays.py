@@ -7,8 +7,7 @@ import pytest
 from lightning_zero import ZeroStrategy
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
-from tests.trainer.test_replays import PARTS
-from tests.trainer.ways import WAYS, fit
+from tests.trainer.ways import PARTS, WAYS, fit
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -17,7 +16,7 @@ def fit_both(name: str) -> list[dict[str, Any]]:
     wanted = True if WAYS[name].replays else "auto"  # True raises with the reason where nothing can be captured
     options = WAYS[name].strategy
     strategies = [ZeroStrategy(compile_backend="aot_eager", capture_graphs=c, **options) for c in (wanted, False)]
-    return [fit(name, strategy, "gpu") for strategy in strategies]
+    return [fit(name, strategy, accelerator="gpu", precision="bf16-mixed") for strategy in strategies]
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -50,8 +51,10 @@ class KeepsItsLosses(Smooth):
         self.kept: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.kept.append(super().training_step(batch, batch_idx))
-        return self.kept[-1]
+        loss = super().training_step(batch, batch_idx)
+        self.kept.append(loss)
+        self.log("loss", loss, on_epoch=True)
+        return loss
 
     def on_train_end(self) -> None:
         assert [loss.item() for loss in self.kept] == self.losses, "a loss that the user holds was overwritten"
@@ -63,7 +66,7 @@ class LooksAtGradients(Smooth):
         self.seen: list[float] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen += [p.grad.square().sum().item() for p in self.parameters() if p.grad is not None]
+        self.seen += [float(norm) for norm in grad_norm(self, 2).values()]
 
 
 class ScalesItsGradients(Smooth):
@@ -74,11 +77,13 @@ class ScalesItsGradients(Smooth):
             param.register_hook(lambda grad: grad * 0.5)
 
 
-class RetainsItsGraph(Smooth):
+class ByHand(Smooth):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
+
+class RetainsItsGraph(ByHand):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -141,12 +146,8 @@ class Normalised(Smooth):
             self.net = nn.Sequential(nn.Linear(INPUTS, 8), nn.BatchNorm1d(8), nn.Linear(8, OUTPUTS))
 
 
-class StepsSeldom(Smooth):
-    """By hand, after three batches, or two at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+class StepsSeldom(ByHand):
+    """After three batches, or two at the end."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -164,8 +165,11 @@ class Way:
     make: Callable[[], Any] = Smooth
     arguments: Callable[[], dict[str, Any]] = dict  # of the Trainer; anew for each, since callbacks keep things
     epochs: int = 2
-    replays: int | None = 12  # at least; 0: none; None: as many as there are, where several graphs make a step
+    replays: int | None = STEPS + 1  # at least; 0: none; None: as many as there are, where several graphs make a step
     emulated: bool = True  # else only a capture shows what happens
+    # Whether DDP is the oracle. It reduces no gradients of what was frozen at first, and gives all ranks the buffers of
+    # the first one: there, the same steps without compiled code are.
+    ddp: bool = True
     validated: bool = True
     strategy: dict[str, Any] = field(default_factory=dict)
 
@@ -182,14 +186,14 @@ def saved() -> dict[str, Any]:
 WAYS = {
     "plain": Way(),
     "losses kept": Way(KeepsItsLosses),
-    "accumulated and clipped": Way(arguments=lambda: {"accumulate_grad_batches": 5, "gradient_clip_val": 0.2}),
+    "accumulated and clipped": Way(KeepsItsLosses, lambda: {"accumulate_grad_batches": 5, "gradient_clip_val": 0.2}),
     "accumulated more later": Way(arguments=by_callback(lambda: GradientAccumulationScheduler({0: 1, 1: 3}))),
     "kept until the step": Way(
         arguments=lambda: {"accumulate_grad_batches": 4},
         strategy={"persist_mb": float("inf"), "persist_until": "step"},
     ),
     "weights averaged": Way(Averaged, by_callback(lambda: EMAWeightAveraging(decay=0.6))),
-    "unfrozen later": Way(Finetuned, by_callback(CALLBACKS["backbone"])),
+    "unfrozen later": Way(Finetuned, by_callback(CALLBACKS["backbone"]), ddp=False),
     "frozen later": Way(FreezesLater, epochs=3),
     "saved and validated": Way(arguments=saved),
     "anomalies looked for": Way(arguments=lambda: {"detect_anomaly": True}),
@@ -201,7 +205,7 @@ WAYS = {
     "predictions in between": Way(PredictsInBetween),
     "more outputs": Way(ReturnsMore),
     "inputs with gradients": Way(InputsWithGradients, replays=None, emulated=False),
-    "batch norm": Way(Normalised),
+    "batch norm": Way(Normalised, ddp=False),
     "steps by hand": Way(StepsSeldom),
     "a closure": Way(Accumulating, replays=None, emulated=False),
     "two optimizers": Way(GAN, replays=None, emulated=False),
@@ -211,13 +215,21 @@ WAYS = {
 }
 
 
-def fit(name: str, strategy: Any, accelerator: str, **arguments: Any) -> dict[str, Any]:
-    """What a training leaves under this strategy."""
+PARTS = ("losses", "weights", "logged", "seen", "steps")  # in which two trainings of one kind are alike
+
+
+def fit(name: str, strategy: Any = None, **arguments: Any) -> dict[str, Any]:
+    """What a training leaves under this strategy, by default DDP.
+
+    arguments: of the Trainer; the way's own win
+    """
     way = WAYS[name]
     with seeded():
         module = way.make()
-    options = {"precision": "bf16-mixed", "max_epochs": way.epochs} | way.arguments() | arguments
-    trainer: pl.Trainer = make_trainer("ddp", strategy=strategy, accelerator=accelerator, **options)
+    options = {"max_epochs": way.epochs} | arguments | way.arguments()
+    if strategy is not None:
+        options["strategy"] = strategy
+    trainer: pl.Trainer = make_trainer("ddp", **options)
     validated = make_loader("ddp", 2, seed=1) if way.validated else None
     trainer.fit(module, make_loader("ddp", STEPS), validated)
     out = {
@@ -226,7 +238,7 @@ def fit(name: str, strategy: Any, accelerator: str, **arguments: Any) -> dict[st
         "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "seen": mean_over_ranks(getattr(module, "seen", [])),
         "steps": trainer.global_step,
-        "replays": strategy.counters().get("replayed_graphs", 0),
+        "replays": strategy.counters().get("replayed_graphs", 0) if strategy is not None else 0,
     }
     close(module)
     torch._dynamo.reset()
