@@ -5,8 +5,28 @@ struct alignas(16) Pack {
   unsigned word[4];
 };
 
+struct Half {
+  unsigned short bits;
+  static __device__ float widen(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+  }
+};
+
+struct BFloat16 {
+  unsigned short bits;
+  static __device__ float widen(unsigned short bits) { return __uint_as_float(unsigned{bits} << 16); }
+};
+
+// How values lie in 32 bits.
 template <typename T>
-struct Wire;
+struct Wire {
+  static constexpr int PER_WORD = 2;
+  static __device__ float read(unsigned word, int part) {
+    return T::widen(static_cast<unsigned short>(word >> (16 * part)));
+  }
+};
 
 template <>
 struct Wire<float> {
@@ -14,38 +34,12 @@ struct Wire<float> {
   static __device__ float read(unsigned word, int) { return __uint_as_float(word); }
 };
 
-struct Half {
-  unsigned short bits;
-};
-
-template <>
-struct Wire<Half> {
-  static constexpr int PER_WORD = 2;
-  static __device__ float read(unsigned word, int part) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(word >> (16 * part))));
-    return value;
-  }
-};
-
-struct BFloat16 {
-  unsigned short bits;
-};
-
-template <>
-struct Wire<BFloat16> {
-  static constexpr int PER_WORD = 2;
-  static __device__ float read(unsigned word, int part) {
-    return __uint_as_float(part == 0 ? word << 16 : word & 0xffff0000u);
-  }
-};
-
 template <typename T>
 __device__ float read_one(const T* at) {
   if constexpr (Wire<T>::PER_WORD == 1)
     return *at;
   else
-    return Wire<T>::read(at->bits, 0);
+    return T::widen(at->bits);
 }
 
 // to[i], or to[i] +=, the mean over r of from[r * stride + i], for i < n. The first `packs` times 16 bytes of
