@@ -75,8 +75,13 @@ void BufferPool::release() {
 void BufferPool::discard() {
   for (auto& buffer : buffers_) {
     buffer->pending.drop_continuation();
-    if (has_streams(device_))
-      buffer->pending.wait(device_);  // it may still be reading gradients that are held
+    if (has_streams(device_)) {
+      try {
+        buffer->pending.wait(device_);  // it may still be reading gradients that are held
+      } catch (const std::exception&) {
+        // The device is lost, and nothing reads any more.
+      }
+    }
     buffer->apart.clear();
     buffer->filling = false;
   }

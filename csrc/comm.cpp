@@ -14,7 +14,8 @@
 namespace lightning_zero {
 
 void Pending::wait(const c10::Device& device) {
-  for (auto& work : std::exchange(works_, {})) work->wait();
+  for (auto& work : std::exchange(works_, {}))
+    watchdog_ ? watchdog_->wait(*work, lane_, number_, what_) : static_cast<void>(work->wait());
   fence_.block(current_stream(device));
   if (auto then = std::exchange(continuation_, {}))
     then();
@@ -34,12 +35,23 @@ bool Pending::ready_within(std::chrono::milliseconds limit) const {
   return true;
 }
 
-Communicator::Communicator(const std::string& group_name, const c10::Device& device)
-    : group_(c10d::resolve_process_group(group_name)), device_(device), stream_(new_stream(device)) {}
+Communicator::Communicator(const std::string& group_name, const c10::Device& device, Lane lane)
+    : group_(c10d::resolve_process_group(group_name)),
+      device_(device),
+      lane_(lane),
+      stream_(new_stream(device)) {}
 
+// `what` ranks do together here, in words; empty for what this rank does alone.
 template <class Launch>
-Pending Communicator::launch(Launch&& launch, std::function<void()> then) {
+Pending Communicator::launch(const char* what, Launch&& launch, std::function<void()> then) {
   Pending pending;
+  if (watchdog_ && *what != 0) {
+    watchdog_->check();
+    pending.watchdog_ = watchdog_;
+    pending.lane_ = lane_;
+    pending.number_ = watchdog_->meet(lane_);
+    pending.what_ = what;
+  }
   if (!has_streams(device_)) {
     pending.works_ = launch(/*async=*/true);
     pending.continuation_ = std::move(then);
@@ -125,6 +137,7 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   auto target = aside(output, copies);
   return launch(
+      "an all-gather of parameters",
       [&](bool async) {
         c10d::AllgatherOptions options;
         options.asyncOp = async;
@@ -141,6 +154,7 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (auto& output : outputs) output = aside(output, copies);
   return launch(
+      "an all-gather of parameters",
       [&](bool async) {
         c10d::AllgatherOptions options;
         options.asyncOp = async;
@@ -161,6 +175,7 @@ Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (auto& output : outputs) output = aside(output, copies);
   return launch(
+      "",
       [&](bool) {
         std::vector<Copy> parts;
         for (size_t i = 0; i < outputs.size(); ++i) {
@@ -193,20 +208,17 @@ void Communicator::record() {
 }
 
 void Communicator::join() {
-  if (!recording_ || !used_)
-    return;
-  Fence done;
-  done.record(stream_);
-  done.block(current_stream(device_));
+  if (recording_ && used_)
+    catch_up();
 }
 
 Pending Communicator::run(const std::function<void()>& work) {
-  return launch(
-      [&](bool) {
-        work();
-        return Works{};
-      },
-      {});
+  return launch("",
+                [&](bool) {
+                  work();
+                  return Works{};
+                },
+                {});
 }
 
 Pending Communicator::barrier() {
@@ -228,6 +240,16 @@ void Communicator::meet_in(const at::Tensor& memory, const std::string& group_na
   signal_all_ = [signals, timeout_ms, channel] {
     signals->barrier(channel, static_cast<size_t>(timeout_ms));
   };
+}
+
+void Communicator::meet_by(std::shared_ptr<DeviceBarrier> barrier, int lane) {
+  signal_all_ = [this, barrier = std::move(barrier), lane] { (*barrier)(lane, current_stream(device_)); };
+}
+
+void Communicator::catch_up() {
+  Fence done;
+  done.record(stream_);
+  done.block(current_stream(device_));
 }
 
 void Communicator::meet() {
@@ -259,6 +281,7 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
         then();
     };
     return launch(
+        "the reduction of gradients",
         [&](bool) {
           c10d::AllreduceOptions options;
           options.reduceOp = op;
@@ -268,6 +291,7 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
         std::move(take_own_part));
   }
   return launch(
+      "the reduction of gradients",
       [&](bool async) {
         c10d::ReduceScatterOptions options;
         options.asyncOp = async;
@@ -282,7 +306,9 @@ void Communicator::all_reduce_max(at::Tensor& values) {
   std::vector<at::Tensor> tensors{values};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
-  group_->allreduce(tensors, options)->wait();
+  auto met = launch("the agreement at the end of a backward pass",
+                    [&](bool) { return Works{group_->allreduce(tensors, options)}; }, {});
+  met.wait(device_);
 }
 
 }  // namespace lightning_zero

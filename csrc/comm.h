@@ -13,8 +13,10 @@
 #include <random>
 #include <string>
 
+#include "barrier.h"
 #include "copies.h"
 #include "device.h"
+#include "watchdog.h"
 
 namespace lightning_zero {
 
@@ -43,6 +45,11 @@ class Pending {
   Works works_;
   Fence fence_;
   std::function<void()> continuation_;
+  // Of the meeting of ranks that the works are.
+  c10::intrusive_ptr<Watchdog> watchdog_;
+  Lane lane_ = Lane::GATHER;
+  int64_t number_ = 0;
+  const char* what_ = "";
 };
 
 // A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
@@ -64,7 +71,10 @@ class PendingWork : public c10d::Work {
 
 class Communicator {
  public:
-  Communicator(const std::string& group_name, const c10::Device& device);
+  Communicator(const std::string& group_name, const c10::Device& device, Lane lane);
+
+  // Counts what ranks do together here, and watches over waits for it.
+  void watch(c10::intrusive_ptr<Watchdog> watchdog) { watchdog_ = std::move(watchdog); }
 
   int rank() const { return group_->getRank(); }
   int size() const { return group_->getSize(); }
@@ -96,6 +106,8 @@ class Communicator {
   void meet();
   // `channel`: of the signals; one for each stream on which ranks meet.
   void meet_in(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms, int channel);
+  // The same by a kernel of our own, whose waits the host can end.
+  void meet_by(std::shared_ptr<DeviceBarrier> barrier, int lane);
 
   // Work queued on our stream after it begins once all ranks' work queued before it has ended.
   Pending barrier();
@@ -108,6 +120,9 @@ class Communicator {
 
   // Elementwise maximum over ranks of a host tensor; blocks the host. The group must be a CPU one.
   void all_reduce_max(at::Tensor& values);
+
+  // The current stream waits for ours.
+  void catch_up();
 
   // While a graph of the device is recorded: everything on our stream belongs to it. join(): the current
   // stream waits for ours, if there was anything.
@@ -131,11 +146,13 @@ class Communicator {
   void refuse_in_graph(const char* what) const;
 
   template <class Launch>
-  Pending launch(Launch&& launch, std::function<void()> then);
+  Pending launch(const char* what, Launch&& launch, std::function<void()> then);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
+  Lane lane_;
   c10::Stream stream_;
+  c10::intrusive_ptr<Watchdog> watchdog_;
   bool recording_ = false, used_ = false;
   std::vector<c10::Stream> lanes_;    // for copies beside each other in graphs
   std::function<void()> signal_all_;  // and wait for all, on the current stream

@@ -37,8 +37,13 @@ class Executor::Round {
   explicit Round(Executor& executor)
       : executor_(c10::intrusive_ptr<Executor>::unsafe_reclaim_from_nonowning(&executor)) {}
   ~Round() {
-    if (!ran_)
+    if (ran_)
+      return;
+    try {
       executor_->abort_backward();
+    } catch (const std::exception&) {
+      // See ~Executor: what interrupted the backward is on its way to the user.
+    }
   }
   void run() {
     ran_ = true;
@@ -52,9 +57,29 @@ class Executor::Round {
 
 Executor::Executor(const std::string& gather_group, const std::string& reduce_group,
                    const std::string& control_group, const std::string& device)
-    : device_(device), gather_comm_(gather_group, device_), reduce_comm_(reduce_group, device_) {
+    : device_(device),
+      gather_comm_(gather_group, device_, Lane::GATHER),
+      reduce_comm_(reduce_group, device_, Lane::REDUCE) {
   if (gather_comm_.size() > 1)
-    control_comm_.emplace(control_group, c10::Device(c10::kCPU));
+    control_comm_.emplace(control_group, c10::Device(c10::kCPU), Lane::CONTROL);
+}
+
+Executor::~Executor() {
+  try {
+    close();
+  } catch (const std::exception&) {
+    // After an error of the device every call throws, and a destructor that throws ends the process before
+    // the error that came first is shown.
+  }
+}
+
+void Executor::watch(c10::intrusive_ptr<Watchdog> watchdog) {
+  std::lock_guard lock(mutex_);
+  gather_comm_.watch(watchdog);
+  reduce_comm_.watch(watchdog);
+  if (control_comm_)
+    control_comm_->watch(watchdog);
+  watchdog_ = std::move(watchdog);
 }
 
 void Executor::configure(ExecutorOptions options) {
@@ -70,7 +95,7 @@ void Executor::configure(ExecutorOptions options) {
 }
 
 int64_t Executor::add_parameter(std::string name, at::Tensor param, at::Tensor shard, int64_t numel,
-                                std::vector<int64_t> shape) {
+                                std::vector<int64_t> shape, std::vector<int64_t> order) {
   std::lock_guard lock(mutex_);
   TORCH_INTERNAL_ASSERT(shard.dim() == 1 && shard.is_contiguous() && shard.numel() > 0 &&
                         shard.device() == device_);
@@ -82,6 +107,7 @@ int64_t Executor::add_parameter(std::string name, at::Tensor param, at::Tensor s
   record->shard = std::move(shard);
   record->numel = numel;
   record->shape = std::move(shape);
+  record->order = std::move(order);
   ShardTable::instance().add(record->shard, ParamRef{this, record->index});
   records_.push_back(std::move(record));
   expected_.push_back(1);
@@ -126,6 +152,8 @@ void Executor::guard_gradient(int64_t index) {
 
 void Executor::close() {
   std::lock_guard lock(mutex_);
+  if (watchdog_)
+    watchdog_->forget_names();
   for (const auto& record : records_) {
     if (record->live)
       ShardTable::instance().remove(record->shard);
@@ -141,6 +169,11 @@ void Executor::close() {
   buckets_.clear();
   late_.clear();
   pools_.clear();
+  // Whoever holds the outputs of a replayed forward may still begin its backward.
+  graphs_.clear();
+  order_.clear();
+  apart_.clear();
+  attached_.clear();
   records_.clear();
 }
 
@@ -199,6 +232,7 @@ void Executor::reduce(int64_t index, const at::Tensor& grad, bool hold) {
       position.bucket >= 0, "lightning_zero: a gradient arrived for ", record.name,
       ", whose requires_grad was switched on during this backward pass. Change requires_grad between steps.");
   count("reduces");
+  touch(record);
   arrivals_.push_back(index);
   const bool late = buckets_[position.bucket].state() == ReduceBucket::State::LAUNCHED;
   auto& bucket = (late ? late_ : buckets_)[position.bucket];
@@ -241,7 +275,7 @@ void Executor::launch(ReduceBucket& bucket) {
 std::vector<int64_t> Executor::agree() {
   // Per trainable parameter: 1 a gradient arrived, 2 one arrived after its bucket had left. And twice a
   // digest of the order of arrival, to see whether it was the same everywhere.
-  std::vector<int64_t> flags(order_.size() + 4, 0);
+  std::vector<int64_t> flags(order_.size() + 5, 0);
   int64_t digest = 1469598103934665603LL;
   for (auto index : arrivals_)
     digest = static_cast<int64_t>((static_cast<uint64_t>(digest) ^ index) * 1099511628211ULL);
@@ -259,6 +293,7 @@ std::vector<int64_t> Executor::agree() {
   flags[order_.size() + 1] = -digest;
   flags[order_.size() + 2] = meetings_before_;
   flags[order_.size() + 3] = -meetings_before_;
+  flags[order_.size() + 4] = to_say_ ? 1 : 0;
   if (control_comm_) {
     auto values = at::tensor(flags, at::kLong);
     control_comm_->all_reduce_max(values);
@@ -273,6 +308,7 @@ std::vector<int64_t> Executor::agree() {
         "all "
         "ranks, and resume from a checkpoint.");
   }
+  said_ = said_ || flags[order_.size() + 4] != 0;
   return flags;
 }
 
@@ -344,6 +380,10 @@ void Executor::abort_backward() {
   apart_.clear();
   if (tasks_.empty())
     return;
+  if (barrier_) {
+    barrier_->let_pass(true);  // peers may have been interrupted elsewhere
+    interrupted_ = true;
+  }
   for (auto& [dtype, pool] : pools_) pool->discard();
   for (auto& bucket : buckets_) bucket.reset();
   for (auto& bucket : late_) bucket.reset();

@@ -48,6 +48,7 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "bucket.h"
@@ -71,9 +72,11 @@ class Executor : public torch::CustomClassHolder {
  public:
   Executor(const std::string& gather_group, const std::string& reduce_group, const std::string& control_group,
            const std::string& device);
-  ~Executor() override { close(); }
+  ~Executor() override;
 
   void configure(ExecutorOptions options);
+  // Who watches over the waits for other ranks.
+  void watch(c10::intrusive_ptr<Watchdog> watchdog);
   // Name of an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
   void on_backward_end(std::string op) { backward_end_op_ = std::move(op); }
 
@@ -82,7 +85,7 @@ class Executor : public torch::CustomClassHolder {
   void on_new_plan(std::string op) { new_plan_op_ = std::move(op); }
 
   int64_t add_parameter(std::string name, at::Tensor param, at::Tensor shard, int64_t numel,
-                        std::vector<int64_t> shape);
+                        std::vector<int64_t> shape, std::vector<int64_t> order);
   // Another piece of memory with the same values: shards move into an arena once all are known.
   void move_parameter(int64_t index, at::Tensor shard);
   // Nobody reads it any more: it was tied to another while the model was built.
@@ -102,6 +105,8 @@ class Executor : public torch::CustomClassHolder {
   // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again
   // before use.
   void expire_shadows();
+  // A training step begins, on every rank: what ranks had missed of each other in an interrupted one is over.
+  void begin_epoch();
   // A training step begins: writes all shadows, and starts to fetch what the last step's graph fetched first.
   void write_shadows();
   void close();
@@ -119,6 +124,8 @@ class Executor : public torch::CustomClassHolder {
   // Memory of each rank that this one can write, of two halves. See [Note: gradients pushed to peers].
   // `group_name`: by which they are symmetric memory, on an accelerator.
   void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
+  // How ranks meet on their devices, instead of by torch's barriers; see DeviceBarrier.
+  void set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words);
   // Kernels that add up what is pushed; see RowMeans.
   void use_means(const at::Tensor& code) { means_ = RowMeans(code, size()); }
   // Whether one of them has written, or added, the mean over the rows of `from` to `to`.
@@ -155,6 +162,10 @@ class Executor : public torch::CustomClassHolder {
   // Changes when shards may have.
   int64_t epoch() const { return epoch_; }
   int64_t backwards() const { return backwards_; }  // that have ended
+  // Something that the ranks' next agreement, at the end of a backward, carries along; and whether, since the
+  // last question, some rank had something to say.
+  void say_at_agreement(bool yes) { to_say_ = yes; }
+  bool was_said() { return std::exchange(said_, false); }
 
   void end_backward();
   void abort_backward();   // drops what an interrupted backward left
@@ -216,6 +227,7 @@ class Executor : public torch::CustomClassHolder {
     std::vector<int> tasks;
     std::vector<int64_t> arrivals;
   };
+  const Recorded& recorded(int64_t graph) const;
   void forget_recording();
   void forget_kept(const Recorded& graph);
 
@@ -262,7 +274,13 @@ class Executor : public torch::CustomClassHolder {
   void finish_round();
   BufferPool& pool(at::ScalarType dtype);
 
+  void touch(const ParamRecord& record) const {
+    if (watchdog_)
+      watchdog_->touch(record.name);
+  }
+
   c10::Device device_;
+  c10::intrusive_ptr<Watchdog> watchdog_;
   Communicator gather_comm_, reduce_comm_;
   std::optional<Communicator> control_comm_;
   ExecutorOptions options_;
@@ -308,12 +326,16 @@ class Executor : public torch::CustomClassHolder {
   std::vector<int64_t> attached_;
 
   std::optional<Recording> recording_;
+  std::shared_ptr<DeviceBarrier> barrier_;
+  int64_t epochs_ = 0;                  // of the barrier
+  bool interrupted_ = false;            // a backward was, and devices were let through their barriers
   std::map<int64_t, Recorded> graphs_;  // by their numbers
   int64_t graphs_made_ = 0;
   // What was there before a replay that overwrites it.
   std::vector<std::pair<at::Tensor, at::Tensor>> apart_;
 
   int64_t epoch_ = 0, backwards_ = 0;
+  bool to_say_ = false, said_ = false;
   std::map<std::string, int64_t> counters_;
   PoolStats pool_stats_;
   mutable std::recursive_mutex mutex_;

@@ -144,13 +144,22 @@ bool Executor::is_whole_backward() const {
   return wanted == nullptr || wanted->empty();
 }
 
+const Executor::Recorded& Executor::recorded(int64_t index) const {
+  const auto found = graphs_.find(index);
+  TORCH_CHECK(found != graphs_.end(),
+              "lightning_zero: the weights of a forward pass, which was replayed as a graph, are gone: "
+              "lightning_zero.unshard() was called, or the strategy was closed, before its backward pass. Run "
+              "the backward pass first.");
+  return found->second;
+}
+
 bool Executor::fits(int64_t forward, int64_t backward) const {
   std::lock_guard lock(mutex_);
   if (plan_is_stale())
     return false;
   std::set<int64_t> gathered;  // by the forward, for its backward
   for (const auto number : {forward, backward}) {
-    const auto& graph = graphs_.at(number);
+    const auto& graph = recorded(number);
     if (graph.plan != plans_made_)
       return false;
     for (size_t i = 0; i < order_.size(); ++i) {
@@ -172,7 +181,7 @@ void Executor::forget_kept(const Recorded& graph) {
 
 void Executor::never_ran(int64_t index) {
   std::lock_guard lock(mutex_);
-  forget_kept(graphs_.at(index));
+  forget_kept(recorded(index));
 }
 
 void Executor::drop_graph(int64_t index) {
@@ -191,7 +200,7 @@ void Executor::meet_peers() {
 void Executor::before_replay(int64_t index) {
   std::lock_guard lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const auto& graph = graphs_.at(index);
+  const auto& graph = recorded(index);
   meet_peers();
   if (graph.arrivals.empty())
     return;
@@ -222,7 +231,7 @@ void Executor::before_replay(int64_t index) {
 void Executor::after_replay(int64_t index) {
   std::lock_guard lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const auto& graph = graphs_.at(index);
+  const auto& graph = recorded(index);
   for (const auto& [name, by] : graph.counters) counters_[name] += by;
   count("replayed_graphs");
   for (const auto i : graph.kept) keep(*records_[i]);

@@ -20,10 +20,37 @@ void Executor::set_staging(std::vector<at::Tensor> staging, const std::string& g
   for (const auto& memory : staging)
     TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte &&
                           memory.numel() % (2 * 8 * kAlign * size()) == 0);
-  reduce_comm_.meet_in(staging[rank()], group_name, timeout_ms, /*channel=*/0);
-  gather_comm_.meet_in(staging[rank()], group_name, timeout_ms, /*channel=*/1);
+  if (!barrier_) {
+    reduce_comm_.meet_in(staging[rank()], group_name, timeout_ms, /*channel=*/0);
+    gather_comm_.meet_in(staging[rank()], group_name, timeout_ms, /*channel=*/1);
+  }
   staging_ = std::move(staging);
   pools_.clear();
+}
+
+void Executor::set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words) {
+  std::lock_guard lock(mutex_);
+  barrier_ = std::make_shared<DeviceBarrier>(code, std::move(rows), std::move(words), rank());
+  reduce_comm_.meet_by(barrier_, 0);
+  gather_comm_.meet_by(barrier_, 1);
+  if (watchdog_)
+    watchdog_->watch_device(barrier_->words());
+}
+
+void Executor::begin_epoch() {
+  std::lock_guard lock(mutex_);
+  if (!barrier_)
+    return;
+  const auto stream = current_stream(device_);
+  gather_comm_.catch_up();
+  reduce_comm_.catch_up();
+  if (std::exchange(interrupted_, false)) {
+    synchronize(stream);  // all waits have been ended
+    barrier_->let_pass(false);
+  }
+  barrier_->begin_epoch(++epochs_, stream);
+  if (tasks_.empty())
+    meetings_ = 0;  // what an interrupted backward had missed, nobody waits for any more
 }
 
 void Executor::push(ReduceBucket& bucket) {

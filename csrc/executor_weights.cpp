@@ -13,6 +13,17 @@ at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef s
   return flat.narrow(0, 0, numel).view(shape);
 }
 
+// The same for code that is not compiled, which sees the weight's own dimensions however they lie in memory.
+at::Tensor as_parameter(const at::Tensor& flat, const ParamRecord& record) {
+  std::vector<int64_t> stored, inverse(record.order.size());
+  for (size_t i = 0; i < record.order.size(); ++i) {
+    stored.push_back(record.shape[record.order[i]]);
+    inverse[record.order[i]] = static_cast<int64_t>(i);
+  }
+  auto full = as_parameter(flat, record.numel, stored);
+  return std::is_sorted(inverse.begin(), inverse.end()) ? full : full.permute(inverse);
+}
+
 }  // namespace
 
 at::Tensor Executor::fresh(int64_t numel, const at::TensorOptions& options) {
@@ -48,6 +59,7 @@ at::Tensor Executor::source_in(ParamRecord& record, at::ScalarType dtype) {
 at::Tensor Executor::gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending,
                                  at::Tensor output) {
   output = allocate(record, dtype, std::move(output));
+  touch(record);
   const auto source = source_in(record, dtype);
   pending = source.defined() ? gather_comm_.all_gather(output, source)
                              : gather_comm_.all_gather(output, record.shard, dtype);
@@ -74,9 +86,9 @@ at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType
     flat = gather_into(record, dtype, pending, again ? held->flat : at::Tensor());
     pending.wait(device_);
   }
-  auto full = as_parameter(flat, record.numel, shape);
   if (!tracked)
-    return full;
+    return as_parameter(flat, record.numel, shape);
+  auto full = as_parameter(flat, record);
   count("eager_gathers");
   gathered_.add(full, index);
   if (again) {
@@ -107,6 +119,7 @@ at::Tensor Executor::gather_group(at::TensorList shards, at::ScalarType dtype, i
   std::vector<ParamRecord*> records;
   for (const auto& shard : shards)
     records.push_back(&at(ShardTable::instance().find(shard, "gather_group").index));
+  touch(*records.front());
   count("gathers", static_cast<int64_t>(shards.size()));
   count("gather_bytes", numel * static_cast<int64_t>(c10::elementSize(dtype)));
   count("gather_groups");
@@ -216,7 +229,7 @@ void Executor::take_assigned(Tracked& weight) {
         "lightning_zero: ", record.name, ".data was given a tensor of shape ", tensor.sizes(), " and dtype ",
         tensor.scalar_type(), ", but a sharded parameter keeps its shape ", at::IntArrayRef(record.shape),
         " and dtype ", weight.flat.scalar_type(), ". Call lightning_zero.unshard(module) to change them.");
-    auto own = as_parameter(weight.flat, record.numel, record.shape);
+    auto own = as_parameter(weight.flat, record);
     own.copy_(tensor);
     tensor.set_data(own);
   }

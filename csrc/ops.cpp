@@ -7,6 +7,7 @@ namespace {
 
 using lightning_zero::Executor;
 using lightning_zero::ShardTable;
+using lightning_zero::Watchdog;
 
 // `kept`: memory in which passes may keep the weight; not used here.
 at::Tensor gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
@@ -76,8 +77,9 @@ void enter(const at::Tensor& shard, std::string_view digest, std::string_view pl
 }
 
 // The form that autograd traces: it needs a gradient of the shard's shape. Ours is in the executor, so this
-// one is zero, and a graph pass replaces the op by reduce_add.
-at::Tensor reduce(const at::Tensor& grad, const at::Tensor& shard) {
+// one is zero, and a graph pass replaces the op by reduce_add. `number`: tells equal gradients of one weight
+// apart, or the compiler would hand over only one of them.
+at::Tensor reduce(const at::Tensor& grad, const at::Tensor& shard, int64_t number) {
   reduce_add(grad, shard);
   return at::zeros(shard.sizes(), shard.options());
 }
@@ -85,6 +87,19 @@ at::Tensor reduce(const at::Tensor& grad, const at::Tensor& shard) {
 }  // namespace
 
 TORCH_LIBRARY(lightning_zero, m) {
+  m.class_<Watchdog>("Watchdog")
+      .def(torch::init<const std::string&, double, double>())
+      .def("enter", &Watchdog::enter)
+      .def("busy", &Watchdog::busy)
+      .def("begin_wait", &Watchdog::begin_wait)
+      .def("end_wait", &Watchdog::end_wait)
+      .def("on_end", &Watchdog::on_end)
+      .def("begin", &Watchdog::begin)
+      .def("fail", &Watchdog::fail)
+      .def("check", &Watchdog::check)
+      .def("verdict", &Watchdog::verdict)
+      .def("leave", &Watchdog::leave)
+      .def("close", &Watchdog::close);
   m.class_<Executor>("Executor")
       .def(torch::init<const std::string&, const std::string&, const std::string&, const std::string&>())
       .def("configure",
@@ -94,6 +109,7 @@ TORCH_LIBRARY(lightning_zero, m) {
              self->configure({bucket_bytes, double_buffer, predivide, free_buckets, sync_collectives, poison,
                               reduce_dtype});
            })
+      .def("watch", &Executor::watch)
       .def("on_backward_end", &Executor::on_backward_end)
       .def("on_new_plan", &Executor::on_new_plan)
       .def("add_parameter", &Executor::add_parameter)
@@ -103,6 +119,8 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("set_grad", &Executor::set_grad)
       .def("set_kept", &Executor::set_kept)
       .def("set_staging", &Executor::set_staging)
+      .def("set_barrier", &Executor::set_barrier)
+      .def("begin_epoch", &Executor::begin_epoch)
       .def("use_means", &Executor::use_means)
       .def("mean_rows", &Executor::mean_rows)
       .def("set_shadow", &Executor::set_shadow)
@@ -124,6 +142,8 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("drop_graph", &Executor::drop_graph)
       .def("meet_peers", &Executor::meet_peers)
       .def("backwards", &Executor::backwards)
+      .def("say_at_agreement", &Executor::say_at_agreement)
+      .def("was_said", &Executor::was_said)
       .def("before_replay", &Executor::before_replay)
       .def("after_replay", &Executor::after_replay)
       .def("has_gradients", &Executor::has_gradients)
@@ -150,7 +170,7 @@ TORCH_LIBRARY(lightning_zero, m) {
   // Both write: what reads a kept weight must come after them.
   m.def("keep_start(Tensor(a!)[] kept, Tensor[] shards) -> ()");
   m.def("keep_wait(Tensor(a!)[] kept, Tensor[] shards) -> ()");
-  m.def("reduce(Tensor grad, Tensor shard) -> Tensor");
+  m.def("reduce(Tensor grad, Tensor shard, int number=0) -> Tensor");
   m.def("reduce_add(Tensor grad, Tensor shard) -> ()");
   m.def("reduce_group(Tensor[] grads, Tensor[] shards) -> ()");
   m.def("reduce_hold(Tensor[] grads, Tensor[] shards, int[] hold) -> ()");

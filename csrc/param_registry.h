@@ -41,6 +41,7 @@ struct ParamRecord {
   int64_t kept_epoch = -1;
   int64_t kept_version = -1;
   std::vector<int64_t> shape;  // the whole parameter's
+  std::vector<int64_t> order;  // its dimensions as they lie in memory
   int64_t numel = 0;           // the whole parameter's, without padding
   bool live = true;            // false once no module reads it
   bool trainable() const { return live && param.requires_grad(); }

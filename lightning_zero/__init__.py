@@ -18,7 +18,7 @@ from lightning_zero.callbacks.schedule import PassSchedule
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.errors import NativeBuildError, RankMismatchError, UnsupportedError
+from lightning_zero.errors import NativeBuildError, RankFailedError, RankMismatchError, UnsupportedError
 from lightning_zero.norms import grad_norm
 from lightning_zero.strategy import ZeroStrategy
 
@@ -28,6 +28,7 @@ __all__ = [
     "PassSpec",
     "Plan",
     "PlanReport",
+    "RankFailedError",
     "RankMismatchError",
     "UnsupportedError",
     "ZeroStrategy",

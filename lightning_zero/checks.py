@@ -6,29 +6,51 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_zero.engine import Engine
+from lightning_zero.precision import true_dtype
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["check_adopted", "refuse_callbacks", "take_apart_compiled"]
+__all__ = ["check_adopted", "check_trainable", "refuse_callbacks"]
+
+
+_INSTEAD = {
+    StochasticWeightAveraging: (
+        "it copies the module once it is sharded. Use lightning.pytorch.callbacks.WeightAveraging or "
+        "EMAWeightAveraging in its place, which average shards; for a constant learning rate at the end, add "
+        "torch.optim.swa_utils.SWALR as a scheduler."
+    ),
+    ModelPruning: (
+        "it ranks a parameter's elements, and a rank sees only its own, and it replaces parameters by others that no "
+        "engine knows. Train without it and prune the plain module that load_from_checkpoint() gives, or prune with "
+        "torch.nn.utils.prune in __init__(): weights pruned there train as usual, and stay pruned."
+    ),
+}
 
 
 def refuse_callbacks(trainer: pl.Trainer) -> None:
     """Raises ``MisconfigurationException`` for callbacks that would silently work on shards."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging):
-            raise MisconfigurationException(
-                "StochasticWeightAveraging is not supported by the ZeRO-3 strategies: it copies the module once it is "
-                "sharded. Use lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging in its place, which "
-                "average shards; for a constant learning rate at the end, add torch.optim.swa_utils.SWALR as a "
-                "scheduler."
-            )
+        for refused, instead in _INSTEAD.items():
+            if isinstance(callback, refused):
+                kind, own = refused.__name__, type(callback).__name__
+                name = kind if own == kind else f"{own}, a {kind},"
+                raise MisconfigurationException(f"{name} is not supported by the ZeRO-3 strategies: {instead}")
+
+
+def check_trainable(engine: Engine, module: nn.Module) -> None:
+    """Raises ``MisconfigurationException`` for a module without parameters."""
+    if not engine.sharder.live:
+        raise MisconfigurationException(
+            f"{type(module).__name__} has no parameters, so there is nothing to train. Use another strategy, or create "
+            "the network in __init__() or configure_model()."
+        )
 
 
 def check_adopted(
@@ -45,10 +67,11 @@ def check_adopted(
     if added:
         raise MisconfigurationException(
             f"{len(added)} parameters were added after the model was sharded, the first is {added[0]!r}. If "
-            "configure_model() built the network again, make it return early: `if self.model is not None: return`. "
-            "Otherwise add parameters before fit()."
+            "configure_model() built the network again, make it return early: `if self.model is not None: return`. If "
+            "on_load_checkpoint() built it again, call lightning_zero.unshard(model) before this stage. Otherwise add "
+            "parameters before fit()."
         )
-    dtype = precision._desired_input_dtype if isinstance(precision, HalfPrecision) else None
+    dtype = true_dtype(precision)
     others = {param.dtype for param in module.parameters() if param.is_floating_point()} - {dtype}
     if dtype is not None and others:
         raise MisconfigurationException(
@@ -61,12 +84,3 @@ def check_adopted(
             "The model was sharded by an earlier Trainer without sync_batchnorm=True, and its layers cannot be "
             "replaced any more. Call lightning_zero.unshard(model) in between, or pass it to the earlier Trainer, too."
         )
-
-
-def take_apart_compiled(module: nn.Module) -> None:
-    """Undoes what the user compiled by hand: it would gather its weights outside of our passes, and keep them."""
-    for child in module.modules():
-        child._compiled_call_impl = None
-        for name, grandchild in list(child._modules.items()):
-            if isinstance(grandchild, torch._dynamo.OptimizedModule):
-                child._modules[name] = grandchild._orig_mod

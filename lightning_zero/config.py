@@ -137,10 +137,14 @@ class EngineConfig:
             where it is not; ``False`` never.
         capture_graphs: replay forward and backward of compiled code as CUDA graphs: ``"auto"`` where that is possible;
             ``True``, or raise where it is not; ``False`` never.
+        broadcast_buffers: rank 0's buffers are sent to all ranks before the first forward after each optimizer step,
+            as DDP does: those of modules in which some rank has seen one change.
         emulate_graphs: debugging: on any device, do what such a replay does, without the graphs.
         emulate_capture: debugging: on any device, do what a captured step does, without the graph.
         agreement_timeout_s: how long, in seconds, a rank with a newly compiled graph waits for ranks that are not
             compiling, before it says that they do something else.
+        report_stall_after_s: after how many seconds of waiting for another rank every rank says which one is missing,
+            and where.
     """
 
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
@@ -149,18 +153,19 @@ class EngineConfig:
     sync_collectives: bool = False
     poison: bool = False
     agreement_timeout_s: float = 25.0
+    report_stall_after_s: float = 30.0
     gather_by: str = "auto"
     reduce_by: str = "auto"
     capture_step: bool | str = "auto"
     emulate_capture: bool = False
     capture_graphs: bool | str = "auto"
     emulate_graphs: bool = False
+    broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.agreement_timeout_s < math.inf:
-            raise ValueError(
-                f"agreement_timeout_s={self.agreement_timeout_s!r} must be a positive number of seconds. Try 25."
-            )
+        for name, example in (("agreement_timeout_s", 25), ("report_stall_after_s", 30)):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a positive number of seconds. Try {example}.")
         for name in ("gather_by", "reduce_by"):
             if getattr(self, name) not in ("auto", "collective", "copy"):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 'auto', 'collective' or 'copy'.")

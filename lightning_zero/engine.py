@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from itertools import chain
@@ -34,20 +34,20 @@ from lightning_zero.compile.supervisor import Supervisor
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
-from lightning_zero.optim.clip import clip_by_norm, global_norm
-from lightning_zero.optim.formulas import rule_for
-from lightning_zero.optim.norms import norms_of_each
-from lightning_zero.optim.stepper import OptimizerStepper
-from lightning_zero.optim.support import check_members, check_optimizer
+from lightning_zero.native.watchdog import Phase, Watchdog
+from lightning_zero.optim.steps import OptimizerSteps
 from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
 from lightning_zero.profiling.headroom import MemoryGauge
+from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.construct import sharded_construction
+from lightning_zero.sharding.copying import Copies, NotCopied
 from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.hooks import GradientHooks
 from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
-from lightning_zero.sharding.surgery import KEPT, SHAPES, ClassCache, engine_of_class, is_sharded
+from lightning_zero.sharding.surgery import engine_of_class, is_sharded
+from lightning_zero.sharding.unshard import make_plain
 
 __all__ = ["Engine", "engine_of"]
 
@@ -61,7 +61,7 @@ def engine_of(module: nn.Module) -> Engine | None:
     return module.__dict__.get(_ATTRIBUTE) or (engine_of_class(module) if is_sharded(module) else None)
 
 
-class Engine:
+class Engine(OptimizerSteps, NotCopied):
     """Shards and trains one module over all ranks of a process group.
 
     Args:
@@ -97,6 +97,8 @@ class Engine:
         self.gather_group = dist.new_group(ranks, backend=backend, timeout=timeout)
         self.reduce_group = dist.new_group(ranks, backend=backend, timeout=timeout)
         self.control_group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        self._timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
+        self.watchdog = Watchdog(self.control_group, self.config.report_stall_after_s, self._timeout_s)
         self.executor = Executor(
             self.gather_group,
             self.reduce_group,
@@ -105,28 +107,33 @@ class Engine:
             self.config,
             on_backward_end=self._run_gradient_hooks,
             on_new_plan=self._new_plan,
+            watchdog=self.watchdog,
         )
         store = dist.PrefixStore(
             f"lightning_zero/{self.control_group.group_name}", dist.distributed_c10d._get_default_store()
         )
         self._costs: Costs | None = None
         self.peers = Peers.of(self.config, self.gather_group, self.control_group, device)
-        self._timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
-        agreement = Agreement(store, self.rank, self.world_size, self.config.agreement_timeout_s, self._timeout_s)
-        self._supervisor = Supervisor(agreement, [observe] if observe is not None else [], say)
+        patience_s, check = self.config.agreement_timeout_s, self.watchdog.check
+        self._agreement = Agreement(store, self.rank, self.world_size, patience_s, self._timeout_s, check=check)
+        observers = [observe] if observe is not None else []
+        self._supervisor = Supervisor(self._agreement, observers, say, self.watchdog.native.busy)
         self._budget = MeasuredBudget(self._supervisor, self.executor, self.control_group, MemoryGauge(device))
         ready, say = self._budget.settled, self._supervisor.say
         self.replays = Replays(self.executor, device, self.config, ready, self._lasting, say, self.peers.missing)
         self._compile_arguments = self._compiler_arguments()
         self.sharder = Sharder(self.executor, self.gather_group, self.control_group)
         self.sharder.classes.engine = weakref.ref(self)
+        self._copies = Copies(self.sharder)
         self.module: nn.Module | None = None
         self.calls: CompiledCalls | None = None
         self._skip = skip_modules
-        self._hooks: StateDictHooks | None = None
+        self.buffers = BufferBroadcast(self.executor, self.gather_group, self.control_group, skip_modules)
+        self.buffers.configure(self.config)
+        self._hooks = StateDictHooks(self.sharder)
         self._gradient_hooks = GradientHooks(self.sharder)
         self._eager_reads = -1
-        self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
+        OptimizerSteps.__init__(self)
 
     @property
     def rank(self) -> int:
@@ -137,19 +144,28 @@ class Engine:
         return self.executor.world_size
 
     def configure(self, config: EngineConfig) -> None:
-        """Other options from now on; legal between steps."""
+        """Other options from now on; legal between steps.
+
+        Raises:
+            UnsupportedError: what was settled when the model was sharded is to be otherwise.
+        """
         if config == self.config:
             return
+        self.peers.configure(config, self.device)
         recompile = config.compile != self.config.compile
         self.config = config
+        self._agreement.patience_s = config.agreement_timeout_s
         self.executor.configure(config)
         self.replays.configure(config)
+        self.buffers.configure(config)
         if recompile:
-            self._budget.reset()
-            self._compile_arguments = self._compiler_arguments()
-        if recompile and self.calls is not None:
-            self.calls.restore()
-            self.calls = CompiledCalls(self._sharded_module(), self._compile_arguments, self._skip)
+            self._compile_anew()
+
+    def _compile_anew(self) -> None:
+        self._budget.reset()
+        self._compile_arguments = self._compiler_arguments()
+        if self.calls is not None:
+            self.calls = self.calls.anew(self._compile_arguments)
 
     def _compiler_arguments(self) -> dict[str, Any]:
         """Of a new compiler. Measures, on all ranks together, when it is first needed."""
@@ -213,13 +229,14 @@ class Engine:
         return chain(module.parameters(), module.buffers(), self.sharder.kept)
 
     def _new_plan(self, digest: str, text: str) -> None:
-        self._supervisor.new_plan(digest, text)
+        with self.watchdog.waiting("the agreement on a newly compiled graph"):
+            self._supervisor.new_plan(digest, text)
 
     # -- sharding
 
     def construction(self) -> AbstractContextManager[None]:
         """Inside, modules are sharded as they are built; see :mod:`lightning_zero.sharding.construct`. Collective."""
-        return sharded_construction(self.sharder)
+        return sharded_construction(self.sharder, self._hooks)
 
     def shard(self, module: nn.Module) -> None:
         """Makes the module's parameters shards, in place; the module, its parameters and their ties keep their
@@ -235,29 +252,21 @@ class Engine:
             )
         self.sharder.finish(module)
         self.module = module
+        self.buffers.watch(module)
         module.__dict__[_ATTRIBUTE] = self
-        self._hooks = StateDictHooks(self.sharder, module)
-        self.calls = CompiledCalls(module, self._compile_arguments, self._skip)
+        self._hooks.install(module)
+        self.calls = CompiledCalls(module, self._compile_arguments, self._skip, self._supervisor.say)
+        self._copies.guard(module)
 
     def unshard(self) -> None:
         """Gives the module whole parameters and its own classes back, on this engine's device, and closes the engine.
         Collective."""
         module = self._sharded_module()
         assert self.calls is not None
-        assert self._hooks is not None
         self.calls.restore()
         self._hooks.remove()
-        records = self.sharder.live
-        with full_parameters(self.sharder, module, writeback=False):
-            values = [record.param.data for record in records]
-        for record, value in zip(records, values, strict=True):
-            record.param.grad = None
-            record.show_whole(value)
-            for owner, _ in record.owners:
-                if is_sharded(owner):
-                    del owner.__dict__[SHAPES]
-                    owner.__dict__.pop(KEPT, None)
-                    ClassCache.restore(owner)
+        self._copies.release()
+        make_plain(self.sharder, module)
         self._gradient_hooks.give_back()
         del module.__dict__[_ATTRIBUTE]
         self.close()
@@ -281,10 +290,14 @@ class Engine:
         """
         self._sharded_module()
         assert self.calls is not None
+        self.watchdog.enter(Phase.FORWARD)
         self.sharder.allocate_gradients()
-        self.peers.stage_gradients(self.executor, self.config.reduce.bucket_mb, self._timeout_s)
+        if self.peers.allocate(self.sharder, self._timeout_s):
+            self._costs = None  # were those of copies
+            self.replays.configure(self.config, self.peers.missing)
+            self._compile_anew()
+        self.executor.begin_epoch()
         if self.config.compute_dtype is not None and self.config.compile.enabled:
-            self.sharder.allocate_shadows(self.config.compute_dtype, self.peers.for_weights)
             self.executor.write_shadows()
         again = self._budget.decided(self.config.compile)
         if again is not None:
@@ -294,67 +307,63 @@ class Engine:
         if kept:
             self.sharder.allocate_kept(self.config.compute_dtype, small_weight_bytes(self.config.compile), kept)
         self._gradient_hooks.adopt()
-        first = self.config.compile.enabled and not self.calls.modules
+        self.buffers.before_forward()
+        first = self.config.compile.enabled and not (self.calls.modules or self.calls.eager)
         reads = self._count_eager_reads()
         with ExitStack() as stack:
-            stack.enter_context(self.calls.discover() if first else self.calls.calling())
-            # Saved-tensor hooks cost a call for each tensor that autograd saves; where all weights are read by compiled
-            # code there is nothing for them to do.
+            stack.enter_context(self.calls.step(first))
+            # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
             if first or self._eager_reads != 0:
                 stack.enter_context(regather_saved_weights(self.sharder))
             yield
+        self.buffers.notice()
         if first:
-            self._supervisor.forward_ends_with(self.sharder.classes.last_read)
+            self._supervisor.first_step_showed(self.sharder.classes.last_read, self.calls.notes)
         self._eager_reads = self._count_eager_reads() - reads
 
     def before_backward(self) -> None:
         """Should come before each backward where users have put hooks on gradients and accumulate them."""
+        self.watchdog.enter(Phase.BACKWARD)
         self._gradient_hooks.before_backward()
+        self.buffers.notice()
 
     def after_backward(self) -> None:
         """Should come after each backward: weights that forward read win over what is then written to
         ``param.data``."""
+        self.watchdog.enter(Phase.BETWEEN)
         self.executor.sync_edits()
 
     def before_step(self) -> None:
         """Must come before shards are changed by an optimizer: edits of gathered weights reach them first."""
         self._budget.optimizer_steps()
+        self.buffers.stepped()
         self.executor.sync_edits(forget=True)
         self.executor.expire_shadows()
 
-    def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
-        """What steps this optimizer over the arenas."""
-        stepper = self._steppers.get(optimizer)
-        if stepper is None:
-            config = self.config
-            stepper = OptimizerStepper(
-                optimizer, self.sharder, self.reduce_group, config.capture_step, config.emulate_capture
-            )
-            self._steppers[optimizer] = stepper
-        return stepper
-
-    def begin_step(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None) -> None:
-        """Gradients are final, and the optimizer's own ``step`` is next; :meth:`end_step` must come after it. Inside
-        its ``step(closure)``, the closure's last act."""
-        self.before_step()
-        self.stepper(optimizer).begin(skip)
-
-    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the optimizer's ``step``, whether it succeeded or not, and before a closure is run again."""
-        # Only after a step: in the last of several accumulated micro-batches, kept weights are still good.
-        if self.stepper(optimizer).end():
-            self.executor.expire_shadows()
-
     def eval_step(self) -> None:
         """Must come before a forward outside of training: weights may have been exchanged since the last one."""
+        self.watchdog.enter(Phase.EVALUATION)
         self.replays.drop()
         self.executor.sync_edits()
         self.executor.expire_shadows()
+        self.buffers.before_forward()
 
     def after_eval(self) -> None:
         """Should come after such a forward: weights that it read, and that something still holds, would win over what
         is then written to ``param.data``."""
         self.executor.sync_edits(forget=True)
+
+    def tidy_up(self) -> None:
+        """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
+        every call raises, and users must see what came first."""
+        self.watchdog.enter(Phase.OUTSIDE)
+        try:
+            self.reset()
+            self.executor.release_buffers()
+        except RuntimeError as error:
+            if not self.watchdog.failed:
+                raise
+            log.warning("What was under way could not be dropped (%s: %s).", type(error).__name__, error)
 
     def reset(self) -> None:
         """After an exception: drops half-done work and gathered weights. Not collective."""
@@ -363,6 +372,7 @@ class Engine:
         self.executor.sync_edits(forget=True)
         self.executor.drop_weights()  # a traceback may hold them for long
         self._eager_reads = -1
+        self.buffers.reset()
 
     def _count_eager_reads(self) -> int:
         return self.executor.counters().get("eager_gathers", 0)
@@ -381,47 +391,11 @@ class Engine:
         finally:
             self.sharder.classes.as_shards = False
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no
-        shards."""
-        check_optimizer(optimizer)
-        reason = self.stepper(optimizer).why_eager
-        if self.config.capture_step is True and reason is not None:
-            raise UnsupportedError(
-                f"capture_step=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
-                "Pass capture_step='auto' to step it eagerly where it must be."
-            )
-        check_members(optimizer, self.sharder.find)
-
-    def arrange(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Lays the shards out for these optimizers, so that each steps its groups as few tensors. Best called before
-        training; without it everything works in smaller pieces."""
-        groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-        simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
-        self.sharder.arrange([group["params"] for _, group in groups], by_dimensions=not simple)
-
-    def grad_norm(self, params: Iterable[Tensor]) -> Tensor:
-        """2-norm over all ranks' shards of the gradients: a scalar on the device. Collective."""
-        return global_norm(params, self.reduce_group, self.device)
-
-    def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
-        """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the
-        device, zero where there is no gradient. Collective."""
-        live = self.sharder.live
-        shards = [record.param.grad for record in live]
-        norms = norms_of_each(shards, norm_type, self.reduce_group, self.device)
-        return dict(zip([record.index for record in live], norms, strict=True))
-
-    def clip_grad_norm(self, params: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Scales gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
-        return clip_by_norm(params, max_norm, self.reduce_group, self.device)
-
     # -- state
 
     def model_state(self) -> dict[str, Any]:
         """Whole values on rank 0's CPU, with the plain module's keys; empty elsewhere. Collective."""
         module = self._sharded_module()
-        assert self._hooks is not None
         return model_state(module, self._hooks)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -436,6 +410,7 @@ class Engine:
         """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""
         self.replays.drop()
         self.executor.close()
+        self.watchdog.close()
 
     def __repr__(self) -> str:
         live = self.sharder.live

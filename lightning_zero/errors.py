@@ -1,10 +1,14 @@
 """Errors that users meet. Each message says what is wrong, where, and what to do next."""
 
-__all__ = ["NativeBuildError", "RankMismatchError", "UnsupportedError"]
+__all__ = ["NativeBuildError", "RankFailedError", "RankMismatchError", "UnsupportedError"]
 
 
 class NativeBuildError(RuntimeError):
     """The C++ executor could not be built or loaded."""
+
+
+class RankFailedError(RuntimeError):
+    """Another rank failed, was killed, or did not come in time; this one cannot go on without it."""
 
 
 class RankMismatchError(RuntimeError):

@@ -3,7 +3,7 @@
 Lightning picks a plugin by the strategy's type and gives ours the ones for whole parameters. :func:`for_shards` puts in
 the place of each the same kind of plugin, so that everything that asks for its type still finds it, with three
 differences: norms are taken over all ranks, a fused optimizer may be clipped where no scaler is in play, and the
-    executor hears of each optimizer step.
+executor hears of each optimizer step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -31,7 +31,15 @@ from lightning_zero.sharding.surgery import is_sharded
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["ZeroHalfPrecision", "ZeroMixedPrecision", "ZeroPrecision", "for_shards", "plain"]
+__all__ = [
+    "ZeroDoublePrecision",
+    "ZeroHalfPrecision",
+    "ZeroMixedPrecision",
+    "ZeroPrecision",
+    "for_shards",
+    "plain",
+    "true_dtype",
+]
 
 
 class _ForShards(WholeNorms):
@@ -89,8 +97,8 @@ class ZeroPrecision(_ForShards):
     """``32-true``."""
 
 
-class ZeroHalfPrecision(_ForShards, HalfPrecision):
-    """``bf16-true`` and ``16-true``: parameters, gradients and everything on the wire in that dtype."""
+class _OneDtype(_ForShards):
+    """Parameters, gradients and everything on the wire in one dtype."""
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -98,7 +106,8 @@ class ZeroHalfPrecision(_ForShards, HalfPrecision):
         if not any(map(is_sharded, children)):
             return super().convert_module(module)
         # What configure_model() built has this dtype already, and shards must not be replaced.
-        dtype = self._desired_input_dtype
+        dtype = true_dtype(self)
+        assert dtype is not None
         for child in children:
             if not is_sharded(child):
                 for param in child._parameters.values():
@@ -110,6 +119,14 @@ class ZeroHalfPrecision(_ForShards, HalfPrecision):
         if isinstance(module, _DeviceDtypeModuleMixin):
             module._dtype = dtype
         return module
+
+
+class ZeroHalfPrecision(_OneDtype, HalfPrecision):
+    """``bf16-true`` and ``16-true``."""
+
+
+class ZeroDoublePrecision(_OneDtype, DoublePrecision):
+    """``64-true``."""
 
 
 class ZeroMixedPrecision(_ForShards, MixedPrecision):
@@ -184,6 +201,13 @@ def plain(optimizer: Any) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
+def true_dtype(plugin: Precision) -> torch.dtype | None:
+    """The dtype that all floating point parameters have under this plugin; None where they keep their own."""
+    if isinstance(plugin, DoublePrecision):
+        return torch.float64
+    return plugin._desired_input_dtype if isinstance(plugin, HalfPrecision) else None
+
+
 def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
     """Our counterpart of one of Lightning's precision plugins.
 
@@ -197,6 +221,8 @@ def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
         ours = ZeroPrecision()
     elif type(plugin) is HalfPrecision:
         ours = ZeroHalfPrecision(plugin.precision)
+    elif type(plugin) is DoublePrecision:
+        ours = ZeroDoublePrecision()
     elif type(plugin) is MixedPrecision:
         scaler = plugin.scaler
         if scaler is not None and not isinstance(scaler, ShardedGradScaler):
@@ -220,7 +246,7 @@ def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
         raise MisconfigurationException(
             f"Trainer(precision={plugin.precision!r}) with the plugin {type(plugin).__name__} is not supported by the "
             "ZeRO-3 strategies. "
-            "Choose '32-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."
+            "Choose '32-true', 'bf16-mixed', 'bf16-true', '16-mixed', '16-true' or '64-true'."
         )
     ours.engine = engine
     return ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -114,21 +115,30 @@ class ProcessStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if not _distributed_is_initialized():
             return
-        if torch.distributed.get_backend() == "nccl":
-            torch.distributed.barrier(device_ids=[self.root_device.index])
-        else:
-            torch.distributed.barrier()
+        with self._waiting(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's"):
+            if torch.distributed.get_backend() == "nccl":
+                torch.distributed.barrier(device_ids=[self.root_device.index])
+            else:
+                torch.distributed.barrier()
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        """Surrounds a collective of all ranks that is called ``what``."""
+        return nullcontext()
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         if not _distributed_is_initialized():
             return obj
         objects = [obj]
-        torch.distributed.broadcast_object_list(objects, src, group=_group.WORLD)
+        with self._waiting("a broadcast of Lightning's"):
+            torch.distributed.broadcast_object_list(objects, src, group=_group.WORLD)
         return objects[0]
 
     @override
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self._waiting("the reduction of a logged value") if group is None else nullcontext():
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)

@@ -4,21 +4,27 @@ Lightning asks before each batch, by a broadcast on the device whose answer the 
 be ahead of the device, and what it does first in a step is time in which the device has nothing to do. Here the same
 question goes over a process group of CPUs. The method that asks is Lightning's own affair, so a Lightning that asks in
 another way is left alone.
+
+Its handler of the signal broadcasts, too, from wherever the process happens to be: where one rank alone gets the signal
+nobody takes part, and the job hangs. Here the handler only notes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-__all__ = ["ask_on_cpu"]
+__all__ = ["ask_on_cpu", "note_sigterm"]
 
 _METHOD = "_broadcast_sigterm_tensor"
+_HANDLER = "_sigterm_notifier_fn"
 
 
 def ask_on_cpu(trainer: pl.Trainer, group: dist.ProcessGroup) -> Callable[[], None]:
@@ -45,3 +51,21 @@ def ask_on_cpu(trainer: pl.Trainer, group: dist.ProcessGroup) -> Callable[[], No
         loop.__dict__.pop(_METHOD, None)
 
     return undo
+
+
+def note_sigterm(trainer: pl.Trainer) -> None:
+    """A SIGTERM is only noted from now on, and passed on to the processes that the Trainer has started.
+
+    Must come before the Trainer registers its handlers."""
+    connector = trainer._signal_connector
+    if not callable(getattr(type(connector), _HANDLER, None)):
+        return
+
+    setattr(connector, _HANDLER, partial(_note, connector))
+
+
+def _note(connector: Any, signum: Any, _: Any) -> None:
+    launcher = connector.trainer.strategy.launcher
+    if not connector.received_sigterm and launcher is not None:
+        launcher.kill(signum)
+    connector.received_sigterm = True

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
 )
-from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
-from lightning.fabric.utilities.types import _PATH
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
@@ -31,16 +29,19 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.callbacks.averaging import average_shards
-from lightning_zero.callbacks.finetuning import restore_groups, tell_shards_apart
-from lightning_zero.checks import check_adopted, refuse_callbacks, take_apart_compiled
+from lightning_zero.callbacks.finetuning import tell_shards_apart
+from lightning_zero.checks import check_adopted, check_trainable, refuse_callbacks
 from lightning_zero.compile.backend import GraphObserver
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.inspection import Inspection
-from lightning_zero.precision import ZeroMixedPrecision, for_shards, plain
+from lightning_zero.native.watchdog import Lane, Phase
+from lightning_zero.precision import ZeroMixedPrecision, for_shards
 from lightning_zero.processes import ProcessStrategy
-from lightning_zero.sigterm import ask_on_cpu
+from lightning_zero.saving import Saving
+from lightning_zero.sigterm import ask_on_cpu, note_sigterm
+from lightning_zero.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 
 __all__ = ["ZeroStrategy"]
 
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 
-class ZeroStrategy(Inspection, ProcessStrategy):
+class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step
     calls are compiled.
 
@@ -89,8 +90,12 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         capture_graphs: replay forward and backward of compiled code as CUDA graphs, so that the host is not what limits
             small batches: ``"auto"`` where that is possible; ``True``, or raise where it is not; ``False`` never. Their
             memory cannot be used for anything else; evaluation gives it back.
+        broadcast_buffers: as in ``DistributedDataParallel``: before the first forward after each optimizer step, rank
+            0's buffers (running statistics, codebooks) are sent to all ranks: those of modules in which one changes.
         agreement_timeout_s: a rank that has compiled a graph waits so many seconds for ranks that are not compiling
             before it raises ``RankMismatchError``.
+        report_stall_after_s: after so many seconds of waiting every rank says on stderr which rank is missing, where it
+            was last and where the others wait; after ``timeout`` the job ends with that text.
         sync_collectives: debugging: wait on the host before and after every collective.
         process_group_backend: by default ``"nccl"`` on CUDA and ``"gloo"`` on the CPU.
         timeout: how long ranks wait for each other.
@@ -121,7 +126,9 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         reduce_by: str = "auto",
         capture_step: bool | str = "auto",
         capture_graphs: bool | str = "auto",
+        broadcast_buffers: bool = True,
         agreement_timeout_s: float = 25.0,
+        report_stall_after_s: float = 30.0,
         sync_collectives: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -155,15 +162,18 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         self._options = EngineConfig(
             sync_collectives=sync_collectives,
             agreement_timeout_s=agreement_timeout_s,
+            report_stall_after_s=report_stall_after_s,
             gather_by=gather_by,
             reduce_by=reduce_by,
             capture_step=capture_step,
             capture_graphs=capture_graphs,
+            broadcast_buffers=broadcast_buffers,
         )
         self._engine: Engine | None = None
         self._ask_again: Callable[[], None] | None = None
         self._observers: list[GraphObserver] = []
         self._lightning_module_ref: pl.LightningModule | None = None
+        self._prepared = False  # in this stage
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -175,11 +185,6 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         )
 
     # -- what the Trainer asks before anything runs
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
 
     @property
     @override
@@ -205,6 +210,19 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         self._lightning_module_ref = module
 
     # -- setup
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # From here on, so that whatever keeps a rank away in one of the user's hooks is seen by the others.
+        module = self.lightning_module
+        engine = (module is not None and engine_of(module)) or self._require_engine()
+        engine.watchdog.begin()
+        engine.watchdog.enter(Phase.SETUP)
+
+    @override
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._engine is None else self._engine.watchdog.waiting(what, Lane.WORLD)
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -245,10 +263,37 @@ class ZeroStrategy(Inspection, ProcessStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if not self._prepared:
+            self._prepare(trainer)
+        engine = self._require_engine()
+        # Shards must not become inference tensors, which training could not use afterwards.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_trainable(engine, trainer.lightning_module)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self._ask_again = ask_on_cpu(trainer, engine.control_group)
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        self._prepared = False
+        super().connect(model)
+
+    def _prepare(self, trainer: pl.Trainer) -> None:
+        """Shards the module and what callbacks hold of it: in ``setup``, or before that, when weights are loaded.
+
+        A checkpoint is read before ``setup``, so that ``configure_optimizers`` and ``on_fit_start`` find what it
+        brought. ``on_load_checkpoint`` still has the module as the user built it, and may build it anew; its values
+        then go straight into shards.
+        """
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         refuse_callbacks(trainer)
+        note_sigterm(trainer)
         module = self.lightning_module
         adopted = engine_of(module)
         if adopted is None:
@@ -260,19 +305,12 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         average_shards(trainer, engine, module, self.root_device)
         tell_shards_apart(trainer, engine)
         self.model = module
-        # Shards must not become inference tensors, which training could not use afterwards.
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
-            self._ask_again = ask_on_cpu(trainer, engine.control_group)
+        self._prepared = True
 
     def _shard(self, module: pl.LightningModule) -> None:
         engine = self._require_engine()
-        take_apart_compiled(module)
+        compiled = take_apart_compiled(module)
+        read_compiled_names(module, compiled)
         self.precision_plugin.convert_module(module)
         # Before evaluation, too: a fit may follow, and synchronised layers evaluate like any others.
         if self._layer_sync is not None:
@@ -282,17 +320,15 @@ class ZeroStrategy(Inspection, ProcessStrategy):
             engine.shard(module)
         except UnsupportedError as error:
             raise MisconfigurationException(str(error)) from error
-        if not engine.sharder.live:
-            raise MisconfigurationException(
-                f"{type(module).__name__} has no parameters, so there is nothing to shard. Use another strategy, or "
-                "create the "
-                "network in __init__() or configure_model()."
-            )
+        keep_compiled_names(compiled)
 
     def _adopt(self, engine: Engine, module: pl.LightningModule) -> None:
         check_adopted(engine, module, self.root_device, self.precision_plugin, self._layer_sync is not None)
         self._engine = engine
-        engine.configure(self._config())
+        try:
+            engine.configure(self._config())
+        except UnsupportedError as error:
+            raise MisconfigurationException(str(error)) from error
 
     @override
     def model_to_device(self) -> None:
@@ -345,6 +381,13 @@ class ZeroStrategy(Inspection, ProcessStrategy):
             return super().predict_step(*args, **kwargs)
 
     @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        calls = self._require_engine().calls
+        assert calls is not None
+        with calls.explaining():
+            return super().backward(*args, **kwargs)
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._require_engine().before_backward()
 
@@ -368,41 +411,8 @@ class ZeroStrategy(Inspection, ProcessStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:
-            self._engine.reset()
-
-    # -- checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._require_engine().model_state()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._require_engine().optimizer_state(plain(optimizer))
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
-        restore_groups(self.lightning_module.trainer, self.lightning_module)
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise MisconfigurationException(
-                f"The checkpoint holds the state of {len(states)} optimizers, but configure_optimizers() returned "
-                f"{len(self.optimizers)}. "
-                "Return the same optimizers in the same order, or load only the weights with load_from_checkpoint()."
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            self._require_engine().load_optimizer_state(plain(optimizer), state)
-            _optimizer_to_device(optimizer, self.root_device)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # Every rank needs only its part: mapping the file instead of reading it keeps one copy per node, in the page
-        # cache.
-        local = Path(checkpoint_path)
-        if type(self.checkpoint_io) is TorchCheckpointIO and local.is_file():
-            return torch.load(local, map_location="cpu", mmap=True, weights_only=weights_only)
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+            self._engine.watchdog.fail(exception)
+            self._engine.tidy_up()
 
     @override
     def teardown(self) -> None:
@@ -411,8 +421,7 @@ class ZeroStrategy(Inspection, ProcessStrategy):
         if self._ask_again is not None:
             self._ask_again()
         if self._engine is not None:
-            self._engine.reset()
-            self._engine.executor.release_buffers()
+            self._engine.tidy_up()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

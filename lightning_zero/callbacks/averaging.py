@@ -6,6 +6,7 @@ by parameter, so an average of shards serves: each rank keeps its part. Checkpoi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.full import gather_value
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.sharding.copying import NotCopied
+from lightning_zero.uncompile import keep_compiled_names, plain_name, read_compiled_names, take_apart_compiled
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -51,12 +54,15 @@ def _announced(exchange: Callable[[Any], None], module: Any) -> None:
     exchange(module)
 
 
-class _AveragedShards:
+class _AveragedShards(NotCopied):
     """Cuts an averaged copy like the module that it is a copy of; its hooks make its state dict one of whole
     values."""
 
     def __init__(self, engine: Engine, module: nn.Module, average: nn.Module) -> None:
         self._engine = engine
+        self._average = average
+        compiled = take_apart_compiled(average)
+        read_compiled_names(average, compiled)
         named = dict(module.named_parameters(remove_duplicate=False))
         copies = dict(average.named_parameters(remove_duplicate=False))
         if list(named) != list(copies):
@@ -75,18 +81,21 @@ class _AveragedShards:
             copies[name].data = record.param.detach().to(copies[name].dtype, copy=True)
         average.register_state_dict_post_hook(partial(self._gather))  # torch leaves a mark on the function
         average.register_load_state_dict_pre_hook(self._scatter)
+        keep_compiled_names(compiled)
+        average.__dict__["__deepcopy__"] = self._deepcopy
+        average.__dict__["__reduce_ex__"] = self._reduce
 
     def _gather(self, average: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Whole values on rank 0's CPU, which writes the file; nothing elsewhere. Collective."""
         whole: dict[int, Tensor] = {}  # what is tied stays one tensor
-        for name, record in self._records.items():
-            shard = state.get(prefix + name)
-            if shard is None:
+        for key, shard in state.items():
+            record = self._records.get(plain_name(key[len(prefix) :])) if key.startswith(prefix) else None
+            if record is None:
                 continue
             if record.index not in whole:
                 value = gather_value(shard, record, self._engine.sharder)
                 whole[record.index] = value.to("cpu", copy=True) if self._engine.rank == 0 else shard
-            state[prefix + name] = whole[record.index]
+            state[key] = whole[record.index]
         if self._engine.rank != 0:
             state.clear()
 
@@ -97,3 +106,39 @@ class _AveragedShards:
                 shard = torch.zeros(record.layout.shard_numel, dtype=full.dtype)
                 record.layout.write(shard, full, self._engine.rank)
                 state[prefix + name] = shard.view(record.layout.visible_shape)
+
+    def _deepcopy(self, memo: dict[Any, Any]) -> Any:
+        """A plain module with whole values on the average's device. Collective."""
+        average, before = self._average, dict(self._average.__dict__)
+        shards = {name: param.data for name, param in average.named_parameters()}
+        whole = {}
+        for name, shard in shards.items():
+            value = gather_value(shard, self._records[name], self._engine.sharder)
+            whole[name] = value.to(shard.device, copy=True)
+        self._fill(whole)
+        state = average.__dict__
+        for key in ("__deepcopy__", "__reduce_ex__", "_zero_average"):
+            del state[key]
+        for hooks in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
+            state[hooks] = type(before[hooks])((k, h) for k, h in before[hooks].items() if not self._is_ours(h))
+        try:
+            return copy.deepcopy(average, memo)
+        finally:
+            state.clear()
+            state.update(before)
+            self._fill(shards)
+
+    def _reduce(self, protocol: Any) -> Any:
+        return _itself, (copy.deepcopy(self._average).to("cpu"),)
+
+    def _fill(self, values: dict[str, Tensor]) -> None:
+        for name, param in self._average.named_parameters():
+            param.data = values[name]
+
+    def _is_ours(self, hook: Any) -> bool:
+        function = getattr(hook, "hook", hook)
+        return getattr(getattr(function, "func", function), "__self__", None) is self
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module

@@ -20,7 +20,7 @@ from lightning_zero.engine import Engine
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["restore_groups", "tell_shards_apart"]
+__all__ = ["tell_shards_apart"]
 
 
 def tell_shards_apart(trainer: pl.Trainer, engine: Engine) -> None:
@@ -29,17 +29,6 @@ def tell_shards_apart(trainer: pl.Trainer, engine: Engine) -> None:
         if isinstance(callback, BaseFinetuning):
             callback.__dict__.pop("on_train_epoch_start", None)  # of an earlier engine
             callback.__dict__["on_train_epoch_start"] = _ByIdentity(engine, callback.on_train_epoch_start)
-
-
-def restore_groups(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Gives optimizers the groups that they had when the callbacks' states were saved. Must come before the optimizers'
-    states are loaded.
-
-    The callbacks mean to do that in ``on_fit_start``; but a checkpoint for shards is read after it.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, BaseFinetuning) and callback._restarting:
-            BaseFinetuning.on_fit_start(callback, trainer, module)
 
 
 class _ByIdentity(TorchFunctionMode):

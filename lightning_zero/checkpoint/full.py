@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.profiling.bandwidth import all_gather_into
+from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import ShardedParameter, Sharder
 from lightning_zero.sharding.state import StateDictHooks
 
@@ -26,9 +27,12 @@ def model_state(module: nn.Module, hooks: StateDictHooks) -> dict[str, Any]:
     return state if hooks.sharder.executor.rank == 0 else {}
 
 
+@on_plain_tensors
 def optimizer_state(optimizer: torch.optim.Optimizer, sharder: Sharder) -> dict[str, Any]:
     """The optimizer's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective."""
     packed = optimizer.state_dict()
+    if not packed:
+        return {}  # Lightning's stand-in for no optimizer
     rank = sharder.executor.rank
     state: dict[int, dict[str, Any]] = {}
     for number, record in _numbered(optimizer, sharder):
@@ -46,8 +50,16 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
     """This rank's part of a whole optimizer state dict, for ``optimizer.load_state_dict``. Not collective.
 
     Raises:
-        ValueError: the state was saved for parameters of other shapes.
+        ValueError: the state was saved for parameters of other shapes, or without an optimizer.
     """
+    if not state:
+        if optimizer.state_dict():
+            raise ValueError(
+                "The checkpoint was written where configure_optimizers() returned nothing, so it holds no state for "
+                f"{type(optimizer).__name__}. Load only the weights: with load_from_checkpoint(), or by "
+                "load_state_dict() in configure_model()."
+            )
+        return {}
     sharded: dict[Any, Any] = dict(state["state"])
     known = [(n, record) for n, record in _numbered(optimizer, sharder) if n in sharded and record is not None]
     # A scalar parameter's moments and its step counter have the same shape; what is a scalar for all other parameters,
@@ -67,6 +79,7 @@ def _numbered(optimizer: torch.optim.Optimizer, sharder: Sharder) -> Iterator[tu
     return ((number, sharder.find(param)) for number, param in enumerate(params))
 
 
+@on_plain_tensors
 def gather_value(value: Any, record: ShardedParameter | None, sharder: Sharder) -> Any:
     """The whole of what has one element for each of a parameter's; anything else as it is. On the device; its memory
     holds padding, too. Collective."""
@@ -74,8 +87,8 @@ def gather_value(value: Any, record: ShardedParameter | None, sharder: Sharder) 
         return value
     shard = value.reshape(-1).to(sharder.executor.device)
     full = shard.new_empty(shard.numel() * sharder.executor.world_size)
-    dist.all_gather_into_tensor(full, shard, group=sharder.group)
-    return full[: record.layout.numel].view(record.layout.shape)
+    all_gather_into()(full, shard, group=sharder.group)
+    return record.layout.whole(full)
 
 
 def _cut(key: str, value: Any, record: ShardedParameter, sharder: Sharder) -> Any:

@@ -31,6 +31,7 @@ class Agreement:
         patience_s: how long, in seconds, a rank that neither compiles nor has come is waited for.
         limit_s: how long a rank that compiles is waited for.
         clock: seconds that only grow.
+        check: called between two looks; raises when waiting longer makes no sense.
     """
 
     def __init__(
@@ -41,13 +42,15 @@ class Agreement:
         patience_s: float,
         limit_s: float,
         clock: Callable[[], float] = time.monotonic,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._limit_s = limit_s
         self._clock = clock
+        self._check = check
         self._agreed: set[str] = set()
 
     def compiling(self, busy: bool) -> None:
@@ -80,8 +83,9 @@ class Agreement:
             now = self._clock()
             if any(self._get(f"busy/{rank}") == "1" for rank in missing):
                 last_busy = now
-            if now - last_busy > self._patience_s or now - begun > self._limit_s:
+            if now - last_busy > self.patience_s or now - begun > self._limit_s:
                 self._absent(missing, now - begun, lines)
+            self._check()
             time.sleep(POLL_S)
 
     def _has(self, key: str) -> bool:

@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 from torch.fx.graph import _BoxedCodeGen
 
+from lightning_zero.compile.discover import CallNotes
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes, keeping, run_passes
@@ -30,6 +31,7 @@ from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.estimate import NOMINAL, Costs
+from lightning_zero.sharding.refusals import plainly
 
 __all__ = ["Compiler", "Events", "GraphObserver"]
 
@@ -42,8 +44,8 @@ class Events(Protocol):
     def graph(self, what: str, graph: Graph) -> None:
         """A graph, "joint" or "before" or "after" the passes; valid during the call only."""
 
-    def compiling(self, weights: Sequence[str], busy: bool, seconds: float) -> None:
-        """A graph that reads these weights begins to be compiled (``busy``), or has been, in so many seconds."""
+    def compiling(self, what: str, busy: bool, seconds: float) -> None:
+        """A graph, described in words, begins to be compiled (``busy``), or has been, in so many seconds."""
 
     @property
     def wants_graphs(self) -> bool:
@@ -61,6 +63,7 @@ class Compiler:
         registered: users' passes, by name.
         chosen: names of the passes that graphs go through; None for the default ones.
         last_weight: the shard that a step's forward reads last: backward follows on the graph that ends with it.
+        notes: on the calls that are compiled.
         share: of the weights that a graph gathers twice, how much it keeps for backward besides a budget in bytes.
     """
 
@@ -83,6 +86,7 @@ class Compiler:
         self.registered: dict[str, PassSpec] = {}  # users' own
         self.chosen: tuple[str, ...] | None = None
         self.last_weight: Tensor | None = None
+        self.notes = CallNotes()
         self.share = 0.0
 
     @property
@@ -118,16 +122,29 @@ class Compiler:
             communicates = has_collectives(module)
             last = self.last_weight is not None and last_read(module.graph, inputs) is self.last_weight
             begun = time.monotonic()
-            self._events.compiling(names, True, 0.0)
+            what = self._describe(names)
+            self._events.compiling(what, True, 0.0)
             try:
-                with functorch_config.patch(activation_memory_budget=self._config.activation_memory_budget):
+                settings: dict[str, Any] = {"activation_memory_budget": self._config.activation_memory_budget}
+                if self.notes.keeps_graphs:
+                    settings["donated_buffer"] = False
+                with functorch_config.patch(settings):
                     compiled = inner(last, module, inputs, **kwargs)
             finally:
-                self._events.compiling(names, False, time.monotonic() - begun)
-            return compiled if communicates else self._wrap(compiled)
+                self._events.compiling(what, False, time.monotonic() - begun)
+            return _plain(compiled if communicates else self._wrap(compiled))
 
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
+
+    def _describe(self, weights: Sequence[str]) -> str:
+        purpose = "training" if torch.is_grad_enabled() else "evaluation"
+        read = "no weights"
+        if weights:
+            read = (
+                f"{len(weights)} weights, {weights[0]!r} to {weights[-1]!r}" if weights[1:] else f"{weights[0]!r} only"
+            )
+        return f"{self.notes.called or 'a module'} for {purpose} (a graph of {read})"
 
     def _tag(self, last: bool, graph: Graph) -> Graph:
         """``last``: backward follows right after this graph's forward."""
@@ -179,6 +196,16 @@ class Compiler:
             fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition
         )
         return compile_fx(module, inputs, **kwargs)
+
+
+def _plain(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Graphs read shards by our own ops alone; what users may do to these need not be asked at each of them."""
+
+    def run(*args: Any) -> Any:
+        with plainly():
+            return compiled(*args)
+
+    return run
 
 
 def _boxed(module: GraphModule) -> Callable[[list[Any]], Any]:

@@ -4,22 +4,42 @@ The unit is the outermost module call: ``self(x)`` compiles the LightningModule'
 ``self.decoder(y)`` in one step compile both. Everything between the calls stays plain Python: logging, metrics, manual
 backward, optimizer toggling. Metrics are modules too, but bookkeeping: they are left alone, and so are modules without
 parameters.
+
+Compiled code can be differentiated once, and not inside a transform of ``torch.func``. Modules of which the first step
+shows that they need more (a gradient penalty, forces) stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["CompiledCalls"]
+from lightning_zero.errors import UnsupportedError
+
+__all__ = ["CallNotes", "CompiledCalls"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class CallNotes:
+    """What a compiler should know of the calls that it compiles.
+
+    Attributes:
+        called: the module that is being called, or was last, in words.
+        keeps_graphs: a backward of the first step left its graph as it was, for another (``retain_graph=True``).
+    """
+
+    called: str = ""
+    keeps_graphs: bool = False
 
 
 class CompiledCalls:
@@ -29,14 +49,36 @@ class CompiledCalls:
         root: modules that are not ``root`` or inside it are ignored.
         arguments: for ``torch.compile``.
         skip: module types that are never compiled.
+        say: shows a line to the user.
+
+    Attributes:
+        modules: those that are compiled, by name.
+        eager: why others are not, that would be.
     """
 
-    def __init__(self, root: nn.Module, arguments: dict[str, Any], skip: tuple[type, ...] = ()) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        arguments: dict[str, Any],
+        skip: tuple[type, ...] = (),
+        say: Callable[[str], None] = log.info,
+    ) -> None:
         self._inside = {id(module): name for name, module in root.named_modules()}
+        self._root = root
         self._arguments = arguments
         self._skip = skip
         self._codes: dict[Any, CodeType] = {}
+        self._say = say
+        self._outermost: str | None = None  # of the modules that a watched step is in
         self.modules: dict[str, nn.Module] = {}
+        self.eager: dict[str, str] = {}
+        self.notes = CallNotes()
+
+    @contextmanager
+    def step(self, first: bool) -> Iterator[None]:
+        """Surrounds each training step; the first one runs eagerly, to be watched."""
+        with self.discover() if first else self.calling(), self.explaining():
+            yield
 
     @contextmanager
     def discover(self) -> Iterator[None]:
@@ -49,14 +91,31 @@ class CompiledCalls:
             nonlocal depth
             if id(module) not in self._inside:
                 return
-            if depth == 0 and not isinstance(module, self._skip) and next(module.parameters(), None) is not None:
-                found.setdefault(self._inside[id(module)], module)
+            transformed = torch._C._are_functorch_transforms_active()
+            if depth == 0:
+                self._outermost = name = self._inside[id(module)]
+                again = torch._C._current_graph_task_id() != -1  # a checkpointed module, in backward
+                if not again and not isinstance(module, self._skip) and next(module.parameters(), None) is not None:
+                    if transformed:
+                        self._leave_eager(name, module, "it is called inside torch.func (grad, vmap, ...)")
+                    else:
+                        found.setdefault(name, module)
+            elif transformed and self._outermost in found:
+                why = "it calls modules inside torch.func (grad, vmap, ...)"
+                self._leave_eager(self._outermost, found[self._outermost], why)
             depth += 1
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal depth
             if id(module) in self._inside:
                 depth -= 1
+                cache: Any = getattr(type(module), "_zero_cache", None)
+                if cache is not None and cache.given and self._outermost in found:
+                    cache.given = False
+                    why = "it is called with other weights (torch.func.functional_call)"
+                    self._leave_eager(self._outermost, found[self._outermost], why)
+                if self._outermost in found and not torch._C._are_functorch_transforms_active():
+                    self._watch_backward(self._outermost, found[self._outermost], output)
 
         hooks = torch.nn.modules.module
         handles = [
@@ -69,7 +128,51 @@ class CompiledCalls:
             for handle in handles:
                 handle.remove()
         for name, module in found.items():
-            self.compile(name, module)
+            if name not in self.eager:
+                self.compile(name, module)
+
+    def _watch_backward(self, name: str, module: nn.Module, output: Any) -> None:
+        def backward(grads: tuple[Tensor, ...]) -> None:
+            if torch.is_grad_enabled():  # only with create_graph=True
+                self._leave_eager(name, module, "it is differentiated twice (create_graph=True)")
+            elif torch._C._autograd._get_current_graph_task_keep_graph():
+                self.notes.keeps_graphs = True
+
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                value.grad_fn.register_prehook(backward)
+
+    def _leave_eager(self, name: str, module: nn.Module, why: str) -> None:
+        if name in self.eager:
+            return
+        self.eager[name] = why
+        if self.modules.pop(name, None) is not None:
+            module._compiled_call_impl = None
+        self._say(f"Not compiling {self._show(name, module)}: {why}, which compiled code does not support.")
+
+    @staticmethod
+    def _show(name: str, module: nn.Module) -> str:
+        return f"{name!r} ({type(module).__name__})" if name else f"the whole {type(module).__name__}"
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around what may run a backward: says what to do where compiled code is asked for more than it can.
+
+        Raises:
+            UnsupportedError: in place of torch's own errors about it.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(words in str(error) for words in ("support double backward", "non-empty donated")):
+                raise
+            which = ", ".join(self._show(name, module) for name, module in list(self.modules.items())[:4])
+            raise UnsupportedError(
+                "Compiled code was differentiated twice (create_graph=True), or its graph was kept for another "
+                f"backward (retain_graph=True), which it was not compiled for. Compiled: {which}. A module of which "
+                "the first training step does so is recognised; this began later. Decorate its forward with "
+                "torch.compiler.disable, or pass compile=False to the strategy (strategy='zero3')."
+            ) from error
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -87,7 +190,16 @@ class CompiledCalls:
     def compile(self, name: str, module: nn.Module) -> None:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
         are."""
-        module._compiled_call_impl = torch.compile(self._plain_call(module), **self._arguments)
+        compiled = torch.compile(self._plain_call(module), **self._arguments)
+        notes, shown = self.notes, self._show(name, module)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            notes.called = shown
+            # Compiled code cannot run inside a transform.
+            run = module._call_impl if torch._C._are_functorch_transforms_active() else compiled
+            return run(*args, **kwargs)
+
+        module._compiled_call_impl = call
         self.modules[name] = module
         log.debug("compiling calls of %s (%s)", name or "the root module", type(module).__name__)
 
@@ -97,11 +209,17 @@ class CompiledCalls:
         for name, module in self.modules.items():
             self.compile(name, module)
 
+    def anew(self, arguments: dict[str, Any]) -> CompiledCalls:
+        """For another beginning with other arguments; nothing is compiled until then."""
+        self.restore()
+        return CompiledCalls(self._root, arguments, self._skip, self._say)
+
     def restore(self) -> None:
         """Makes the calls plain again."""
         for module in self.modules.values():
             module._compiled_call_impl = None
         self.modules.clear()
+        self.eager.clear()
 
     def _plain_call(self, module: nn.Module) -> Any:
         # An outer frame of ours: Dynamo does not compile the frames of torch.nn's own modules when they come first.

@@ -6,7 +6,8 @@ again when the backward pass asks for it.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
+from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import ShardedParameter, Sharder
 
 __all__ = ["regather_saved_weights"]
@@ -38,12 +40,15 @@ def regather_saved_weights(sharder: Sharder) -> AbstractContextManager[Any]:
         if record is None or not _covers(tensor, record):
             return tensor
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        return _Note(record, record.param._version, tensor.dtype, *view)
+        with plainly():
+            return _Note(record, record.param._version, tensor.dtype, *view)
 
     def unpack(saved: Tensor | _Note) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if saved.record.param._version != saved.version:
+        with plainly():
+            version = saved.record.param._version
+        if version != saved.version:
             raise UnsupportedError(
                 f"The weight {saved.record.name!r} was changed between forward and backward (by an optimizer step or "
                 "an in-place edit), and "
@@ -51,7 +56,37 @@ def regather_saved_weights(sharder: Sharder) -> AbstractContextManager[Any]:
             )
         return gather_full(saved.record, saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return _outside_of_transforms(pack, unpack)
+
+
+@contextmanager
+def _outside_of_transforms(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Saved-tensor hooks that let ``torch.func`` do its work: it refuses to differentiate while there are any. Inside
+    its transforms weights live as long as autograd needs them."""
+    graph: Any = torch.autograd.graph
+    hooks = graph.saved_tensors_hooks(pack, unpack)
+    disable = graph.disable_saved_tensors_hooks  # what torch.func calls first
+
+    @contextmanager
+    def step_aside(message: str) -> Iterator[None]:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or top[0] is not pack:  # none, or a user's on top of ours
+            with disable(message):
+                yield
+            return
+        hooks.__exit__()
+        try:
+            with disable(message):
+                yield
+        finally:
+            hooks.__enter__()
+
+    graph.disable_saved_tensors_hooks = step_aside
+    try:
+        with hooks:
+            yield
+    finally:
+        graph.disable_saved_tensors_hooks = disable
 
 
 _VIEWS_AND_CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0")
@@ -74,5 +109,5 @@ def _covers(tensor: Tensor, record: ShardedParameter) -> bool:
     otherwise."""
     last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
     base = tensor._base if tensor._base is not None else tensor
-    whole = base.shape == record.layout.shape and base.is_contiguous()
+    whole = base.shape == record.layout.shape and record.layout.stored(base).is_contiguous()
     return tensor.numel() > 0 and last < record.layout.numel and (tensor.dtype == record.param.dtype or whole)

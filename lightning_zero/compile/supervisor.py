@@ -12,6 +12,7 @@ from torch.fx import Graph
 
 from lightning_zero.compile.agreement import Agreement
 from lightning_zero.compile.backend import Compiler, GraphObserver
+from lightning_zero.compile.discover import CallNotes
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import GraphPlan, Plan
 from lightning_zero.compile.schedule import check_passes
@@ -30,6 +31,7 @@ class Supervisor:
         agreement: of the ranks.
         observers: see every graph that is compiled; more may join with :meth:`observe`.
         say: shows a line to the user; called on every rank.
+        busy: is told what takes long, in words, and "" when it is over.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class Supervisor:
         agreement: Agreement,
         observers: Sequence[GraphObserver] = (),
         say: Callable[[str], None] | None = None,
+        busy: Callable[[str], None] = lambda what: None,
     ) -> None:
         self._agreement = agreement
         self._observers = list(observers)
         self._say = say or log.info
+        self._busy = busy
         self._plans: list[GraphPlan] = []
         self._compiler: Compiler | None = None
         self.compiled = 0  # how often something was compiled, or ran that was new to this rank
@@ -59,10 +63,10 @@ class Supervisor:
             self._compiler.registered, self._compiler.chosen = before.registered, before.chosen
         return self._compiler.arguments()
 
-    def forward_ends_with(self, shard: Tensor | None) -> None:
-        """Notes which shard a step's forward reads last; graphs that are compiled from now on go by it."""
+    def first_step_showed(self, last_read: Tensor | None, notes: CallNotes) -> None:
+        """Which shard a step's forward reads last, and more; graphs that are compiled from now on go by it."""
         assert self._compiler is not None
-        self._compiler.last_weight = shard
+        self._compiler.last_weight, self._compiler.notes = last_read, notes
 
     def register_pass(self, spec: PassSpec) -> None:
         """Makes a user's pass known.
@@ -127,13 +131,13 @@ class Supervisor:
         for observer in self._observers:
             observer(what, graph)
 
-    def compiling(self, weights: Sequence[str], busy: bool, seconds: float) -> None:
+    def compiling(self, what: str, busy: bool, seconds: float) -> None:
         self.compiled += 1
-        shown = f"{len(weights)} weights, {weights[0]!r} to {weights[-1]!r}" if weights else "no weights"
         if busy:
-            self._say(f"Compiling a graph of {shown}; this step takes longer.")
+            self._say(f"Compiling {what}; this step takes longer.")
         else:
             self._say(f"Compiled it in {seconds:.1f} s.")
+        self._busy(f"compiling {what}," if busy else "")
         with suppress(Exception):  # an exception of the compiler must not be hidden by one of the store
             self._agreement.compiling(busy)
 

@@ -8,13 +8,14 @@ backward gather again. A few weights are worth their memory: they are tagged as 
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compile.graph import gathers, is_op, is_view_or_cast, reduces
+from lightning_zero.compile.graph import gathers, is_op, is_view_or_cast, reduces, shard_of
 from lightning_zero.compile.passes.persist import after_tangents, choose_kept
 from lightning_zero.config import RecomputePolicy
 from lightning_zero.profiling.tensors import nbytes
@@ -76,7 +77,12 @@ def tag_gathers(
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif node in tagged:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    seen: Counter[Node] = Counter()
     for node in reduces(graph):
+        # Equal calls become one from here on. Two equal gradients of a tied weight (of ``head(x) + other(x)``) are two.
+        if number := seen[shard_of(node)]:
+            node.args = (*node.args[:2], number)
+        seen[shard_of(node)] += 1
         # A gradient that does not depend on the loss (zeros, what a custom function makes up) could else be handed over
         # in forward.
         node.meta["partitioner_tag"] = "must_be_in_backward"

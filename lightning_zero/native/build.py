@@ -1,27 +1,31 @@
-"""Builds the C++ executor with g++ into a cache, once per torch version, source and compiler.
+"""Builds the C++ executor with g++ into a cache, once per torch version, source and kind of machine.
 
-Protocol: take the lock of the cache entry (an OS lock, so a killed builder releases it); if the library is there, done;
-otherwise compile into a temporary directory and rename the result into place, so that nobody ever loads half a file.
-Neither nvcc nor CUDA headers are needed: the sources use c10's device-independent interfaces.
+Protocol: if the library is there, done, and nobody needs a compiler; otherwise take the lock of the cache entry,
+compile into a temporary directory and rename the result into place, so that nobody ever loads half a file. Neither nvcc
+nor CUDA headers are needed: the sources use c10's device-independent interfaces.
+
+The compiler is not part of an entry's name: a library that another compiler built does the same, and a machine without
+any may use what was built elsewhere. ``built-by`` in the entry tells which it was.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
 from lightning_zero.errors import NativeBuildError
+from lightning_zero.native.cache import check_owner, default_cache, locked, make_private
 
 __all__ = ["build", "source_directory"]
 
@@ -53,91 +57,84 @@ def build(cache: Path | None = None, compiler: str | None = None, deadline_s: fl
 
     Args:
         cache: directory for built libraries; by default ``$LIGHTNING_ZERO_CACHE`` or ``~/.cache/lightning_zero``.
-        compiler: a C++20 compiler; by default ``$CXX`` or ``g++``.
+        compiler: command of a C++20 compiler, with arguments if it has some (``"ccache g++"``); by default ``$CXX`` or
+            ``g++``.
         deadline_s: how long to wait, in seconds, while another process builds.
 
     Raises:
-        NativeBuildError: no compiler, a compile error, or the deadline passed.
+        NativeBuildError: no compiler, a compile error, the deadline passed, or a cache that others can write.
     """
-    compiler = compiler or os.environ.get("CXX") or "g++"
+    cache = cache or default_cache()
     sources = source_directory()
-    directory = (cache or _default_cache()) / _digest(sources, _version(compiler))
-    library = directory / "lightning_zero.so"
-    if library.is_file():
+    library = cache / _digest(sources) / "lightning_zero.so"
+    if _is_there(library):
         return library
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / "lock", "w")  # noqa: SIM115 - closed below, which releases it
-    except OSError as error:
-        raise NativeBuildError(
-            f"Cannot write the build cache {directory} ({error}). Set LIGHTNING_ZERO_CACHE to a writable directory."
-        ) from error
-    with lock:
-        _acquire(lock, deadline_s)
-        if not library.is_file():
-            _compile(compiler, sources, library)
+    command = _command(compiler or os.environ.get("CXX") or "")
+    version = _version(command)
+    make_private(library.parent)
+    with locked(library.parent, deadline_s):
+        if not _is_there(library):
+            _compile(command, version, sources, library)
     return library
 
 
-def _default_cache() -> Path:
-    explicit = os.environ.get("LIGHTNING_ZERO_CACHE")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_zero"
-
-
-def _version(compiler: str) -> str:
+def _is_there(library: Path) -> bool:
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
+        for path in (library.parent.parent, library.parent, library):
+            check_owner(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _command(compiler: str) -> list[str]:
+    try:
+        return shlex.split(compiler) or ["g++"]
+    except ValueError as error:
         raise NativeBuildError(
-            f"lightning_zero builds its C++ executor at first use, and the compiler {compiler!r} does not run "
-            f"({error}). "
-            "Install g++ 10 or newer (Debian, Ubuntu: apt-get install g++; conda: conda install gxx), or set CXX to a "
-            "C++20 compiler. nvcc and CUDA headers are not needed."
+            f"CXX={compiler!r} is no command ({error}). Set it to a C++20 compiler, such as 'g++' or 'ccache g++'."
         ) from error
 
 
-def _digest(sources: Path, compiler_version: str) -> str:
-    digest = hashlib.sha256("\0".join((torch.__version__, compiler_version, *FLAGS)).encode())
+def _version(command: list[str]) -> str:
+    try:
+        return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NativeBuildError(
+            f"lightning_zero builds its C++ executor at first use, and the compiler {shlex.join(command)!r} does not "
+            f"run ({error}). "
+            "Install g++ 10 or newer (Debian, Ubuntu: apt-get install g++; conda: conda install gxx), or set CXX to a "
+            "C++20 compiler. nvcc and CUDA headers are not needed. Or build it on a machine that has one, with "
+            "LIGHTNING_ZERO_CACHE set to a directory that both can read."
+        ) from error
+
+
+def _abi() -> str:
+    return f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+
+
+def _digest(sources: Path) -> str:
+    # The C library's version: homes are shared by machines of several ages, and what the newest builds would load on
+    # no other.
+    machine = (platform.machine(), *platform.libc_ver())
+    digest = hashlib.sha256("\0".join((torch.__version__, *machine, _abi(), *FLAGS)).encode())
     for path in sorted(sources.glob("*.[ch]*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
 
 
-def _acquire(lock: TextIO, deadline_s: float) -> None:
-    start = time.monotonic()
-    told = False
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError:
-            waited = time.monotonic() - start
-            if waited > deadline_s:
-                raise NativeBuildError(
-                    f"Another process has been building lightning_zero's C++ executor for {waited:.0f} s (it holds "
-                    f"{lock.name}). End that process, or set LIGHTNING_ZERO_CACHE to another directory."
-                ) from None
-            if not told and waited > 2:
-                log.warning("Waiting while another process builds the C++ executor (%s).", lock.name)
-                told = True
-            time.sleep(0.1)
-
-
-def _compile(compiler: str, sources: Path, library: Path) -> None:
+def _compile(compiler: list[str], version: str, sources: Path, library: Path) -> None:
     start = time.monotonic()
     log.warning("Building lightning_zero's C++ executor (once for this torch version; takes up to a minute).")
     torch_directory = Path(torch.__file__).parent
     include = torch_directory / "include"
     includes = [f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     temporary = Path(tempfile.mkdtemp(dir=library.parent, prefix="build-"))
     try:
         files = sorted(sources.glob("*.cpp"))
         objects = [temporary / f"{path.stem}.o" for path in files]
         commands = [
-            [compiler, *FLAGS, abi, *includes, "-c", str(path), "-o", str(target)]
+            [*compiler, *FLAGS, _abi(), *includes, "-c", str(path), "-o", str(target)]
             for path, target in zip(files, objects, strict=True)
         ]
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as workers:
@@ -145,9 +142,12 @@ def _compile(compiler: str, sources: Path, library: Path) -> None:
         libraries = torch_directory / "lib"
         linked = temporary / library.name
         _run(
-            [compiler, "-shared", *map(str, objects), f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES]
+            [*compiler, "-shared", *map(str, objects), f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES]
             + ["-o", str(linked)]
         )
+        linked.chmod(0o755)  # whatever the umask: others would be refused a library that more than its owner can write
+        (temporary / "built-by").write_text(f"{shlex.join(compiler)}\n{version}")
+        os.replace(temporary / "built-by", library.parent / "built-by")
         os.replace(linked, library)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -162,5 +162,5 @@ def _run(command: list[str]) -> None:
             f"Building lightning_zero's C++ executor failed with torch {torch.__version__}:\n"
             + "\n".join(errors or result.stderr.splitlines()[-20:])
             + "\nA C++20 compiler (g++ 10 or newer) and torch 2.11 to 2.13 are needed. The command was:\n"
-            + " ".join(command)
+            + shlex.join(command)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.native.build import source_directory
 from lightning_zero.native.load import load
 from lightning_zero.native.nvrtc import compile_cuda
+from lightning_zero.native.watchdog import Watchdog
 
 __all__ = ["Executor"]
 
@@ -27,6 +28,7 @@ class Executor:
         device: where shards live.
         config: options.
         on_backward_end: called after gradients have been attached, once per backward.
+        watchdog: watches over what this executor waits for.
         on_new_plan: called with the digest and the text of a compiled graph's plan before the first such graph runs.
             What it raises ends the run of the graph before its first collective.
     """
@@ -40,6 +42,7 @@ class Executor:
         config: EngineConfig,
         on_backward_end: Callable[[], None] | None = None,
         on_new_plan: Callable[[str, str], None] | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         load()
         self._native = torch.classes.lightning_zero.Executor(
@@ -50,6 +53,8 @@ class Executor:
         self.rank: int = self._native.rank()
         self.configure(config)
         self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
+        if watchdog is not None:
+            self._native.watch(watchdog.native)
         if on_backward_end is not None:
             self._native.on_backward_end(self._define("on_backward_end", "()", on_backward_end))
         if on_new_plan is not None:
@@ -84,10 +89,13 @@ class Executor:
         self._library.impl(name, run, "CompositeExplicitAutograd")
         return f"lightning_zero::{name}"
 
-    def add_parameter(self, name: str, param: Tensor, shard: Tensor, shape: torch.Size) -> int:
-        """Registers a parameter: ``shard`` is its 1-D part in an arena, ``shape`` the whole parameter's. Returns its
-        index."""
-        return self._native.add_parameter(name, param, shard, shape.numel(), list(shape))
+    def add_parameter(
+        self, name: str, param: Tensor, shard: Tensor, shape: torch.Size, order: Sequence[int] | None = None
+    ) -> int:
+        """Registers a parameter: ``shard`` is its 1-D part in an arena, ``shape`` the whole parameter's, ``order`` that
+        of its dimensions in memory, by default their own. Returns its index."""
+        own = list(order or range(len(shape)))
+        return self._native.add_parameter(name, param, shard, shape.numel(), list(shape), own)
 
     def move_parameter(self, index: int, shard: Tensor) -> None:
         """The parameter's shard lies elsewhere now, with the same values."""
@@ -115,6 +123,25 @@ class Executor:
         ``group``. Legal outside backward; on every rank. A rank that waits longer than ``timeout_s`` for another ends
         with a device error."""
         self._native.set_staging(staging, group.group_name, int(1000 * timeout_s))
+
+    def set_barrier(self, rows: list[Tensor]) -> None:
+        """Ranks meet on their devices by a kernel of our own from now on, whose waits the host can end.
+
+        On every rank, before :meth:`set_staging`. ``rows``: of each rank, memory that all ranks can write,
+        ``2 * ranks`` int32 zeros.
+
+        Raises:
+            RuntimeError: the kernel cannot be compiled or loaded here.
+        """
+        source = source_directory() / "barrier.cu"
+        capability = torch.cuda.get_device_capability(self.device)
+        code = compile_cuda(source, capability, [f"-DRANKS={self.world_size}", "-DLANES=2"])
+        words = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+        self._native.set_barrier(code, rows, words)
+
+    def begin_epoch(self) -> None:
+        """A training step begins, on every rank: what a rank missed in an interrupted one is not waited for."""
+        self._native.begin_epoch()
 
     def compile_means(self) -> None:
         """Makes the kernel that adds up pushed gradients on an NVIDIA device, in half the time of torch's.
@@ -249,6 +276,14 @@ class Executor:
     def backwards(self) -> int:
         """How many backward passes have ended."""
         return self._native.backwards()
+
+    def say_at_agreement(self, yes: bool) -> None:
+        """What the end of each backward, where ranks agree, tells the others from now on."""
+        self._native.say_at_agreement(yes)
+
+    def was_said(self) -> bool:
+        """Whether some rank has said yes there since the last question; the same on every rank."""
+        return self._native.was_said()
 
     def counters(self) -> dict[str, int]:
         """Counts since the last reset: ``gathers``, ``gather_bytes``, ``eager_gathers``, ``reduces``, ``flushes``,

@@ -35,14 +35,15 @@ def load() -> None:
     except OSError as error:
         raise NativeBuildError(
             f"The C++ executor {library} does not load with torch {torch.__version__}: {error}. Delete that file to "
-            "build it again."
+            "build it again, or set LIGHTNING_ZERO_CACHE to another directory, if machines of different kinds share "
+            "this one (the file built-by beside it tells which compiler built it)."
         ) from error
     for name in ("gather", "gather_eager", "gather_start"):
         torch.library.register_fake(f"lightning_zero::{name}", _gather_shape)
     torch.library.register_autograd("lightning_zero::gather", _backward_of_four, setup_context=_keep_shard)
     torch.library.register_autograd("lightning_zero::gather_eager", _gather_backward, setup_context=_keep_shard)
     torch.library.register_fake("lightning_zero::gather_group", _group_shape)
-    torch.library.register_fake("lightning_zero::reduce", lambda grad, shard: shard.new_empty(shard.shape))
+    torch.library.register_fake("lightning_zero::reduce", lambda grad, shard, number=0: shard.new_empty(shard.shape))
     torch.library.register_fake("lightning_zero::reduce_add", lambda grad, shard: None)
     torch.library.register_fake("lightning_zero::reduce_group", lambda grads, shards: None)
     torch.library.register_fake("lightning_zero::reduce_hold", lambda grads, shards, hold: None)
@@ -77,6 +78,10 @@ def _keep_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # Not save_for_backward: it would refuse a bias that an optimizer stepped between two backward passes, which a plain
     # module allows. Where the weight's values matter, the saved weight itself is checked.
     ctx.shard = inputs[0]
+    # Gradients are handed over as the weight lies in memory.
+    ctx.order = None
+    if not output.is_contiguous():
+        ctx.order = sorted(range(output.dim()), key=lambda dim: -output.stride()[dim])
     # No gradient must stay none: zeros would count as one, and weight decay would move a parameter that has none.
     ctx.set_materialize_grads(False)
 
@@ -84,6 +89,8 @@ def _keep_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gather_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
     if grad is None:
         return None, None, None
+    if ctx.order is not None:
+        grad = grad.permute(ctx.order)
     if isinstance(grad, FakeTensor | FunctionalTensor):
         return torch.ops.lightning_zero.reduce(grad, ctx.shard), None, None
     torch.ops.lightning_zero.reduce_add(grad, ctx.shard)

@@ -62,13 +62,19 @@ class StepKernel:
     def covers(
         optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], segments: Sequence[Segment] = ()
     ) -> bool:
-        """Whether we know the optimizer's rule for all of its groups, and these segments have the state it needs."""
+        """Whether we know the optimizer's rule for all of its groups, in at most float32, and these segments have the
+        state it needs."""
         rules = [rule_for(optimizer, group) for group in groups]
         known = [rule for rule in rules if rule is not None]
-        return len(known) == len(rules) and all(
-            all(isinstance(segment.state.get(name), Tensor) for name in known[segment.group].state)
-            and all(name in segment.counts for name in known[segment.group].counts)
-            for segment in segments
+        wide = any(param.dtype is torch.float64 for group in groups for param in group["params"])
+        return (
+            len(known) == len(rules)
+            and not wide
+            and all(
+                all(isinstance(segment.state.get(name), Tensor) for name in known[segment.group].state)
+                and all(name in segment.counts for name in known[segment.group].counts)
+                for segment in segments
+            )
         )
 
     def run(

@@ -24,10 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.optim.clip import clip_factor
+from lightning_zero.optim.clip import clip_factor, norm_dtype
 from lightning_zero.optim.graphed import GraphedSequence
 from lightning_zero.optim.kernel import StepKernel
 from lightning_zero.optim.segments import Segment, State, cut
+from lightning_zero.optim.support import check_members
+from lightning_zero.sharding.refusals import on_plain_tensors, plainly
 from lightning_zero.sharding.shard import ShardedParameter, Sharder
 
 __all__ = ["OptimizerStepper"]
@@ -40,16 +42,16 @@ _PLANS = 8  # kept at a time: which parameters have gradients may alternate
 class _Plan:
     """What is stepped together, for one pattern of parameters with gradients."""
 
-    def __init__(self, segments: list[Segment], device: torch.device) -> None:
+    def __init__(self, segments: list[Segment], device: torch.device, dtype: torch.dtype) -> None:
         self.segments = segments
-        self.squared = torch.zeros((), device=device)
+        self.squared = torch.zeros((), dtype=dtype, device=device)
         self.state: State = defaultdict(dict, {s.param: s.state for s in segments if s.state})
         self.kernel: StepKernel | None = None
         self.norm = GraphedSequence(self.sum_squares, device)
         self.runs = 0
 
     def sum_squares(self) -> None:
-        parts = [torch.linalg.vector_norm(s.grad, dtype=torch.float32) for s in self.segments]
+        parts = [torch.linalg.vector_norm(s.grad, dtype=self.squared.dtype) for s in self.segments]
         self.squared.copy_(torch.stack(parts).square().sum() if parts else torch.zeros_like(self.squared))
 
 
@@ -100,12 +102,15 @@ class OptimizerStepper:
             return "capture_step is off"
         if self._device.type != "cuda" and not emulate:
             return f"there are no CUDA graphs on device {str(self._device)!r}"
+        if any(p.dtype is torch.float64 for group in self.optimizer.param_groups for p in group["params"]):
+            return "replays compute in float32, and it steps parameters of float64"
         if not StepKernel.covers(self.optimizer, self.optimizer.param_groups):
             return "its update rule is not one that is known here (elementwise ones of torch.optim, no subclasses)"
         return None
 
     # -- gradients
 
+    @on_plain_tensors
     def clip_norm(self, max_norm: float, later: bool = False) -> Tensor:
         """Scales gradients to a global 2-norm of at most ``max_norm``; returns the norm before. Collective.
 
@@ -131,6 +136,7 @@ class OptimizerStepper:
         for segment in plan.segments:
             segment.grad.mul_(factor.to(segment.grad.dtype))
 
+    @on_plain_tensors
     def clip_value(self, most: float) -> None:
         """Clamps gradients to [-most, most]."""
         for segment in self._plan().segments:
@@ -141,7 +147,8 @@ class OptimizerStepper:
     @contextmanager
     def flat(self) -> Iterator[None]:
         """Inside, the optimizer's parameters are the flat ones, with their gradients; nothing may be stepped."""
-        plan = self._plan()
+        with plainly():
+            plan = self._plan()
         groups = self.optimizer.param_groups
         self.optimizer.param_groups = self._flat_groups(plan, groups)
         try:
@@ -157,6 +164,7 @@ class OptimizerStepper:
             flat[segment.group]["params"].append(segment.param)
         return flat
 
+    @on_plain_tensors
     def begin(self, skip: Tensor | None = None) -> None:
         """The gradients are final: the optimizer's ``step`` comes next.
 
@@ -189,6 +197,7 @@ class OptimizerStepper:
         hooks: Any = self.optimizer._optimizer_step_post_hooks
         hooks.move_to_end(self._hook.id, last=False)
 
+    @on_plain_tensors
     def end(self) -> bool:
         """The optimizer has its own parameters again. Harmless when repeated; returns whether there was a step to
         end."""
@@ -216,6 +225,7 @@ class OptimizerStepper:
                 segment.give_out(state)
             self._values = _values(state)
 
+    @on_plain_tensors
     def may_skip(self) -> bool:
         """Whether ``begin`` can skip the step by what the device knows."""
         return self._kernel(self._plan()) is not None
@@ -234,6 +244,7 @@ class OptimizerStepper:
         if why is None and self._last is not None and key == self._key:
             return self._last
         if why is not None:
+            check_members(groups, type(self.optimizer).__name__, self._sharder.find)
             if self._plans:
                 self._say(why)
             self._plans.clear()
@@ -265,7 +276,7 @@ class OptimizerStepper:
             return grad.data_ptr()
         if grad.data_ptr() != home.data_ptr():
             home.copy_(grad.reshape(-1))
-            param.grad = home.view(param.shape)
+            param.grad = self._sharder.shown.get(record.index, home.view(record.layout.visible_shape))
         return True
 
     def _make_plan(self, groups: list[dict[str, Any]], state: State) -> _Plan:
@@ -276,7 +287,7 @@ class OptimizerStepper:
         moved = [segment.take_in(state) for segment in segments]
         if any(moved):
             self._plans.clear()  # other plans look at memory that is the optimizer's no more
-        return _Plan(segments, self._device)
+        return _Plan(segments, self._device, norm_dtype(p for group in groups for p in group["params"]))
 
     def _split_kinds(self, stepped: set[int], state: State) -> None:
         """Parameters that are stepped without others of their kind, or that come with another state, are of another

@@ -7,6 +7,7 @@ optimizers are refused by name.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.refusals import on_plain_tensors
 
-__all__ = ["check_members", "check_optimizer"]
+__all__ = ["check_capture", "check_members", "check_optimizer", "zero_gradients_plainly"]
 
 _WHOLE = {
     "Muon": "orthogonalises whole matrices",
@@ -58,13 +60,37 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def check_members(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], Any]) -> None:
-    """Raises :class:`UnsupportedError` when the optimizer holds a parameter of which ``find`` finds nothing."""
-    for number, group in enumerate(optimizer.param_groups):
+def check_capture(optimizer: torch.optim.Optimizer, reason: str | None) -> None:
+    """Raises :class:`UnsupportedError` where there is a reason why a step that must be captured cannot be."""
+    if reason is not None:
+        raise UnsupportedError(
+            f"capture_step=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
+            "Pass capture_step='auto' to step it eagerly where it must be."
+        )
+
+
+def zero_gradients_plainly(optimizer: torch.optim.Optimizer) -> None:
+    """Makes ``optimizer.zero_grad()``, which comes each step and looks at each parameter twice, as quick as for
+    ordinary parameters. Harmless when repeated."""
+    of = weakref.ref(optimizer)
+
+    @on_plain_tensors
+    def zero_grad(set_to_none: bool = True) -> None:
+        own = of()
+        assert own is not None
+        type(own).zero_grad(own, set_to_none)
+
+    optimizer.__dict__["zero_grad"] = zero_grad
+
+
+def check_members(groups: list[dict[str, Any]], name: str, find: Callable[[Tensor], Any]) -> None:
+    """Raises :class:`UnsupportedError` when an optimizer of that name holds a parameter of which ``find`` finds
+    nothing."""
+    for number, group in enumerate(groups):
         for position, param in enumerate(group["params"]):
             if find(param) is None:
                 raise UnsupportedError(
-                    f"Parameter {position} of group {number} in {type(optimizer).__name__} (shape "
+                    f"Parameter {position} of group {number} in {name} (shape "
                     f"{tuple(param.shape)}) does not belong to the model, so its gradients would not be reduced over "
                     "ranks. Register it as a parameter of the LightningModule, and create "
                     "optimizers from self.parameters() inside configure_optimizers()."

@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_zero.sharding.copies import copied_modules
 from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.state import StateDictHooks
 
 __all__ = ["sharded_construction"]
 
 
 @contextmanager
-def sharded_construction(sharder: Sharder) -> Iterator[None]:
+def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[None]:
     """Collective: every rank must build the same model. Random numbers inside come from rank 0's generator on every
     rank."""
     hooks = torch.nn.modules.module
@@ -38,12 +40,13 @@ def sharded_construction(sharder: Sharder) -> Iterator[None]:
         for path, module in child.named_modules() if child is not None else ():
             if not any(param is not None and param.is_meta for param in module._parameters.values()):
                 sharder.shard_module(module, f"{name}.{path}" if path else name)
+                state.install(module)
 
     handles = [hooks.register_module_parameter_registration_hook(cast(Any, on_parameter))]
     handles.append(hooks.register_module_module_registration_hook(on_module))
     sharder.classes.as_parameters = True
     try:
-        with _random_numbers_of_rank_0(sharder.control_group):
+        with _random_numbers_of_rank_0(sharder.control_group), copied_modules(sharder, state):
             yield
     finally:
         sharder.classes.as_parameters = False

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import ShardedParameter, Sharder
+from lightning_zero.sharding.sight import Sight
 from lightning_zero.sharding.surgery import SHAPES
 
 __all__ = ["full_parameters", "gather_full"]
@@ -16,8 +18,9 @@ __all__ = ["full_parameters", "gather_full"]
 
 def gather_full(record: ShardedParameter, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The whole parameter on the shard's device, in its own dtype or another, detached from autograd. Collective."""
-    with torch.no_grad():
-        return torch.ops.lightning_zero.gather(record.param, list(record.layout.shape), dtype or record.param.dtype)
+    shape, dtype = list(record.layout.stored_shape), dtype or record.param.dtype
+    with torch.no_grad(), plainly():
+        return record.layout.restored(torch.ops.lightning_zero.gather(record.param, shape, dtype))
 
 
 @contextmanager
@@ -36,6 +39,7 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
         full = gather_full(record)
         grads[record.index] = record.param.grad
         record.param.grad = None
+        Sight.hide(record.param)
         record.param.data = full
         for owner, key in record.owners:
             owner.__dict__[SHAPES][key] = None

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import Sharder
 
 __all__ = ["GradientHooks"]
@@ -41,6 +42,10 @@ class GradientHooks:
 
     def adopt(self) -> None:
         """Takes over what was registered since the last time."""
+        with plainly():
+            self._adopt()
+
+    def _adopt(self) -> None:
         for record in self._sharder.parameters:
             hooks = record.param._backward_hooks
             if hooks is not None:
@@ -64,9 +69,14 @@ class GradientHooks:
     def run(self, attached: Iterable[int]) -> None:
         """Runs the hooks of these parameters, whose gradients a backward has just brought."""
         before, self._before = self._before, {}
-        for index in attached:
-            record = self._sharder.at(index)
-            param, later = record.param, record.param._post_accumulate_grad_hooks
+        records = [self._sharder.at(index) for index in attached]
+        with plainly():
+            later_of = [record.param._post_accumulate_grad_hooks for record in records]
+        for record, later in zip(records, later_of, strict=True):
+            index, param = record.index, record.param
+            if index not in self._sharder.shown and param.grad is not None:
+                # The executor attaches this very object each time.
+                self._sharder.shown[index] = record.sight.show(param.grad)
             hooks = [hook for group in self._adopted.get(index, ()) for hook in group.values()]
             if hooks and param.grad is not None:
                 earlier = before.get(index)
@@ -78,8 +88,7 @@ class GradientHooks:
             for hook in list(later.values()) if later else ():
                 (hook.hook if isinstance(hook, _Later) else hook)(param)
             if (hooks or later) and param.grad is not None:
-                begin, end = record.layout.range_of(self._sharder.executor.rank)
-                param.grad.view(-1)[end - begin :].zero_()  # padding must stay zero, whatever a hook does
+                record.sight.clear_padding(param.grad)
 
     def give_back(self) -> None:
         """Autograd calls the hooks again: the parameters are whole."""

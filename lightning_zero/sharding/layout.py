@@ -2,6 +2,9 @@
 
 A parameter is flattened and cut into ``world_size`` pieces of one size, a multiple of 128 bytes, so that all-gathering
 the pieces gives the parameter itself, with no copy, followed by padding. The padding is zero, always.
+
+It is flattened as it lies in memory: a convolution's weight that was ``channels_last`` is so again when it has been
+gathered.
 """
 
 from __future__ import annotations
@@ -11,9 +14,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ShardLayout"]
+__all__ = ["ShardLayout", "inverse", "memory_order"]
 
 ALIGNMENT_BYTES = 128
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a convolution's weight, from the one with the widest stride on; None for tensors of fewer
+    dimensions, for those that lie as their shape says, and for those with gaps or overlaps."""
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], tensor.shape[dim] == 1, dim)))
+    if tensor.dim() < 4 or order == tuple(range(tensor.dim())) or not tensor.permute(order).is_contiguous():
+        return None
+    return order
+
+
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    """The permutation that undoes ``permute(order)``."""
+    return tuple(order.index(dim) for dim in range(len(order)))
 
 
 @dataclass(frozen=True)
@@ -25,18 +42,39 @@ class ShardLayout:
         shard_numel: elements in each rank's piece, padding included; at least one alignment unit, so that even an empty
             parameter has a shard with an address of its own.
         world_size: number of pieces.
+        order: its dimensions as they lie in memory, the slowest first; None where that is their own order.
     """
 
     shape: torch.Size
     shard_numel: int
     world_size: int
+    order: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, shape: torch.Size, dtype: torch.dtype, world_size: int) -> ShardLayout:
+    def of(
+        cls, shape: torch.Size, dtype: torch.dtype, world_size: int, order: tuple[int, ...] | None = None
+    ) -> ShardLayout:
         """The layout of a parameter of this shape and dtype over ``world_size`` ranks."""
         unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
         piece = -(-shape.numel() // world_size)
-        return cls(torch.Size(shape), max(unit, -(-piece // unit) * unit), world_size)
+        return cls(torch.Size(shape), max(unit, -(-piece // unit) * unit), world_size, order)
+
+    @property
+    def stored_shape(self) -> torch.Size:
+        """The parameter's shape with its dimensions as they lie in memory."""
+        return self.shape if self.order is None else torch.Size(self.shape[dim] for dim in self.order)
+
+    def stored(self, full: Tensor) -> Tensor:
+        """``full``, of the parameter's shape, with its dimensions as they lie in memory: a view."""
+        return full if self.order is None else full.permute(self.order)
+
+    def restored(self, stored: Tensor) -> Tensor:
+        """The inverse of :meth:`stored`."""
+        return stored if self.order is None else stored.permute(inverse(self.order))
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """The parameter that the 1-D ``flat`` begins with: a view."""
+        return self.restored(flat[: self.numel].view(self.stored_shape))
 
     @property
     def numel(self) -> int:
@@ -59,5 +97,5 @@ class ShardLayout:
         """Copies ``rank``'s part of ``full`` (the parameter's shape, any device and dtype) into the 1-D ``shard``; pads
         with zeros."""
         begin, end = self.range_of(rank)
-        shard[: end - begin].copy_(full.detach().reshape(-1)[begin:end])
+        shard[: end - begin].copy_(self.stored(full.detach()).reshape(-1)[begin:end])
         shard[end - begin :].zero_()

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
-import os
 import socket
-import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,20 @@ from torch import Tensor
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
+from lightning_zero.native.links import uuid_of, why_no_atomics
+from lightning_zero.sharding.probe import barrier_waits
+from lightning_zero.sharding.shared_memory import Claim, mapped
+
+if TYPE_CHECKING:
+    from lightning_zero.sharding.shard import Sharder
 
 __all__ = ["PeerMemory", "Peers"]
 
 log = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
+BACKEND = "CUDA"  # of torch's symmetric memory: NVSHMEM's barrier has been an empty stub
+LANES = 2  # on which ranks meet on devices: gradients, weights
+PROBE_MS = 60_000  # all ranks come at once: one that is not there then has ended
 
 
 class Peers:
@@ -38,10 +45,14 @@ class Peers:
         for_gradients: where gradients are copied to; None: they are reduce-scattered.
     """
 
-    def __init__(self, for_weights: PeerMemory | None, for_gradients: PeerMemory | None) -> None:
+    def __init__(
+        self, for_weights: PeerMemory | None, for_gradients: PeerMemory | None, config: EngineConfig, rank: int
+    ) -> None:
         self.for_weights = for_weights
         self.for_gradients = for_gradients
-        self._staged = False
+        self._config = config
+        self._rank = rank
+        self._staged = self._barrier = False
 
     @classmethod
     def of(
@@ -56,7 +67,7 @@ class Peers:
         Raises:
             UnsupportedError: ``"copy"`` where that is impossible.
         """
-        shadows = config.compute_dtype is not None and config.compile.enabled and config.compile.prefetch
+        shadows = _has_shadows(config)
         wanted = [_wanted(config.gather_by, device, shadows), _wanted(config.reduce_by, device, True)]
         memory, reason = PeerMemory.of(group, control_group, device) if any(wanted) else (None, "")
         for name, choice in (("gather_by", config.gather_by), ("reduce_by", config.reduce_by)):
@@ -64,19 +75,95 @@ class Peers:
             if name == "gather_by" and not shadows:
                 here = "only compiled code with mixed precision keeps weights where others can read them"
             if choice == "copy" and here:
-                raise UnsupportedError(
-                    f"{name}='copy' is impossible here: {here}. Use {name}='auto' to copy where that is possible."
-                )
+                raise _impossible(name, here)
         if reason and group.rank() == 0:
             log.info("Collectives move all weights and gradients: %s.", reason)
-        return cls(memory if wanted[0] else None, memory if wanted[1] else None)
+        return cls(memory if wanted[0] else None, memory if wanted[1] else None, config, group.rank())
 
-    def stage_gradients(self, executor: Executor, bucket_mb: float, timeout_s: float) -> None:
-        """Memory for gradients on their way, two buckets' worth. Harmless when repeated. Collective."""
-        if self.for_gradients is None or self._staged:
+    def configure(self, config: EngineConfig, device: torch.device) -> None:
+        """Other options. What copies and what does not was settled when the model was sharded.
+
+        Raises:
+            UnsupportedError: it is to be otherwise.
+        """
+        shadows = _has_shadows(config)
+        ways = {"gather_by": (self.for_weights, shadows), "reduce_by": (self.for_gradients, True)}
+        for name, (memory, usable) in ways.items():
+            before, now = getattr(self._config, name), getattr(config, name)
+            copies = now == "copy" or (now == "auto" and _wanted(now, device, usable))
+            if now != before and copies != (memory is not None):
+                raise UnsupportedError(
+                    f"The model was sharded with {name}={before!r}, and what lies where was settled then: "
+                    f"{name}={now!r} would change nothing. Pass {name}={before!r}, or call "
+                    "lightning_zero.unshard(model) first."
+                )
+        self._config = config
+
+    def allocate(self, sharder: Sharder, timeout_s: float) -> bool:
+        """Memory for gradients on their way, and for weights in the dtype that is computed in. Where there is not
+        enough that peers can reach, collectives move them from now on: returns whether that has happened. Harmless when
+        repeated. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough for what must be copied.
+        """
+        before = self.for_weights, self.for_gradients
+        self._set_barrier(sharder.executor)
+        memory = self.for_gradients
+        if memory is not None and not self._staged:
+            self._staged = self._tried("reduce_by", lambda: self._stage(sharder.executor, timeout_s))
+            self.for_gradients = memory if self._staged else None
+        dtype, weights = self._config.compute_dtype, self.for_weights
+        if dtype is None or not self._config.compile.enabled:
+            return before != (self.for_weights, self.for_gradients)
+        if weights is None or not self._tried("gather_by", lambda: sharder.allocate_shadows(dtype, weights)):
+            self.for_weights = None
+            sharder.allocate_shadows(dtype)
+        return before != (self.for_weights, self.for_gradients)
+
+    def _set_barrier(self, executor: Executor) -> None:
+        """Lets ranks meet on their devices by our own kernel."""
+        memory = self.for_gradients or self.for_weights
+        if memory is None or self._barrier or executor.device.type != "cuda":
             return
+        self._barrier = True
+        size = LANES * executor.world_size
+        mine, all_ranks = memory.empty(size, torch.int32)
+        mine.zero_()
+        torch.cuda.synchronize(executor.device)
+        rows = [mine if rank == executor.rank else other for rank, other in enumerate(all_ranks)]
+        error = None
+        try:
+            executor.set_barrier(rows)
+        except RuntimeError as failure:
+            error = str(failure)
+        # Ranks meet in one way or in another, and nobody before all rows are zero.
+        if error := memory.first_error(error):
+            raise UnsupportedError(
+                f"The kernel by which ranks meet on their devices cannot be compiled ({error}). Pass "
+                "gather_by='collective' and reduce_by='collective' to the strategy."
+            )
+
+    def _tried(self, name: str, allocate: Callable[[], None]) -> bool:
+        memory = self.for_weights if name == "gather_by" else self.for_gradients
+        assert memory is not None
+        try:
+            with memory.all_or_nothing():
+                allocate()
+            return True
+        except UnsupportedError as error:  # on every rank
+            if getattr(self._config, name) == "copy":
+                raise _impossible(name, str(error)) from error
+            if self._rank == 0:
+                what = {"gather_by": "weights", "reduce_by": "gradients"}[name]
+                log.warning("Collectives move all %s from now on, which is slower: %s.", what, error)
+            return False
+
+    def _stage(self, executor: Executor, timeout_s: float) -> None:
+        """Two buckets' worth."""
+        assert self.for_gradients is not None
         unit = 1024 * executor.world_size
-        size = max(1, math.ceil(2 * bucket_mb * 2**20 / unit)) * unit
+        size = max(1, math.ceil(2 * self._config.reduce.bucket_mb * 2**20 / unit)) * unit
         mine, others = self.for_gradients.empty(size, torch.uint8)
         staging = [mine if rank == executor.rank else memory for rank, memory in enumerate(others)]
         executor.set_staging(staging, self.for_gradients.group, timeout_s)
@@ -86,7 +173,6 @@ class Peers:
             except RuntimeError as error:
                 level = logging.WARNING if executor.rank == 0 else logging.DEBUG
                 log.log(level, "Pushed gradients are added up by torch's own kernels, which take longer: %s", error)
-        self._staged = True
 
     @property
     def missing(self) -> str:
@@ -107,6 +193,16 @@ def _wanted(choice: str, device: torch.device, usable: bool) -> bool:
     return choice == "copy" or (choice == "auto" and usable and one_call)
 
 
+def _has_shadows(config: EngineConfig) -> bool:
+    return config.compute_dtype is not None and config.compile.enabled and config.compile.prefetch
+
+
+def _impossible(name: str, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name}='copy' is impossible here: {reason}. Use {name}='auto' to copy where that is possible."
+    )
+
+
 class PeerMemory:
     """Allocates such memory for the ranks of a process group; see :meth:`of`.
 
@@ -121,6 +217,7 @@ class PeerMemory:
         self._control_group = control_group
         self._device = device
         self._owners: list[Any] = []  # what keeps peers' memory mapped
+        self._named = False  # whether memory of the CPU needs a name
         self.nbytes = 0  # of this rank's
 
     @classmethod
@@ -131,14 +228,11 @@ class PeerMemory:
         if group.size() == 1:
             return None, "there is one rank"
         memory = cls(group, control_group, device)
-        reason = memory._first(_host())
-        if reason is not None:
-            return None, reason
         try:
-            memory.empty(1, torch.uint8)
+            reason = memory._objection() or memory._probe()
         except UnsupportedError as error:
-            return None, str(error)
-        return memory, ""
+            reason = str(error)
+        return (memory, "") if reason is None else (None, reason)
 
     def empty(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """1-D memory of this rank, and that of all ranks in their order, this one's included. Collective.
@@ -146,13 +240,29 @@ class PeerMemory:
         Raises:
             UnsupportedError: on every rank, when one has no such memory.
         """
-        on_cpu = self._device.type == "cpu"
-        allocate, share = (self._file, self._map) if on_cpu else (self._symmetric, self._rendezvous)
         # In two steps: no rank may wait for one that has failed.
-        mine = self._all(lambda: allocate(numel, dtype), "allocated", os.unlink if on_cpu else None)
-        result = self._all(lambda: share(mine, numel, dtype), "mapped")
+        if self._device.type == "cpu":
+            found = self._shared(numel, dtype)
+        else:
+            try:
+                mine = self._all(lambda: self._symmetric(numel, dtype), "allocated")
+            except UnsupportedError:
+                torch.cuda.empty_cache()  # on every rank: what the allocator keeps is lost for symmetric memory
+                mine = self._all(lambda: self._symmetric(numel, dtype), "allocated")
+            found = self._all(lambda: self._rendezvous(mine, numel, dtype), "mapped")
         self.nbytes += numel * dtype.itemsize
-        return result
+        return found
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """What was allocated inside is given back when there was not enough for all of it."""
+        owners, nbytes = len(self._owners), self.nbytes
+        try:
+            yield
+        except UnsupportedError:
+            del self._owners[owners:]
+            self.nbytes = nbytes
+            raise
 
     def _all(self, job: Any, what: str, undo: Any = None) -> Any:
         error, result = None, None
@@ -160,20 +270,51 @@ class PeerMemory:
             result = job()
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
-        errors: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(errors, error, group=self._control_group)
-        for rank, text in enumerate(errors):
-            if text is not None:
-                if undo is not None and error is None:
-                    undo(result)
-                raise UnsupportedError(f"memory that all ranks can read cannot be {what} on rank {rank} ({text})")
+        first = self.first_error(error)
+        if first is not None:
+            if undo is not None and error is None:
+                undo(result)
+            raise UnsupportedError(f"memory that all ranks can read cannot be {what} {first}")
         return result
 
-    def _first(self, host: str) -> str | None:
-        hosts: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(hosts, host, group=self._control_group)
+    def first_error(self, error: str | None) -> str | None:
+        """The first that a rank reports, and on which, the same on every rank; None if none does. Collective."""
+        errors = self._gathered(error)
+        return next((f"on rank {rank} ({text})" for rank, text in enumerate(errors) if text is not None), None)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(values, value, group=self._control_group)
+        return values
+
+    def _objection(self) -> str | None:
+        """Why nothing should even be tried."""
+        hosts = self._gathered(_host())
         other = next((rank for rank, name in enumerate(hosts) if name != hosts[0]), None)
-        return None if other is None else f"ranks 0 and {other} are on different hosts"
+        if other is not None:
+            return f"ranks 0 and {other} are on different hosts"
+        if self._device.type != "cuda":
+            return None
+        uuids = self._gathered(self._all(lambda: uuid_of(self._device), "identified"))
+        mine = self._all(lambda: _other_backend(self._device) or why_no_atomics(self._device, uuids), "judged")
+        return next(filter(None, self._gathered(mine)), None)
+
+    def _probe(self) -> str | None:
+        mine, everyone = self.empty(self.group.size(), torch.int64)
+        waits = barrier_waits(mine, everyone, self.group.rank(), self._meet, self._line_up)
+        reasons = self._gathered(None if waits else "a barrier between their devices does not wait")
+        if self._device.type == "cuda":  # known for certain only now that there is some memory
+            reasons += self._gathered(_other_backend(self._device))
+        return next(filter(None, reasons), None)
+
+    def _line_up(self) -> None:
+        dist.barrier(group=self._control_group)
+
+    def _meet(self) -> None:
+        if self._device.type == "cuda":
+            self._owners[-1][0].barrier(channel=0, timeout_ms=PROBE_MS)
+        else:
+            self._line_up()
 
     # -- GPUs
 
@@ -191,33 +332,38 @@ class PeerMemory:
 
     # -- CPUs
 
-    def _file(self, numel: int, dtype: torch.dtype) -> str:
-        descriptor, path = tempfile.mkstemp(prefix="lightning_zero_", dir=SHARED_MEMORY)
+    def _shared(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        nbytes = numel * dtype.itemsize
+        claim = self._all(lambda: Claim.of(nbytes, self._named), "allocated", Claim.release)
         try:
-            # Claimed now: memory that runs out when it is first written ends the process without a word.
-            os.posix_fallocate(descriptor, 0, max(numel * dtype.itemsize, 1))
-        except OSError:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(descriptor)
-        return path
+            return self._all(lambda: self._map(claim, numel, dtype), "mapped")
+        except UnsupportedError:
+            if self._named:
+                raise
+            self._named = True  # where processes may not look into each other
+            return self._shared(numel, dtype)
 
-    def _map(self, path: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        paths: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(paths, path, group=self._control_group)
+    def _map(self, claim: Claim, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        claims = self._gathered((claim.path, claim.identity))
         try:
-            tensors = [_mapped(other, numel, dtype) for other in paths]
+            tensors = [mapped(path, identity, numel, dtype) for path, identity in claims]
         finally:
-            dist.barrier(group=self._control_group)
-            os.unlink(path)  # it lives on while it is mapped, and not a moment longer
+            self._line_up()
+            claim.release()
         return tensors[self.group.rank()], tensors
 
 
-def _mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
-    with open(path, "r+b") as file:
-        memory = mmap.mmap(file.fileno(), 0)
-    return torch.frombuffer(memory, dtype=dtype, count=numel)  # holds the mapping
+def _other_backend(device: torch.device) -> str | None:
+    """Why torch's symmetric memory is not to be used as it is set up."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    backend = symmetric.get_backend(device)
+    if backend in (None, BACKEND):
+        return None
+    return (
+        f"torch's symmetric memory is set to {backend!r}, whose barriers are not known to wait (unset TORCH_SYMMMEM, "
+        f"or call torch.distributed._symmetric_memory.set_backend({BACKEND!r}) before anything uses it)"
+    )
 
 
 def _host() -> str:

@@ -8,6 +8,7 @@ and moves all shards into arenas. Every rank must do the same in the same order:
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.native import Executor
 from lightning_zero.sharding.arena import Arena
-from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.layout import ShardLayout, memory_order
 from lightning_zero.sharding.peers import PeerMemory
-from lightning_zero.sharding.surgery import KEPT, SHAPES, ClassCache, is_sharded
+from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.sight import Sight
+from lightning_zero.sharding.surgery import KEPT, ORDERS, SHAPES, ClassCache, is_sharded
 
 __all__ = ["Sharder", "ShardedParameter"]
 
@@ -37,16 +40,21 @@ class ShardedParameter:
     param: nn.Parameter
     layout: ShardLayout
     shard: Tensor
+    sight: Sight = field(repr=False)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    copied: bool = False  # by a module that may have been no more than a pattern
 
     def show_shard(self) -> None:
         """Points the visible parameter at the shard. It goes on counting the whole parameter's elements: that is what
         ``sum(p.numel() for p in model.parameters())`` and Lightning's model summary are for."""
-        self.param.data = self.shard.view(self.layout.visible_shape)
+        with plainly():
+            self.param.data = self.shard.view(self.layout.visible_shape)
         self.param.__dict__["numel"] = self.param.__dict__["nelement"] = partial(int, self.layout.numel)
+        self.sight.show(self.param)
 
     def show_whole(self, value: Tensor) -> None:
         """Makes the visible parameter an ordinary one with this value."""
+        Sight.hide(self.param)
         self.param.data = value
         for name in ("numel", "nelement"):
             self.param.__dict__.pop(name, None)
@@ -70,6 +78,7 @@ class Sharder:
         self.arena: Arena | None = None
         self.grad_arena: Arena | None = None
         self.gradients: dict[int, Tensor] = {}  # by index, each trainable parameter's 1-D part of a gradient arena
+        self.shown: dict[int, Tensor] = {}  # the same as ``param.grad``, once a backward has brought one
         self._kept: Arena | None = None
         self._shadows: list[Tensor] = []  # low-precision copies, one for each master dtype
         self._by_param: dict[int, ShardedParameter] = {}
@@ -104,21 +113,35 @@ class Sharder:
             other.owners = [(m, k) for m, k in other.owners if not (m is module and k == key)]
         record.owners.append((module, key))
         module.__dict__.setdefault(SHAPES, {})[key] = tuple(record.layout.shape)
+        if record.layout.order is not None:
+            module.__dict__.setdefault(ORDERS, {})[key] = record.layout.order
         self.classes.swap(module, tuple(sorted(module.__dict__[SHAPES])))
 
     def _cut(self, name: str, param: nn.Parameter) -> ShardedParameter:
         _check(name, param)
         device, world = self.executor.device, self.executor.world_size
-        layout = ShardLayout.of(param.shape, param.dtype, world)
-        full = param.detach().to(device).contiguous()
+        layout = ShardLayout.of(param.shape, param.dtype, world, memory_order(param))
+        full = layout.stored(param.detach().to(device)).contiguous()
         if world > 1 and layout.numel:
             if full.data_ptr() == param.data_ptr():
                 full = full.clone()  # a view into something larger may be shared with code that still needs it
             dist.broadcast(full, group=self.group, group_src=0)
         shard = torch.empty(layout.shard_numel, dtype=param.dtype, device=device)
-        layout.write(shard, full, self.executor.rank)
-        index = self.executor.add_parameter(name, param, shard, layout.shape)
-        record = ShardedParameter(index, name, param, layout, shard)
+        layout.write(shard, layout.restored(full), self.executor.rank)
+        return self._register(name, param, shard, layout)
+
+    def twin(self, record: ShardedParameter) -> ShardedParameter:
+        """Another parameter, of the same values, that no module reads yet."""
+        record.copied = True
+        shard = record.shard.clone()
+        param = nn.Parameter(shard.view(record.layout.visible_shape), record.param.requires_grad)
+        return self._register(record.name, param, shard, record.layout)
+
+    def _register(self, name: str, param: nn.Parameter, shard: Tensor, layout: ShardLayout) -> ShardedParameter:
+        index = self.executor.add_parameter(name, param, shard, layout.shape, layout.order)
+        device = self.executor.device
+        sight = Sight(name, layout, self.executor.rank, device, self.group, partial(_tell, weakref.ref(self)))
+        record = ShardedParameter(index, name, param, layout, shard, sight)
         record.show_shard()
         self.parameters.append(record)
         self._by_param[id(param)] = record
@@ -142,8 +165,9 @@ class Sharder:
             record = already.get(key)
             if record is not None:
                 # Tied to a module that came before: whole for a while, since reset_parameters() looks at its shape.
-                whole = torch.ops.lightning_zero.gather(record.param, list(record.layout.shape), record.param.dtype)
-                module._parameters[key] = nn.Parameter(whole.detach(), record.param.requires_grad)
+                stored = list(record.layout.stored_shape)
+                whole = torch.ops.lightning_zero.gather(record.param, stored, record.param.dtype).detach()
+                module._parameters[key] = nn.Parameter(record.layout.restored(whole), record.param.requires_grad)
                 shapes[key] = None
             elif param is not None and param.is_meta:
                 module._parameters[key] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
@@ -190,9 +214,13 @@ class Sharder:
             self.shard_module(module, name)
             self._move_buffers(module, name)
         self._replaced.clear()
+        inside = set(map(id, root.modules()))
+        for record in self.parameters:
+            if record.copied:
+                record.owners = [(module, key) for module, key in record.owners if id(module) in inside]
         names = {id(param): name for name, param in root.named_parameters()}
         for record in self.parameters:
-            record.name = names.get(id(record.param), record.name)
+            record.name = record.sight.name = names.get(id(record.param), record.name)
         self._lay_out()
 
     def _compare_ranks(self, root: nn.Module) -> None:
@@ -260,7 +288,8 @@ class Sharder:
     def allocate_gradients(self) -> None:
         """Lays out the gradient arena, in the shards' order, for the parameters that are trainable now; parameters that
         become trainable later get another. Harmless when repeated."""
-        new = [r for r in self.parameters if r.owners and r.param.requires_grad and r.index not in self.gradients]
+        with plainly():
+            new = [r for r in self.parameters if r.owners and r.param.requires_grad and r.index not in self.gradients]
         if not new:
             return
         new.sort(key=lambda record: record.shard.data_ptr())
@@ -282,31 +311,35 @@ class Sharder:
                 copies[masters.dtype] = peers.empty(masters.numel(), dtype)
             else:
                 copies[masters.dtype] = torch.empty_like(masters, dtype=dtype), []
+        shadowed = [record for record in self.live if record.param.dtype in copies]
+        exact = self._allocate_exact(shadowed, peers) if peers is not None else {}
+        # Made known only now that there is memory for all: half of it would be worse than none.
+        for masters in wide:
             self._shadows.append(copies[masters.dtype][0])
             self.executor.add_shadow_memory(self._shadows[-1], masters)
-        for record in self.live:
-            if record.param.dtype in copies:
-                copy, all_ranks = copies[record.param.dtype]
-                part = slice(record.shard.storage_offset(), record.shard.storage_offset() + record.layout.shard_numel)
-                self.executor.set_shadow(record.index, copy[part])
-                if all_ranks:
-                    self.executor.set_peers(record.index, [memory[part] for memory in all_ranks])
-        if peers is not None:
-            self._allocate_exact([record for record in self.live if record.param.dtype in copies], peers)
+        for record in shadowed:
+            copy, all_ranks = copies[record.param.dtype]
+            part = slice(record.shard.storage_offset(), record.shard.storage_offset() + record.layout.shard_numel)
+            self.executor.set_shadow(record.index, copy[part])
+            if all_ranks:
+                self.executor.set_peers(record.index, [memory[part] for memory in all_ranks])
+        for index, (mine, *theirs) in exact.items():
+            self.executor.set_exact(index, mine, theirs)
 
-    def _allocate_exact(self, shadowed: list[ShardedParameter], peers: PeerMemory) -> None:
-        """Autocast leaves norms and embeddings in full precision, so their shadows are not what is gathered."""
+    def _allocate_exact(self, shadowed: list[ShardedParameter], peers: PeerMemory) -> dict[int, tuple[Tensor, ...]]:
+        """Autocast leaves norms and embeddings in full precision, so their shadows are not what is gathered. By index:
+        memory on this rank, and on each."""
         by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
         for record in shadowed:
             if len(record.layout.shape) < 2 or any(isinstance(owner, nn.Embedding) for owner, _ in record.owners):
                 by_dtype.setdefault(record.param.dtype, []).append(record)
+        found: dict[int, tuple[Tensor, ...]] = {}
         for dtype, records in by_dtype.items():
             sizes = [record.layout.shard_numel for record in records]
             mine, all_ranks = peers.empty(sum(sizes), dtype)
-            for record, part, *theirs in zip(
-                records, mine.split(sizes), *(memory.split(sizes) for memory in all_ranks), strict=True
-            ):
-                self.executor.set_exact(record.index, part, theirs)
+            parts = zip(mine.split(sizes), *(memory.split(sizes) for memory in all_ranks), strict=True)
+            found.update(zip([record.index for record in records], parts, strict=True))
+        return found
 
     def allocate_kept(self, dtype: torch.dtype | None, small_bytes: int, budget_bytes: float) -> None:
         """Memory for whole parameters, in which compiled code keeps them until the optimizer steps. Harmless when
@@ -323,7 +356,8 @@ class Sharder:
         for record in self.live:
             own = record.param.dtype
             used = dtype if dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize else own
-            whole = ShardLayout(record.layout.shape, record.layout.shard_numel * record.layout.world_size, 1)
+            shape = record.layout.stored_shape  # as compiled code reads it
+            whole = ShardLayout(shape, record.layout.shard_numel * record.layout.world_size, 1)
             size = whole.shard_numel * used.itemsize
             if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
                 budget_bytes -= size
@@ -346,6 +380,14 @@ class Sharder:
     def live(self) -> list[ShardedParameter]:
         """All parameters that some module reads, in the order of registration."""
         return [record for record in self.parameters if record.owners]
+
+
+def _tell(sharder: weakref.ref[Sharder]) -> None:
+    known = sharder()
+    if known is not None:
+        # Weights that were read before are older than what comes.
+        known.executor.sync_edits(forget=True)
+        known.executor.expire_shadows()
 
 
 def _shape(param: nn.Parameter) -> str:

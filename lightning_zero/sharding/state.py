@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,21 +28,37 @@ MODES = ("full", "rank0", "shard")
 
 
 class StateDictHooks:
-    """Installs the hooks on every module that owns shards. ``mode`` decides what they do."""
+    """Installs the hooks on modules that own shards. ``mode`` decides what they do."""
 
-    def __init__(self, sharder: Sharder, root: nn.Module) -> None:
+    def __init__(self, sharder: Sharder) -> None:
         self.sharder = sharder
         self._mode = "full"
         self._tied: dict[int, torch.Tensor | None] = {}  # gathered so far, in mode "rank0"
-        self._handles = []
+        self._handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+
+    def install(self, root: nn.Module) -> None:
+        """On ``root`` and all modules in it that own shards, as far as they have none yet."""
         for module in root.modules():
-            if SHAPES in module.__dict__:
-                self._handles.append(module.register_state_dict_post_hook(partial(self._gather)))
-                self._handles.append(module.register_load_state_dict_pre_hook(self._scatter))
+            if SHAPES in module.__dict__ and module not in self._handles:
+                self._handles[module] = [
+                    module.register_state_dict_post_hook(partial(self._gather)),
+                    module.register_load_state_dict_pre_hook(self._scatter),
+                ]
+
+    def install_on_copy(self, copy: nn.Module, original: nn.Module) -> None:
+        """On a copy, which has the original's hooks already."""
+        for handle in self._handles.get(original, ()):
+            copy._state_dict_hooks.pop(handle.id, None)
+            copy._load_state_dict_pre_hooks.pop(handle.id, None)
+        self.install(copy)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictHooks:
+        return self  # a copied module's hooks are the same object's
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
+        self._handles.clear()
 
     @contextmanager
     def mode(self, mode: str) -> Iterator[None]:

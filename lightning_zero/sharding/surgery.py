@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.layout import inverse
 
-__all__ = ["KEPT", "SHAPES", "ClassCache", "engine_of_class", "is_sharded"]
+__all__ = ["KEPT", "ORDERS", "SHAPES", "ClassCache", "engine_of_class", "is_sharded"]
 
 # Module attributes: parameter name -> whole shape, or None while the whole parameter is in place;
 SHAPES = "_zero_shapes"
+# parameter name -> order of its dimensions in memory, where that is not their own (channels_last);
+ORDERS = "_zero_orders"
 # and parameter name -> memory in which compiled code keeps the whole parameter until the optimizer steps.
 KEPT = "_zero_kept"
 
@@ -56,16 +59,47 @@ def _weight_property(name: str) -> property:
             return param
         if torch.compiler.is_compiling():
             kept = cast("dict[str, Tensor]", self._zero_kept).get(name)
-            return torch.ops.lightning_zero.gather(param, shape, param.dtype, kept)
+            order = cast("dict[str, tuple[int, ...]]", self._zero_orders).get(name)
+            stored = shape if order is None else [shape[dim] for dim in order]
+            # Modes, too (torch.set_default_device): Dynamo would ask the parameter's class after them, without end.
+            with torch._C.DisableTorchFunction():
+                weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, kept)
+                return weight if order is None else weight.permute(inverse(order))
         cache = cast(Any, self)._zero_cache
         if cache.as_shards:
             return param
+        if type(param) is not nn.Parameter and _is_given(cast(Any, param), shape, cache):
+            cache.given = True
+            return param
         cache.last_read = param
-        weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
         # While a model is being built, `head.weight = embedding.weight` must see a Parameter.
         return _Whole(weight.detach(), param.requires_grad) if cache.as_parameters else weight
 
     return property(read, doc=f"The whole parameter {name!r}, gathered from its shards.")
+
+
+def _is_given(weight: Tensor, shape: tuple[int, ...], cache: ClassCache) -> bool:
+    """Whether a whole weight is in the place of a shard, where ``torch.func.functional_call`` puts what it is given.
+
+    Raises:
+        UnsupportedError: a shard there, of which a transform is to be taken.
+    """
+    if isinstance(weight, nn.Parameter):
+        return False
+    functorch, base = torch._C._functorch, weight
+    while functorch.is_functorch_wrapped_tensor(base):
+        base = functorch.get_unwrapped(base)
+    shards = {record.shard.data_ptr() for record in cache.engine().sharder.live}
+    if weight.shape == shape and base.data_ptr() not in shards:
+        return True
+    if base is not weight:
+        raise UnsupportedError(
+            "torch.func was given module.parameters(), which are shards. Give it whole weights: what is read from the "
+            "modules themselves, {'weight': module.weight, ...}."
+        )
+    return False
 
 
 def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
@@ -83,6 +117,9 @@ class ClassCache:
         self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
         self.engine: Callable[[], Any] = lambda: None  # how a sharded module finds its engine
         self.last_read: nn.Parameter | None = None  # by eager code
+        self.deepcopy: Callable[..., Any] = _refuse_to_copy  # see copying.py; copies.py while a model is being built
+        self.reduce: Callable[..., Any] = _refuse_to_copy
+        self.given = False  # eager code has read a weight that torch.func.functional_call had put in a shard's place
         self.as_parameters = False  # what eager code reads is an nn.Parameter
         self.as_shards = False  # what eager code reads is the registered nn.Parameter, a shard
 
@@ -113,7 +150,9 @@ class ClassCache:
 
     @staticmethod
     def restore(module: nn.Module) -> None:
-        """Gives ``module`` its own class back."""
+        """Gives ``module`` its own class back, and forgets what its properties knew."""
+        for attribute in (SHAPES, ORDERS, KEPT):
+            module.__dict__.pop(attribute, None)
         module.__class__ = getattr(type(module), "_zero_original_class", type(module))
 
 
@@ -125,17 +164,26 @@ def _subclass(original: type, names: tuple[str, ...], cache: ClassCache) -> type
         _zero_original_class=original,
         _zero_cache=cache,
         _zero_kept={},
+        _zero_orders={},
         __module__=original.__module__,
         __qualname__=original.__qualname__,
         __doc__=original.__doc__,
-        __reduce_ex__=_refuse_to_copy,
+        __deepcopy__=_deepcopy,
+        __reduce_ex__=_reduce,
     )
     return types.new_class(original.__name__, (original,), exec_body=lambda body: body.update(members))
 
 
-def _refuse_to_copy(self: nn.Module, protocol: Any) -> Any:
+def _deepcopy(self: nn.Module, memo: dict[Any, Any]) -> Any:
+    return cast(Any, self)._zero_cache.deepcopy(self, memo)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    return cast(Any, self)._zero_cache.reduce(self, protocol)
+
+
+def _refuse_to_copy(module: nn.Module, *unused: Any) -> Any:
     raise UnsupportedError(
-        f"A sharded {type(self).__name__} cannot be copied or pickled: the copy's shards would belong to no engine. "
-        "Copy its values instead (`fresh.load_state_dict(module.state_dict())`, on every rank), make it a plain module "
-        "with lightning_zero.unshard(module), or save a checkpoint with trainer.save_checkpoint()."
+        f"A sharded {type(module).__name__} cannot be copied or pickled without its engine. Copy its values instead "
+        "(`fresh.load_state_dict(module.state_dict())`, on every rank)."
     )

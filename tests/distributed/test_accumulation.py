@@ -18,9 +18,9 @@ class Lengths(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(29, 7)
-        self.positions = nn.Parameter(torch.randn(8, 7))
-        self.head = nn.Linear(7, 29)
+        self.tokens = nn.Embedding(29, 31)
+        self.positions = nn.Parameter(torch.randn(8, 31))
+        self.head = nn.Linear(31, 29)
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:

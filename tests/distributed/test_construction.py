@@ -32,7 +32,7 @@ class Block(nn.Module):
 class Model(Case):
     """Initialised in all the ways that are usual."""
 
-    def __init__(self, blocks: int = 3, dim: int = 7) -> None:
+    def __init__(self, blocks: int = 3, dim: int = 19) -> None:
         super().__init__()
         self.tokens = nn.Embedding(29, dim)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(blocks))
@@ -46,7 +46,7 @@ class Model(Case):
         self.head.bias.data = torch.arange(29.0) / 29
         with torch.no_grad():
             self.blocks[0].norm.weight.copy_(torch.rand(dim))
-            self.tokens.weight[0] = 0
+            self.tokens.weight[0] = torch.linspace(-1, 1, dim)
         self.blocks[-1].mlp[0].requires_grad_(False)
 
     def initialise(self, module: nn.Module) -> None:
@@ -175,9 +175,7 @@ def test_a_model_built_in_shards_trains_as_in_one_process(ranks: Ranks) -> None:
     model = Model()
     expected = train_plain(model, Model_batches(), slow(model), world=2)
     assert_close_relative(out.losses, expected.losses, 1e-6, what="losses")
-    # The embedding's zero row has no variance, so layer norm magnifies its rounding errors 300 times in each step.
-    assert_close_relative(out.params[0], expected.params[0], 1e-6, atol=2e-8, what="params")
-    assert_close_relative(out.params, expected.params, 1e-4, what="params")
+    assert_close_relative(out.params, expected.params, 1e-6, atol=2e-8, what="params")
 
 
 class Meta(nn.Module):

@@ -28,8 +28,8 @@ SAMPLES = 12
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(7, 7)
-        self.norm = nn.LayerNorm(7)
+        self.linear = nn.Linear(19, 19)
+        self.norm = nn.LayerNorm(19)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(torch.tanh(self.linear(x)))
@@ -40,10 +40,10 @@ class Net(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(7, 7)
+        self.first = nn.Linear(19, 19)
         self.inner = nn.ModuleList([Inner(), Inner()])
         self.inner[1].linear.weight = self.inner[0].linear.weight
-        self.last = nn.Linear(7, 7, bias=False)
+        self.last = nn.Linear(19, 19, bias=False)
         self.last.weight = self.inner[0].linear.weight
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.frozen = nn.Parameter(torch.randn(96), requires_grad=False)  # a whole number of shards for 1, 2, 3 ranks
@@ -51,13 +51,13 @@ class Net(Case):
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
         rng = torch.Generator().manual_seed(seed)
-        return torch.randn(n, 7, generator=rng), torch.randn(n, 7, generator=rng)
+        return torch.randn(n, 19, generator=rng), torch.randn(n, 19, generator=rng)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for inner in self.inner:
             x = x + inner(x)
-        return self.last(x) * self.scale + self.frozen[:7]
+        return self.last(x) * self.scale + self.frozen[:19]
 
 
 def check_plain(model: nn.Module, plain: nn.Module) -> None:
@@ -80,7 +80,7 @@ def edit(model: Any) -> None:
     model.last.weight.add_(1)
     model.scale.fill_(3.0)
     model.frozen.data[90:].zero_()
-    model.inner[1].norm.bias.copy_(torch.arange(7.0))
+    model.inner[1].norm.bias.copy_(torch.arange(19.0))
 
 
 def whole_inside_and_kept_outside() -> None:
@@ -130,7 +130,7 @@ def parts_and_nesting() -> None:
                 check_plain(model, plain)
                 edit(model)
                 edit(plain)
-            assert model.inner[0].linear.weight.shape == (7, 7)
+            assert model.inner[0].linear.weight.shape == (19, 19)
             assert model.inner[0].linear.weight is model.last.weight
             assert torch.equal(model.inner[0].linear.weight, plain.last.weight)
             assert torch.equal(model.first.weight, plain.first.weight)
@@ -178,7 +178,7 @@ def gradients_stay() -> None:
             with engine.full_parameters(model.inner):
                 assert model.inner[0].linear.weight.grad is None  # a shard's gradient does not fit a whole parameter
                 # Gradients of whole parameters are nobody's.
-                model.inner[0](torch.ones(2, 7)).sum().backward()
+                model.inner[0](torch.ones(2, 19)).sum().backward()
             assert all(param.grad is grads[name] for name, param in model.named_parameters())
             assert_close_relative(whole_grads(engine, model), before, 0.0, what="gradient")
         # The second pass added to the first.
@@ -195,7 +195,7 @@ def test_gradients_stay_what_and_where_they_were(ranks: Ranks, world_size: int) 
 
 def forward_and_load_inside(backend: str) -> None:
     model, plain = build(Net), build(Net)
-    x = torch.ones(3, 7)
+    x = torch.ones(3, 19)
     other = copy.deepcopy(plain)
     edit(other)
     with engine_for(model, backend) as engine:
@@ -231,7 +231,7 @@ def low_precision_copies_follow() -> None:
                 param.data.copy_(value)  # behind autograd's back: no version tells
         engine.eval_step()
         with torch.no_grad(), autocast:
-            assert_close_relative(model(torch.ones(3, 7)), plain(torch.ones(3, 7)), 1e-6, what="output")
+            assert_close_relative(model(torch.ones(3, 19)), plain(torch.ones(3, 19)), 1e-6, what="output")
 
 
 def test_what_is_written_inside_is_used_in_low_precision_afterwards(ranks: Ranks) -> None:

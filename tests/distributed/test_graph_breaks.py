@@ -66,16 +66,16 @@ class DataDependent(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.positive = nn.Linear(6, 6)
-        self.negative = nn.Linear(6, 6, bias=False)
-        self.last = nn.Linear(6, 3)
+        self.first = nn.Linear(19, 25)
+        self.positive = nn.Linear(25, 25)
+        self.negative = nn.Linear(25, 25, bias=False)
+        self.last = nn.Linear(25, 23)
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
         rng = torch.Generator().manual_seed(seed)
-        x = torch.randn(n, 4, generator=rng).abs() * (-1) ** (seed // 2)
-        return x, torch.randn(n, 3, generator=rng)
+        x = torch.randn(n, 19, generator=rng).abs() * (-1) ** (seed // 2)
+        return x, torch.randn(n, 23, generator=rng)
 
     def forward(self, x: Tensor) -> Tensor:
         positive = bool(x.sum() > 0)
@@ -120,14 +120,14 @@ class Fragile(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(5, 17)
-        self.second = nn.Linear(17, 17)
-        self.third = nn.Linear(17, 3)
+        self.first = nn.Linear(23, 25)
+        self.second = nn.Linear(25, 25)
+        self.third = nn.Linear(25, 19)
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
         rng = torch.Generator().manual_seed(seed)
-        return torch.randn(n, 5, generator=rng), torch.randn(n, 3, generator=rng)
+        return torch.randn(n, 23, generator=rng), torch.randn(n, 19, generator=rng)
 
     @torch.compiler.disable
     def maybe_trip(self, x: Tensor) -> Tensor:

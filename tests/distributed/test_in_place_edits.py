@@ -20,17 +20,17 @@ SAMPLES = 12
 class Net(Case):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.norm = nn.LayerNorm(7)
-        self.second = nn.Linear(7, 3, bias=False)
+        self.first = nn.Linear(23, 25)
+        self.norm = nn.LayerNorm(25)
+        self.second = nn.Linear(25, 19, bias=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.tied = nn.Linear(5, 7, bias=False)
+        self.tied = nn.Linear(23, 25, bias=False)
         self.tied.weight = self.first.weight
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
         rng = torch.Generator().manual_seed(seed)
-        return torch.randn(n, 5, generator=rng), torch.randn(n, 3, generator=rng)
+        return torch.randn(n, 23, generator=rng), torch.randn(n, 19, generator=rng)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.norm(torch.tanh(self.first(x)) + self.tied(x))) * self.scale
@@ -50,7 +50,7 @@ def write_to_data(model: Net) -> None:
 
 @torch.no_grad()
 def change_without_grad(model: Net) -> None:
-    model.first.weight.copy_(torch.arange(35.0).view(7, 5) / 35)
+    model.first.weight.copy_(torch.arange(575.0).view(25, 23) / 575)
     model.second.weight.clamp_(-0.1, 0.1)
     model.second.weight.t()[3].zero_()
     model.norm.bias.add_(0.25)
@@ -61,7 +61,7 @@ def change_without_grad(model: Net) -> None:
 @torch.no_grad()
 def change_what_is_held(model: Net) -> None:
     weight, rows = model.second.weight, model.first.weight[:3]
-    model(torch.zeros(2, 5))  # reads everything again
+    model(torch.zeros(2, 23))  # reads everything again
     weight.mul_(2)
     rows.fill_(0.125)
     model.second.weight.add_(1)
@@ -80,7 +80,7 @@ def swap_with_a_copy(model: Net) -> None:
     kept = [param.detach().clone() for param in (model.first.weight, model.second.weight)]
     for param in (model.first.weight, model.second.weight):
         param.copy_(torch.ones_like(param))
-    model(torch.zeros(2, 5))
+    model(torch.zeros(2, 23))
     for param, value in zip((model.first.weight, model.second.weight), kept, strict=True):
         param.copy_(value + 1)
 
@@ -88,7 +88,7 @@ def swap_with_a_copy(model: Net) -> None:
 @torch.no_grad()
 def change_in_inference_mode(model: Net) -> None:
     with torch.inference_mode():
-        model(torch.ones(2, 5))
+        model(torch.ones(2, 23))
         model.second.weight.mul_(2)
 
 
@@ -116,7 +116,7 @@ def edit_then_read(edit: Callable[[Any], None], by: str) -> dict[str, Tensor]:
             with engine.full_parameters(writeback=False):
                 return {name: param.detach().clone() for name, param in model.named_parameters()}
         elif by == "forward":
-            model(torch.zeros(2, 5))
+            model(torch.zeros(2, 23))
         return whole_params(engine, model)
 
 
@@ -148,7 +148,7 @@ def edited_training(model: Net, engine: Engine | None, batches: list[Batch], wor
             held.extend([model.second.weight, model.first.bias])  # and kept over all steps that follow
         if index == 3:
             model.norm.weight.mul_(0.5)
-            model(torch.zeros(2, 5))
+            model(torch.zeros(2, 23))
 
     torch.manual_seed(5)
     if engine is None:
@@ -182,7 +182,7 @@ def step_over_a_held_weight(announced: bool, fused: bool) -> tuple[dict[str, Ten
             engine.before_step()
         optimizer.step()
         held.append(model.first.weight)
-        model(torch.zeros(2, 5))
+        model(torch.zeros(2, 23))
         out = whole_params(engine, model)
         del held
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=fused)
@@ -208,7 +208,7 @@ def edit_what_was_held_over_a_step() -> str:
         try:
             with torch.no_grad():
                 held.fill_(7.0)
-            model(torch.zeros(2, 5))
+            model(torch.zeros(2, 23))
             engine.before_step()
         except Exception as error:
             return f"raised {error}"

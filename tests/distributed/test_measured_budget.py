@@ -15,7 +15,7 @@ from tests.helpers.sharded import engine_for, sgd, train_sharded
 from tests.ranks.pool import Ranks
 
 TOTAL = 10**6
-SIZE = 512  # of a weight, with padding
+SIZE = 1536  # of a weight, with padding
 # The first step runs eagerly, the second compiles; three are measured. So the sixth batch compiles again.
 AGAIN = 5
 
@@ -38,13 +38,13 @@ class Blocks(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = ([layer for _ in range(3) for layer in (nn.Linear(9, 9, bias=False), nn.Tanh())] for _ in range(3))
+        layers = ([layer for _ in range(3) for layer in (nn.Linear(19, 19, bias=False), nn.Tanh())] for _ in range(3))
         self.blocks = nn.ModuleList(nn.Sequential(*block) for block in layers)
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
         rng = torch.Generator().manual_seed(seed)
-        return torch.randn(n, 9, generator=rng), torch.randn(n, 9, generator=rng)
+        return torch.randn(n, 19, generator=rng), torch.randn(n, 19, generator=rng)
 
     def loss(self, batch: Batch) -> Tensor:
         x, target = batch
@@ -75,7 +75,7 @@ def train(
         return model.loss(tuple(part[:rows] for part in batch))
 
     with patch("lightning_zero.engine.MemoryGauge", Gauge), patch.object(Gauge, "spare", spare, create=True):
-        settings = {"persist_mb": persist, "gather_group_mb": 0.0003, **options}
+        settings = {"persist_mb": persist, "gather_group_mb": 0.001, **options}
         with engine_for(model, "aot_eager", observe=count, **settings) as engine:
             engine._supervisor._say = said.append
             batches = make_batches(Blocks, steps * accumulate, 12)
@@ -99,7 +99,7 @@ def same(mine: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> bool
 
 
 def test_weights_stay_within_what_the_fullest_rank_has_left(ranks: Ranks) -> None:
-    budget = 2000
+    budget = 6000
     plain = ranks.run(2, train, [0, 0], 0.0)
     for without, auto in zip(plain, ranks.run(2, train, [TOTAL // 2, budget]), strict=True):
         assert auto["losses"] == without["losses"]
@@ -145,7 +145,7 @@ def test_in_accumulation_weights_stay_until_the_optimizer_steps(ranks: Ranks) ->
 
 
 def other_lengths() -> dict[str, Any]:
-    return train([TOTAL // 2, 2000], steps=10, lengths=True)
+    return train([TOTAL // 2, 6000], steps=10, lengths=True)
 
 
 def test_all_ranks_wait_for_the_last_one_to_compile(ranks: Ranks) -> None:

@@ -15,6 +15,7 @@ from lightning_zero.optim.segments import Segment
 from tests.helpers.models import build
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, whole_params, whole_state
+from tests.helpers.spread import check_spread
 from tests.ranks.pool import Ranks
 
 STEPS = 14
@@ -27,8 +28,8 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.norm, self.second = nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)
-        self.extra, self.later = nn.Linear(5, 3), nn.Linear(5, 3, bias=False)
+        self.first, self.norm, self.second = nn.Linear(19, 25), nn.LayerNorm(25), nn.Linear(25, 23)
+        self.extra, self.later = nn.Linear(19, 23), nn.Linear(19, 23, bias=False)
 
     def forward(self, x: Tensor, extra: bool = True) -> Tensor:
         out = self.second(self.norm(torch.tanh(self.first(x)))) + self.later(x)
@@ -142,7 +143,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, event: Event, engine: En
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] *= rate
-        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(6, 19, generator=torch.Generator().manual_seed(step))
         extra = event is nothing or step % 4 != 2
         if engine is None:
             (scale * model(x, extra).square().mean()).backward()
@@ -183,6 +184,7 @@ def train_sharded_steps(
             optimizer = OPTIMIZERS[name](model)
         engine.check_optimizer(optimizer)
         engine.arrange([optimizer])
+        check_spread(engine, model)
         record = train(model, optimizer, event, engine)
         stepper = engine.stepper(optimizer)
         kernel = stepper._last.kernel
@@ -294,7 +296,7 @@ def hooks_see() -> list[Any]:
 
             def closure() -> Tensor:
                 with engine.train_step():
-                    loss = model(torch.ones(3, 5)).mean()
+                    loss = model(torch.ones(3, 19)).mean()
                 loss.backward()
                 engine.begin_step(optimizer)
                 return loss
@@ -361,7 +363,7 @@ def step_by_rows() -> str:
         with engine.shards_in_sight():
             optimizer = ByRows(model.parameters(), lr=0.1)
         with engine.train_step():
-            loss = model(torch.ones(3, 5)).mean()
+            loss = model(torch.ones(3, 19)).mean()
         loss.backward()
         engine.begin_step(optimizer)
         try:

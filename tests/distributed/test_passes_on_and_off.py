@@ -10,7 +10,7 @@ import torch
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import NOMINAL, Costs
 from tests.helpers.models import OneBlock, build, make_batches
-from tests.helpers.oracle import Reference, assert_close_relative
+from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
 
@@ -47,11 +47,7 @@ def all_ways(case: str, mixed: bool, ways: Sequence[dict[str, Any]] = WAYS) -> l
 def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: str, mixed: bool) -> None:
     for (off, _), *others in ranks.run(2, all_ways, case, mixed, deadline=240):
         for on, counters in others:
-            assert on.losses == off.losses
-            for mine, theirs in zip(on.grads + on.params, off.grads + off.params, strict=True):
-                assert mine.keys() == theirs.keys()
-                for name, value in theirs.items():
-                    assert value is None or torch.equal(mine[name], value), name
+            assert_same_bits(on, off)
             assert counters["gather_groups"] > 0
 
 
@@ -80,10 +76,7 @@ def test_copies_from_peers_bring_the_same_bits(ranks: Ranks, world_size: int) ->
         assert others[0][1]["groups_ahead"] > 0  # on their way before the graph began
         for copied, counters in others:
             assert counters["copied_weights"] > 0
-            assert copied.losses == on.losses
-            for mine, theirs in zip(copied.grads + copied.params, on.grads + on.params, strict=True):
-                for name, value in theirs.items():
-                    assert value is None or torch.equal(mine[name], value), name
+            assert_same_bits(copied, on)
 
 
 def mean_of_parts(case: str, mixed: bool) -> list[tuple[Reference, dict[str, int]]]:

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.surgery import KEPT
 from tests.helpers.models import build, make_batches
-from tests.helpers.oracle import Reference
-from tests.helpers.sharded import engine_for, sgd, train_sharded, whole_params
+from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
+from tests.helpers.sharded import engine_for, sgd, train_plain, train_sharded, whole_params
 from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
@@ -39,16 +41,44 @@ def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Referen
 )
 def test_accumulation_is_bitwise_the_same_and_gathers_once(ranks: Ranks, case: str, backend: str, mixed: bool) -> None:
     for (expected, usual), (out, kept) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
-        assert out.losses == expected.losses
-        for mine, theirs in zip(out.grads + out.params, expected.grads + expected.params, strict=True):
-            for name, value in theirs.items():
-                assert value is None or torch.equal(mine[name], value), name
+        assert_same_bits(out, expected)
         # Kept weights: once in each of the windows; without, twice in each micro-batch.
         assert kept["kept_gathers"] % (WINDOWS - 1) == 0
         weights = kept["kept_gathers"] // (WINDOWS - 1)
         saved = usual["gathers"] - kept["gathers"]
         forwards = (WINDOWS - 1) * (ACCUMULATE - 1) * weights
         assert saved >= forwards > 0
+
+
+def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
+    """Names of the weights that there is memory for, their bytes, what a step gathers of them, and the training."""
+    torch._dynamo.reset()
+    model = build("TiedBlock")
+    with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"persist_mb": megabytes}) as engine:
+        batches, optimizer = make_batches("TiedBlock", 6, 12), sgd(model)
+        out = train_sharded(engine, model, batches, optimizer, accumulate=2)
+        kept = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in engine.sharder.kept}
+        names = [r.name for r in engine.sharder.live for owner, key in r.owners if key in owner.__dict__.get(KEPT, {})]
+        return names, sum(kept.values()), engine.executor.counters().get("kept_gathers", 0), out
+
+
+@pytest.mark.parametrize("share", [0.35, 1.0])
+def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> None:
+    """In the order of registration; what does not fit is passed over."""
+    model = build("TiedBlock")
+    sizes = {name: ShardLayout.of(p.shape, p.dtype, 2).shard_numel * 2 * 4 for name, p in model.named_parameters()}
+    budget = left = int(share * sum(sizes.values()))
+    expected = []
+    for name, size in sizes.items():
+        if size <= left:
+            left -= size
+            expected.append(name)
+    expected_params = train_plain(model, make_batches("TiedBlock", 6, 12), sgd(model), world=2, accumulate=2).params
+    for names, nbytes, gathered, out in ranks.run(2, kept_within, budget / 2**20):
+        assert sorted(set(names)) == sorted(expected)
+        assert nbytes == sum(sizes[name] for name in expected) <= budget
+        assert gathered > 0
+        assert_close_relative(out.params, expected_params, 1e-6, atol=2e-8, what="params")
 
 
 def change_between() -> list[bool]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.models import build, make_batches
-from tests.helpers.oracle import Reference
+from tests.helpers.oracle import Reference, assert_same_bits
 from tests.helpers.sharded import EAGER, engine_for, sgd, train_sharded
 from tests.ranks.pool import Ranks
 
@@ -45,10 +45,7 @@ def test_results_are_the_same_to_the_bit(
     ranks: Ranks, case: str, backend: str, options: dict[str, Any], mixed: bool
 ) -> None:
     for plain, poisoned in ranks.run(2, with_and_without, case, backend, options, mixed, deadline=240):
-        assert poisoned.losses == plain.losses
-        for mine, theirs in zip(poisoned.grads + poisoned.params, plain.grads + plain.params, strict=True):
-            for name, value in theirs.items():
-                assert value is None or torch.equal(mine[name], value), name
+        assert_same_bits(poisoned, plain)
 
 
 def read_before_waiting() -> tuple[bool, bool, bool]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.spread import check_spread
 from tests.ranks.pool import Ranks
 
 
@@ -17,9 +18,9 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(5, 7)
-        self.only_0 = nn.Parameter(torch.randn(7))
-        self.one, self.two = nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(1))
+        self.linear = nn.Linear(19, 25)
+        self.only_0 = nn.Parameter(torch.randn(25))
+        self.one, self.two = nn.Parameter(torch.randn(25)), nn.Parameter(torch.randn(1))
         self.unused = nn.Parameter(torch.randn(33))
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
@@ -39,9 +40,10 @@ def train(bucket_mb: float) -> None:
     config = EngineConfig(compile=CompileConfig(enabled=False), reduce=ReduceConfig(bucket_mb=bucket_mb))
     engine = Engine(torch.device("cpu"), config)
     engine.shard(model)
+    check_spread(engine, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     plain = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.5)
-    batches = torch.randn(3, world, 4, 5)
+    batches = torch.randn(3, world, 4, 19)
     for batch in batches:
         with engine.train_step():
             loss = model(batch[rank], rank).square().mean()

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.replays import WAYS, train
+from tests.helpers.models import build, make_batches
+from tests.helpers.replays import COPY, WAYS, train
+from tests.helpers.sharded import adamw, engine_for
 from tests.ranks.pool import Ranks
 
 
@@ -23,3 +25,33 @@ def test_replays_train_like_runs_and_count_like_them(ranks: Ranks, way: str) -> 
         assert replays >= WAYS[way].replays if WAYS[way].replays else replays == 0
         same = ("gathers", "gather_bytes", "reduces", "reduce_bytes", "flushes", "agreements")
         assert {name: counters.get(name) for name in same} == {name: expected.get(name) for name in same}
+
+
+def closed_before_its_backward() -> tuple[int, str]:
+    """A captured forward, and what its backward says when the engine is closed between the two."""
+    model = build("OneBlock")
+    with engine_for(model, "aot_eager", emulate_graphs=True, **COPY) as engine:
+        optimizer = adamw(model)
+        for batch in make_batches("OneBlock", 8, 4):
+            with engine.train_step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = model.loss(batch)
+            if engine.executor.counters().get("replayed_graphs", 0) > 4:
+                break
+            loss.backward()
+            engine.begin_step(optimizer)
+            optimizer.step()
+            engine.end_step(optimizer)
+            optimizer.zero_grad()
+        replayed = engine.executor.counters()["replayed_graphs"]
+        engine.close()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return replayed, str(error)
+        return replayed, "nothing was said"
+
+
+def test_a_backward_after_the_end_says_so(ranks: Ranks) -> None:
+    for replayed, message in ranks.run(2, closed_before_its_backward, deadline=120):
+        assert replayed == 5, "two steps and a forward"
+        assert "before its backward pass. Run the backward pass first." in message

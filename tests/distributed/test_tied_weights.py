@@ -13,9 +13,30 @@ from tests.ranks.pool import Ranks
 STEPS, SAMPLES = 6, 12
 
 
+class EqualUses(Case):
+    """Three reads of one weight whose gradients are equal, tensor by tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(19, 25)
+        self.one, self.two = nn.Linear(25, 23), nn.Linear(25, 23, bias=False)
+        self.two.weight = self.one.weight
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        rng = torch.Generator().manual_seed(seed)
+        return torch.randn(n, 19, generator=rng), torch.randn(n, 23, generator=rng)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.one(x) + self.two(x) + F.linear(x, self.one.weight)
+
+
 @pytest.mark.parametrize(
     ("world_size", "case", "backend"),
     [
+        (2, EqualUses, EAGER),
+        (2, EqualUses, "aot_eager"),
         (1, "TiedTransformer", EAGER),
         (2, "TiedTransformer", "aot_eager"),
         (3, "TiedTransformer", EAGER),
@@ -27,7 +48,9 @@ STEPS, SAMPLES = 6, 12
         (3, "CalledTwice", EAGER),
     ],
 )
-def test_tied_parameters_train_as_in_one_process(ranks: Ranks, world_size: int, case: str, backend: str) -> None:
+def test_tied_parameters_train_as_in_one_process(
+    ranks: Ranks, world_size: int, case: str | type[Case], backend: str
+) -> None:
     out, _ = ranks.run(world_size, train_case, case, backend, STEPS, SAMPLES, sgd, clip_norm=0.5)[0]
     expected = train_reference(build(case), make_batches(case, STEPS, SAMPLES), sgd, world=world_size, clip_norm=0.5)
     assert_close_relative(out.losses, expected.losses, 1e-6, what="losses")
@@ -39,14 +62,14 @@ def test_tied_parameters_train_as_in_one_process(ranks: Ranks, world_size: int, 
 class TwoHeads(Case):
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(6, 9), nn.Tanh())
-        self.one = nn.Linear(9, 3)
-        self.two = nn.Linear(9, 3)
+        self.trunk = nn.Sequential(nn.Linear(19, 25), nn.Tanh())
+        self.one = nn.Linear(25, 23)
+        self.two = nn.Linear(25, 23)
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
         rng = torch.Generator().manual_seed(seed)
-        return torch.randn(n, 6, generator=rng), torch.randn(n, 3, generator=rng)
+        return torch.randn(n, 19, generator=rng), torch.randn(n, 23, generator=rng)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.trunk(x)
@@ -82,13 +105,13 @@ class LateSurprise(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared = nn.Linear(7, 7)
-        self.others = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+        self.shared = nn.Linear(19, 19)
+        self.others = nn.Sequential(nn.Linear(19, 19), nn.Tanh(), nn.Linear(19, 19))
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
         rng = torch.Generator().manual_seed(seed)
-        return torch.randn(n, 7, generator=rng), seed, torch.randn(n, 7, generator=rng)
+        return torch.randn(n, 19, generator=rng), seed, torch.randn(n, 19, generator=rng)
 
     def forward(self, x: Tensor, step: int) -> Tensor:
         if step >= 2:

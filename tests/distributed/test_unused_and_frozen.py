@@ -74,16 +74,16 @@ class UsedOnOneRank(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.bias = nn.Parameter(torch.randn(6))
-        self.last = nn.Linear(6, 3)
+        self.first = nn.Linear(19, 25)
+        self.bias = nn.Parameter(torch.randn(25))
+        self.last = nn.Linear(25, 23)
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
         rng = torch.Generator().manual_seed(seed)
         # In the third step no rank uses it.
         flags = (torch.arange(n) >= n // 2) & (seed != 2)
-        return torch.randn(n, 4, generator=rng), flags, torch.randn(n, 3, generator=rng)
+        return torch.randn(n, 19, generator=rng), flags, torch.randn(n, 23, generator=rng)
 
     def forward(self, x: Tensor, flags: Tensor) -> Tensor:
         bias = self.bias if flags[0] else self.bias.detach()
@@ -121,15 +121,15 @@ class FeedbackAlignment(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.weight = nn.Parameter(torch.randn(6, 7) * 0.3)
-        self.feedback = nn.Parameter(torch.randn(6, 7) * 0.3)
-        self.last = nn.Linear(6, 2)
+        self.first = nn.Linear(19, 25)
+        self.weight = nn.Parameter(torch.randn(23, 25) * 0.3)
+        self.feedback = nn.Parameter(torch.randn(23, 25) * 0.3)
+        self.last = nn.Linear(23, 19)
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
         rng = torch.Generator().manual_seed(seed)
-        return torch.randn(n, 5, generator=rng), torch.randn(n, 2, generator=rng)
+        return torch.randn(n, 19, generator=rng), torch.randn(n, 19, generator=rng)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))

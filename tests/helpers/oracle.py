@@ -115,6 +115,20 @@ class Reference:
     optimizer: torch.optim.Optimizer | None = None
 
 
+def assert_same_bits(actual: Reference, expected: Reference) -> None:
+    """Losses, gradients (there or not) and weights of two trainings are equal, to the bit."""
+    assert actual.losses == expected.losses
+    for what in ("grads", "params"):
+        mine, theirs = getattr(actual, what), getattr(expected, what)
+        assert len(mine) == len(theirs) > 0
+        for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert a.keys() == b.keys()
+            for name, value in b.items():
+                got = a[name]
+                assert (got is None) == (value is None), f"{what}[{step}][{name!r}]: {_kind(got)} and {_kind(value)}"
+                assert value is None or torch.equal(got, value), f"{what}[{step}][{name!r}] differs"
+
+
 def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}
 

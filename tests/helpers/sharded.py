@@ -15,8 +15,10 @@ from lightning_zero.compile.backend import GraphObserver
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.estimate import NOMINAL, Costs
+from lightning_zero.sharding.refusals import on_plain_tensors
 from tests.helpers.models import Case, build, make_batches
 from tests.helpers.oracle import Batch, Reference, shard_batch
+from tests.helpers.spread import check_spread
 
 EAGER = "eager"
 BACKENDS = ("aot_eager", EAGER)
@@ -87,6 +89,7 @@ def engine_for(
         engine.close()
 
 
+@on_plain_tensors
 def whole_all(
     engine: Engine, shards: Mapping[str, tuple[Tensor, Tensor | None]], any_padding: bool = False
 ) -> dict[str, Tensor | None]:
@@ -171,6 +174,7 @@ def train_sharded(
 
     loss_fn: may return several losses, each of which gets a backward pass of its own
     """
+    check_spread(engine, model)
     out = Reference()
     for index, batch in enumerate(batches):
         if before_batch is not None:

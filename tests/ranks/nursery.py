@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import os
 import pickle
 import signal
@@ -92,6 +93,10 @@ class Nursery:
     def fork(self, arguments: list[str], environ: dict[str, str], cwd: str, link: int, log: int) -> Forked:
         return Forked(self, self.ask("fork", arguments, environ, cwd, fds=(link, log)))
 
+    def run(self, module: str, environ: dict[str, str], cwd: str, out: int, err: int) -> Forked:
+        """``module.main()`` in a process of its own that ends as ``python -m module`` does."""
+        return Forked(self, self.ask("run", module, environ, cwd, fds=(out, err)))
+
     def close(self) -> None:
         atexit.unregister(self.close)
         self.process.kill()
@@ -140,28 +145,36 @@ def warm_up() -> None:
     tqdm.tqdm.monitor_interval = patience
 
 
-def fork(listener: socket.socket, fds: list[int], arguments: list[str], environ: dict[str, str], cwd: str) -> int:
-    link, log = fds
-    parent = os.getpid()
+def divide(listener: socket.socket, fds: list[int], environ: dict[str, str], cwd: str, out: int, err: int) -> int:
+    """Forks; 0 in the child, which has a session, a folder, an environment and outputs of its own."""
     ready, in_session = os.pipe()
     pid = os.fork()
     if pid:
-        for fd in (link, log, in_session):
+        for fd in (*fds, in_session):
             os.close(fd)
         os.read(ready, 1)  # nothing, but only once a signal to the rank's process group finds it
         os.close(ready)
         return pid
+    os.setsid()
+    os.close(ready)
+    os.close(in_session)
+    listener.close()
+    for fd, to in ((out, 1), (err, 2)):
+        os.dup2(fd, to)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    return 0
+
+
+def fork(listener: socket.socket, fds: list[int], arguments: list[str], environ: dict[str, str], cwd: str) -> int:
+    link, log = fds
+    parent = os.getpid()
+    pid = divide(listener, fds, environ, cwd, log, log)
+    if pid:
+        return pid
     try:
-        os.setsid()
-        os.close(ready)
-        os.close(in_session)
-        listener.close()
-        for fd in (1, 2):
-            os.dup2(log, fd)
         os.close(log)
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(environ)
         stacks, backend, timeout = arguments
         worker.begin(parent, stacks)
         worker.Worker(Connection(link), backend, float(timeout)).serve()
@@ -195,6 +208,16 @@ def main() -> None:
         what, *body = pickle.loads(question)
         if what == "fork":
             answer: int | None = fork(listener, fds, *body)
+        elif what == "run":
+            module, environ, cwd = body
+            parent = os.getpid()
+            answer = divide(listener, fds, environ, cwd, *fds)
+            if not answer:  # ends as any script does, after whatever it raises
+                worker.die_with(parent)
+                for fd in fds:
+                    os.close(fd)
+                importlib.import_module(module).main()
+                return
         else:
             pid, status = os.waitpid(body[0], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None

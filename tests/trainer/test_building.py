@@ -19,6 +19,7 @@ from tests.trainer.helpers import (
     INPUTS,
     OUTPUTS,
     RTOL,
+    WIDTH,
     Regression,
     close,
     global_losses,
@@ -151,7 +152,12 @@ class Tied(Built):
 
     def plain(self) -> None:
         self.net = nn.Sequential(
-            Shaped(INPUTS, 5), nn.Tanh(), Shaped(5, 5), nn.Tanh(), Shaped(5, 5), Shaped(5, OUTPUTS)
+            Shaped(INPUTS, WIDTH),
+            nn.Tanh(),
+            Shaped(WIDTH, WIDTH),
+            nn.Tanh(),
+            Shaped(WIDTH, WIDTH),
+            Shaped(WIDTH, OUTPUTS),
         )
         self.net[4].weight = self.net[2].weight
 
@@ -169,7 +175,7 @@ class TiedPartlyOnMeta(Tied):
         if self.net is None:
             super().configure_model()
             with torch.device("meta"):
-                self.net[4] = Shaped(5, 5)
+                self.net[4] = Shaped(WIDTH, WIDTH)
             self.net[4].weight = self.net[2].weight
 
 

@@ -15,9 +15,11 @@ from torch import nn
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import (
+    HIDDEN,
     INPUTS,
     OUTPUTS,
     RTOL,
+    WIDTH,
     Regression,
     check_captured,
     close,
@@ -34,8 +36,10 @@ class Finetuned(Regression):
         super().__init__()
         del self.net
         with seeded():
-            self.backbone = nn.Sequential(nn.Linear(INPUTS, 5), nn.Tanh(), nn.Linear(5, 7), nn.LayerNorm(7))
-            self.head = nn.Linear(7, OUTPUTS)
+            self.backbone = nn.Sequential(
+                nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN)
+            )
+            self.head = nn.Linear(HIDDEN, OUTPUTS)
         self.groups: list[list[tuple[float, list[str]]]] = []
 
     def forward(self, x: Any) -> Any:

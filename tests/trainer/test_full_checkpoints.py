@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import (
+    HIDDEN,
     INPUTS,
     OUTPUTS,
     RTOL,
+    WIDTH,
     Regression,
     check_captured,
     close,
@@ -29,13 +31,13 @@ from tests.trainer.helpers import (
 class Scheduled(Regression):
     """A tied weight, a scalar, a buffer, frozen and unused parameters, hyperparameters; Adam with a schedule."""
 
-    def __init__(self, width: int = 5, note: str = "none", seed: int = 0) -> None:
+    def __init__(self, width: int = WIDTH, note: str = "none", seed: int = 0) -> None:
         super().__init__()
         self.save_hyperparameters(ignore="seed")
         with seeded(seed):
             self.net = nn.Sequential(nn.Linear(INPUTS, width), nn.Linear(width, width), nn.Linear(width, width))
             self.last = nn.Linear(width, OUTPUTS)
-            self.unused = nn.Linear(3, 3)
+            self.unused = nn.Linear(HIDDEN, HIDDEN)
         self.net[2].weight = self.net[1].weight
         self.net[1].bias.requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(1.25))
@@ -184,14 +186,14 @@ def test_file_is_the_one_a_single_device_writes(files: Any, name: str, kind: str
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in tensors), "padding takes space in the file"
     tied = [ours["state_dict"][key].data_ptr() for key in ("net.1.weight", "net.2.weight")]
     assert tied[0] == tied[1], "a tied weight takes its space twice"
-    assert ours["hyper_parameters"] == {"width": 5, "note": "written"}
+    assert ours["hyper_parameters"] == {"width": WIDTH, "note": "written"}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_file_loads_into_a_plain_module(files: Any, uninterrupted: Any, name: str) -> None:
     module = MODULES[name].load_from_checkpoint(files[name, 3, "eager"])
     plain = MODULES[name].load_from_checkpoint(files[name, 1, "single"])
-    assert module.hparams == {"width": 5, "note": "written"}
+    assert module.hparams == {"width": WIDTH, "note": "written"}
     assert_close_relative(dict(module.state_dict()), dict(plain.state_dict()), 5 * RTOL)
     assert module.net[1].weight is module.net[2].weight
 
@@ -327,7 +329,7 @@ class Reordered(Scheduled):
 def _errors(files: dict[tuple[str, int, str], str]) -> dict[str, str]:
     path = files["Scheduled", 2, "eager"]
     cases: dict[str, tuple[Regression, str]] = {
-        "other shapes": (Scheduled(width=4), path),
+        "other shapes": (Scheduled(width=WIDTH - 1), path),
         "other names": (Renamed(), path),
         "other optimizers": (TwoOptimizers(), path),
         "other order": (Reordered(), path),
@@ -347,10 +349,33 @@ def test_files_that_do_not_fit_are_refused_on_every_rank(ranks: Ranks, files: An
     for errors in ranks.run(2, _errors, files):
         shapes = errors["other shapes"]
         assert shapes.startswith("RuntimeError: Error(s) in loading state_dict for Scheduled")
-        assert "net.0.weight: the checkpoint has shape (5, 6), the model (4, 6)" in shapes
+        assert (
+            f"net.0.weight: the checkpoint has shape ({WIDTH}, {INPUTS}), the model ({WIDTH - 1}, {INPUTS})" in shapes
+        )
         assert "Missing key" not in shapes
         assert 'Missing key(s) in state_dict: "other.weight", "other.bias"' in errors["other names"]
         assert 'Unexpected key(s) in state_dict: "last.weight", "last.bias"' in errors["other names"]
         assert "holds the state of 1 optimizers, but configure_optimizers() returned 2" in errors["other optimizers"]
         assert "in the order in which they were saved" in errors["other order"]
         assert errors["no file"].startswith("FileNotFoundError")
+
+
+def _saved_before_it_is_sharded(home: str) -> list[Any]:
+    module, states = Scheduled(), []
+    for name in ("before", "after"):
+        trainer = make_trainer("eager")
+        trainer.strategy.connect(module)
+        trainer.save_checkpoint(f"{home}/{name}.ckpt", weights_only=True)
+        dist.barrier()
+        states.append(torch.load(f"{home}/{name}.ckpt", weights_only=True)["state_dict"])
+        if name == "before":
+            make_trainer("eager").fit(module, make_loader("eager"))
+    states.append(whole_state(module))
+    close(module)
+    return states
+
+
+def test_a_trainer_saves_a_module_that_it_has_not_set_up(ranks: Ranks, tmp_path: Path) -> None:
+    for before, after, state in ranks.run(2, _saved_before_it_is_sharded, str(tmp_path)):
+        assert_close_relative(dict(before), dict(Scheduled().state_dict()), 0.0)
+        assert_close_relative(dict(after), state, 0.0)

@@ -9,7 +9,18 @@ from torch import Tensor, nn
 
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import INPUTS, OUTPUTS, RTOL, Regression, fitted, global_losses, is_ours, seeded, whole_state
+from tests.trainer.helpers import (
+    INPUTS,
+    OUTPUTS,
+    RTOL,
+    WIDTH,
+    Regression,
+    fitted,
+    global_losses,
+    is_ours,
+    seeded,
+    whole_state,
+)
 
 
 class GAN(Regression):
@@ -20,8 +31,8 @@ class GAN(Regression):
         self.automatic_optimization = False
         self.alternate = alternate
         with seeded(1):
-            self.net = nn.Sequential(nn.Linear(INPUTS, 7), nn.Tanh(), nn.Linear(7, OUTPUTS))
-            self.judge = nn.Sequential(nn.Linear(OUTPUTS, 5), nn.Tanh(), nn.Linear(5, 1))
+            self.net = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
+            self.judge = nn.Sequential(nn.Linear(OUTPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
         self.norms: list[float] = []
         self.without_grad: list[bool] = []
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import lightning_zero
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import INPUTS, Regression, close, make_loader, make_trainer, seeded
+from tests.trainer.helpers import INPUTS, OUTPUTS, WIDTH, Regression, close, make_loader, make_trainer, seeded
 
 
 class Summarised(Regression):
@@ -23,11 +23,11 @@ class Summarised(Regression):
     def __init__(self) -> None:
         super().__init__()
         with seeded(1):
-            self.tied = nn.Linear(INPUTS, 5)
-            self.norm = nn.BatchNorm1d(3)
+            self.tied = nn.Linear(INPUTS, WIDTH)
+            self.norm = nn.BatchNorm1d(OUTPUTS)
         self.tied.weight = self.net[0].weight
         self.net[2].weight.requires_grad_(False)
-        self.offset = nn.Parameter(torch.zeros(3))
+        self.offset = nn.Parameter(torch.zeros(OUTPUTS))
         self.scale = nn.Parameter(torch.ones(()))
         self.example_input_array = torch.ones(4, INPUTS)
 

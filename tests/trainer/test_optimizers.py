@@ -9,7 +9,18 @@ from torch import nn
 
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import INPUTS, OUTPUTS, RTOL, Regression, close, make_loader, make_trainer, seeded, train
+from tests.trainer.helpers import (
+    INPUTS,
+    OUTPUTS,
+    RTOL,
+    WIDTH,
+    Regression,
+    close,
+    make_loader,
+    make_trainer,
+    seeded,
+    train,
+)
 
 
 class Grouped(Regression):
@@ -19,12 +30,12 @@ class Grouped(Regression):
         super().__init__()
         with seeded(3):
             self.net = nn.Sequential(
-                nn.Linear(INPUTS, 5),
-                nn.LayerNorm(5),
-                nn.Unflatten(1, (1, 5)),
-                nn.Conv1d(1, 3, 3),
+                nn.Linear(INPUTS, WIDTH),
+                nn.LayerNorm(WIDTH),
+                nn.Unflatten(1, (1, WIDTH)),
+                nn.Conv1d(1, 49, 5, 5),
                 nn.Flatten(),
-                nn.Linear(9, OUTPUTS),
+                nn.Linear(49 * WIDTH // 5, OUTPUTS),
             )
         self.groups: list[list[tuple[int, str]]] = []
 

@@ -23,7 +23,7 @@ from tests.trainer.helpers import Regression, close, global_losses, make_loader,
 
 def _plugins() -> dict[str, Any]:
     found = {}
-    for precision in ("32-true", "bf16-mixed", "bf16-true", "16-true"):
+    for precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
         plugin = make_trainer("eager", precision=precision).precision_plugin
         found[precision] = (type(plugin).__name__, [cls.__name__ for cls in type(plugin).__mro__], plugin.precision)
         assert _plugin_to_compute_dtype(plugin) is _plugin_to_compute_dtype(
@@ -39,6 +39,7 @@ def test_each_precision_gets_the_same_kind_of_plugin(ranks: Ranks) -> None:
             ("bf16-mixed", MixedPrecision),
             ("bf16-true", HalfPrecision),
             ("16-true", HalfPrecision),
+            ("64-true", DoublePrecision),
         ):
             name, bases, kept = found[precision]
             assert name.startswith("Zero")
@@ -54,6 +55,7 @@ def test_throughput_monitor_knows_the_dtype() -> None:
         (MixedPrecision("16-mixed", "cuda"), torch.float16),
         (HalfPrecision("bf16-true"), torch.bfloat16),
         (HalfPrecision("16-true"), torch.float16),
+        (DoublePrecision(), torch.float64),
     ):
         ours = ZeroStrategy(precision_plugin=plugin).precision_plugin
         assert type(ours) is not type(plugin)
@@ -65,6 +67,12 @@ class Own(Precision):
     """A user's."""
 
 
+class TransformerEngine(Precision):
+    """Stands for Lightning's, which cannot be made without the package."""
+
+    precision: Any = "transformer-engine"
+
+
 class OwnScaler(torch.amp.GradScaler):
     """Looks at its own rank's gradients only."""
 
@@ -72,7 +80,7 @@ class OwnScaler(torch.amp.GradScaler):
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        (DoublePrecision(), "precision='64-true'.* DoublePrecision is not supported"),
+        (TransformerEngine(), "precision='transformer-engine'.* TransformerEngine is not supported.*Choose '32-true'"),
         (Own(), "plugin Own is not supported"),
         (MixedPrecision("16-mixed", "cpu", OwnScaler("cpu")), "loss scaler OwnScaler decides on each rank for itself"),
     ],

@@ -13,7 +13,9 @@ from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import (
+    INPUTS,
     RTOL,
+    WIDTH,
     Regression,
     close,
     global_losses,
@@ -89,7 +91,7 @@ class Story:
             layer = self.module.net[0]
             depth = [cls for cls in type(layer).__mro__ if "_zero_original_class" in vars(cls)]
             assert len(depth) == 1, "wrapped again"
-            assert layer.weight.shape == (5, 6)
+            assert layer.weight.shape == (WIDTH, INPUTS)
             assert not any(param.is_inference() for param in self.module.parameters())
             assert engine.executor.counters()["bucket_bytes"] == 0, "memory that is of no use between stages"
 
@@ -194,12 +196,12 @@ def test_evaluation_before_and_within_training(ranks: Ranks) -> None:
 class Normalised(Regression):
     def __init__(self) -> None:
         super().__init__()
-        self.net.insert(1, torch.nn.BatchNorm1d(5))
+        self.net.insert(1, torch.nn.BatchNorm1d(WIDTH))
 
 
 class Grown(Regression):
     def configure_model(self) -> None:
-        self.more = torch.nn.Linear(2, 2)
+        self.more = torch.nn.Linear(WIDTH, WIDTH)
 
 
 LATER: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -12,7 +12,7 @@ from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import INPUTS, OUTPUTS, RTOL, Regression, seeded, train
 
-HIDDEN = 5
+HIDDEN = 21  # no more than INPUTS
 
 
 class Parts(Regression):

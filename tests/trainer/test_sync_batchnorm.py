@@ -14,6 +14,7 @@ from tests.trainer.helpers import (
     INPUTS,
     OUTPUTS,
     RTOL,
+    WIDTH,
     Regression,
     close,
     global_losses,
@@ -62,7 +63,7 @@ class InInit(Regression):
     def build(self) -> None:
         with seeded():
             self.net = nn.Sequential(
-                nn.Linear(INPUTS, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, OUTPUTS)
+                nn.Linear(INPUTS, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS)
             )
 
 
@@ -88,7 +89,9 @@ class Constant(nn.Linear):
 
 class OnMeta(InConfigureModel):
     def build(self) -> None:
-        self.net = nn.Sequential(Constant(INPUTS, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), Constant(5, OUTPUTS))
+        self.net = nn.Sequential(
+            Constant(INPUTS, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh(), Constant(WIDTH, OUTPUTS)
+        )
 
     def configure_model(self) -> None:
         if self.net is None:

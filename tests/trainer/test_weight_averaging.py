@@ -1,21 +1,25 @@
 """Averages of the weights are averages of shards; validation and checkpoints get what DDP's get."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import lightning_zero
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import (
+    INPUTS,
     RTOL,
+    WIDTH,
     Regression,
     check_captured,
     close,
@@ -27,6 +31,7 @@ from tests.trainer.helpers import (
 
 AVERAGES: dict[str, Any] = {
     "ema": lambda: EMAWeightAveraging(decay=0.6, update_starting_at_step=1),
+    "late": lambda: EMAWeightAveraging(decay=0.6, update_starting_at_step=4),  # of which the first epoch sees nothing
     "mean": lambda: WeightAveraging(),
     "parameters only": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.6), use_buffers=False),
 }
@@ -38,7 +43,7 @@ class Averaged(Regression):
     def __init__(self) -> None:
         super().__init__()
         with seeded(1):
-            self.tied = nn.Linear(6, 5)
+            self.tied = nn.Linear(INPUTS, WIDTH)
         self.tied.weight = self.net[0].weight
         self.net[2].weight.requires_grad_(False)
         self.register_buffer("steps", torch.zeros(()))
@@ -57,13 +62,35 @@ class Averaged(Regression):
         return torch.optim.AdamW(self.parameters(), lr=3e-2, eps=1e-3)
 
 
-def _averaged(kind: str, name: str, home: str, **arguments: Any) -> dict[str, Any]:
+class OwnValues(Averaged):
+    """Each rank draws its own initial values; those of rank 0 are everybody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            for param in self.parameters():
+                param.add_(0.1 * dist.get_rank())
+
+
+class HoldsWeights(Averaged):
+    """Reads weights before validation puts the averages in their place, and keeps them; edits one."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.held = [self.net[0].weight, self.net[4].weight]
+        with torch.no_grad():
+            self.held[1].mul_(0.9)
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.held.append(self.net[4].weight)
+
+
+def _averaged(kind: str, name: str, home: str, make: Any = Averaged, **arguments: Any) -> dict[str, Any]:
     """Two epochs with a checkpoint; then two more from that checkpoint, in a new module."""
     out: dict[str, Any] = {}
     folder = Path(home) / kind
     path = None
     for part, epochs in (("first", 2), ("resumed", 4)):
-        module, checkpoint = Averaged(), ModelCheckpoint(folder / part, monitor="val_loss", save_last=True)
+        module, checkpoint = make(), ModelCheckpoint(folder / part, monitor="val_loss", save_last=True)
         trainer = make_trainer(
             kind, max_epochs=epochs, callbacks=[AVERAGES[name](), checkpoint], enable_checkpointing=True, **arguments
         )
@@ -97,6 +124,22 @@ def test_averages_equal_ddps(ranks: Ranks, tmp_path: Path, kind: str, name: str)
         assert len(ddp["first"]["validated"]) == 2 * 3
         weight = "net.0.weight"
         assert not torch.equal(ddp["first"]["average"][weight], ddp["first"]["current"][weight])
+
+
+def _averaged_from_own_values(name: str, home: str) -> list[dict[str, Any]]:
+    return [_averaged("ddp", name, home), _averaged("eager", name, home, OwnValues)]
+
+
+def test_averages_start_from_the_first_ranks_values(ranks: Ranks, tmp_path: Path) -> None:
+    """Which are what is validated, before there is any average."""
+    for ddp, ours in ranks.run(2, _averaged_from_own_values, "late", str(tmp_path)):
+        assert_close_relative(ours, ddp, 3 * RTOL)
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+def test_weights_that_are_held_do_not_undo_an_exchange(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    for result in ranks.run(2, _averaged_under, ["ddp", kind], "ema", str(tmp_path), make=HoldsWeights):
+        assert_close_relative(result[kind], result["ddp"], 3 * RTOL)
 
 
 class ByHand(pl.Callback):
@@ -165,7 +208,7 @@ class Late(Averaged):
     """Grows in a hook that comes after the callbacks'."""
 
     def setup(self, stage: str) -> None:
-        self.more = nn.Linear(2, 2)
+        self.more = nn.Linear(WIDTH, WIDTH)
 
 
 def _refused() -> list[str]:
@@ -173,12 +216,10 @@ def _refused() -> list[str]:
     for callback, make, error in (
         (StochasticWeightAveraging(swa_lrs=0.1), Averaged, MisconfigurationException),
         (EMAWeightAveraging(), Late, MisconfigurationException),
-        (EMAWeightAveraging(), Averaged, lightning_zero.UnsupportedError),
     ):
         module = make()
         try:
-            for _ in range(2):
-                make_trainer("eager", callbacks=[callback]).fit(module, make_loader("eager", 1))
+            make_trainer("eager", callbacks=[callback]).fit(module, make_loader("eager", 1))
         except error as refusal:
             messages.append(str(refusal))
         close(module)
@@ -186,9 +227,33 @@ def _refused() -> list[str]:
 
 
 def test_averages_that_cannot_be_made_are_refused(ranks: Ranks) -> None:
-    for swa, late, again in ranks.run(2, _refused):
+    for swa, late in ranks.run(2, _refused):
         assert "StochasticWeightAveraging is not supported" in swa
         assert "Use lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging" in swa
         assert "'more.bias' is only in one of module and copy (2 such)" in late
-        assert "cannot be copied" in again
-        assert "lightning_zero.unshard(module)" in again
+
+
+def _again(*kinds: str) -> dict[str, Any]:
+    """The same module and callback in a second Trainer: the callback copies a module that is sharded."""
+    out = {}
+    for kind in kinds:
+        module, callback = Averaged(), EMAWeightAveraging(decay=0.6)
+        for _ in range(2):
+            trainer = make_trainer(kind, callbacks=[callback])
+            trainer.fit(module, make_loader(kind, 3), make_loader(kind, 2, seed=1))
+        copied = copy.deepcopy(trainer.callbacks)[-1] if kind == "eager" else callback
+        assert isinstance(copied, EMAWeightAveraging)
+        state = copied._average_model.state_dict()
+        out[kind] = list(module.validated), whole_state(module), state
+        if kind == "eager":
+            pickled = pickle.loads(pickle.dumps(callback._average_model.module))
+            assert_close_relative(dict(pickled.state_dict()), dict(copied._average_model.module.state_dict()), 0.0)
+            trainer.validate(module, make_loader(kind, 2, seed=1), verbose=False)  # which swaps once more
+            assert_close_relative(whole_state(module), out[kind][1], 0.0)
+        close(module)
+    return out
+
+
+def test_a_module_is_averaged_in_a_second_fit_and_averages_can_be_copied(ranks: Ranks) -> None:
+    for result in ranks.run(2, _again, "ddp", "eager"):
+        assert_close_relative(result["eager"], result["ddp"], 3 * RTOL)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.trainer.helpers import (
     INPUTS,
     OUTPUTS,
+    WIDTH,
     Regression,
     close,
     make_loader,
@@ -83,6 +84,19 @@ class ByHand(Smooth):
         self.automatic_optimization = False
 
 
+class SkipsBatches(ByHand):
+    """After their forward, as users do where a loss is not finite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        if batch_idx not in (1, 7):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
 class RetainsItsGraph(ByHand):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -143,7 +157,7 @@ class Normalised(Smooth):
     def __init__(self) -> None:
         super().__init__()
         with seeded(4):
-            self.net = nn.Sequential(nn.Linear(INPUTS, 8), nn.BatchNorm1d(8), nn.Linear(8, OUTPUTS))
+            self.net = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, OUTPUTS))
 
 
 class StepsSeldom(ByHand):
@@ -186,6 +200,7 @@ def saved() -> dict[str, Any]:
 WAYS = {
     "plain": Way(),
     "losses kept": Way(KeepsItsLosses),
+    "batches skipped": Way(SkipsBatches),
     "accumulated and clipped": Way(KeepsItsLosses, lambda: {"accumulate_grad_batches": 5, "gradient_clip_val": 0.2}),
     "accumulated more later": Way(arguments=by_callback(lambda: GradientAccumulationScheduler({0: 1, 1: 3}))),
     "kept until the step": Way(

@@ -21,6 +21,7 @@ def fuse_casts(graph: Graph) -> Graph:
     A weight that is used in both dtypes (an embedding tied to the head) is gathered in both.
     """
     for node in gathers(graph):
+        _cast_before_permuting(graph, node)
         shard, shape, own, *kept = node.args
         assert isinstance(own, torch.dtype)
         narrow: dict[torch.dtype, Node] = {}
@@ -38,3 +39,19 @@ def fuse_casts(graph: Graph) -> Graph:
         if not node.users:
             graph.erase_node(node)
     return graph
+
+
+def _cast_before_permuting(graph: Graph, gather: Node) -> None:
+    """``cast(permute(gather))``, a ``channels_last`` weight's, becomes ``permute(cast(gather))``."""
+    for permute in [user for user in gather.users if user.target is torch.ops.aten.permute.default]:
+        for cast in [user for user in permute.users if cast_dtype(user) is not None]:
+            with graph.inserting_before(cast):
+                stored = graph.call_function(cast.target, (gather, *cast.args[1:]), cast.kwargs)  # type: ignore[arg-type]
+                whole = graph.call_function(permute.target, (stored, *permute.args[1:]))  # type: ignore[arg-type]
+            stored.meta.update(cast.meta)
+            stored.meta["val"] = gather.meta["val"].new_empty(gather.meta["val"].shape, dtype=cast_dtype(cast))
+            whole.meta.update(cast.meta)
+            cast.replace_all_uses_with(whole)
+            graph.erase_node(cast)
+        if not permute.users:
+            graph.erase_node(permute)

@@ -50,7 +50,7 @@ def hand_over_gradients(graph: Graph) -> Graph:
             f"the gradient {node} is used by {list(node.users)}; a pass must see every use of a reduce"
         )
         with graph.inserting_before(node):
-            void = graph.call_function(ops("reduce_add"), node.args, node.kwargs)
+            void = graph.call_function(ops("reduce_add"), node.args[:2])
         void.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         void.meta["val"] = None
         graph.erase_node(node)
@@ -132,9 +132,20 @@ def _bytes(node: Node) -> int:
 def _skip_widening(node: Node) -> None:
     grad = node.args[0]
     assert isinstance(grad, Node)
-    dtype = cast_dtype(grad)
-    source = grad.args[0] if dtype is not None else None
-    if isinstance(source, Node) and source.meta["val"].dtype.itemsize < dtype.itemsize:  # type: ignore[union-attr]
-        node.args = (source, *node.args[1:])
-        if not grad.users:
-            grad.graph.erase_node(grad)
+    # A channels_last weight's gradient is permuted behind the cast.
+    permute = grad if grad.target is torch.ops.aten.permute.default else None
+    cast = grad if permute is None else permute.args[0]
+    assert isinstance(cast, Node)
+    dtype = cast_dtype(cast)
+    source = cast.args[0] if dtype is not None else None
+    if not isinstance(source, Node) or source.meta["val"].dtype.itemsize >= dtype.itemsize:  # type: ignore[union-attr]
+        return
+    if permute is not None:
+        with node.graph.inserting_before(node):
+            grad = node.graph.call_function(permute.target, (source, *permute.args[1:]))  # type: ignore[arg-type]
+        grad.meta.update(permute.meta)
+        grad.meta["val"] = permute.meta["val"].new_empty(permute.meta["val"].shape, dtype=source.meta["val"].dtype)
+    node.args = (source if permute is None else grad, *node.args[1:])
+    for left in (permute, cast):
+        if left is not None and not left.users:
+            node.graph.erase_node(left)

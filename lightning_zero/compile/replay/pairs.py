@@ -123,7 +123,7 @@ class CapturedPair:
         stream.wait_stream(current)
         self._executor = executor
         self._pool = beside._pool if beside is not None else torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream), _own_workspaces():
+        with _joined(current, stream), torch.cuda.stream(stream), _own_workspaces():
             outputs: list[Tensor] = []
             self._forward = _Graph(job, self._pool, lambda: outputs.extend(job.run()), backward=False)
             self._outputs = [output.detach() for output in outputs]
@@ -138,7 +138,6 @@ class CapturedPair:
                 # The backward was recorded as if the forward had run. From here on nobody may think so.
                 executor.never_ran(self._forward.number)
             self._into = [tensor.grad for tensor in job.copied]
-        current.wait_stream(stream)
 
     def fits(self) -> bool:
         return self._executor.fits(self._forward.number, self._backward.number)
@@ -219,6 +218,16 @@ class EmulatedPair:
         self._outputs = []
         for number in self._numbers.values():
             self._executor.drop_graph(number)
+
+
+@contextmanager
+def _joined(current: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[None]:
+    """``current`` goes on after ``stream``, after a failed capture, too: what was on its way when the capture began (in
+    memory of ``current``, which may give it to somebody else) was waited for on ``stream``."""
+    try:
+        yield
+    finally:
+        current.wait_stream(stream)
 
 
 @contextmanager

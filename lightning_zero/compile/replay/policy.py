@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compile.replay.pairs import CapturedPair, EmulatedPair, Job, Pair
-from lightning_zero.compile.replay.variant import Replay, Variant, unfit
+from lightning_zero.compile.replay.variant import Replay, Token, Variant, unfit
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
@@ -73,9 +73,12 @@ class Replays:
         weakref.finalize(self, _drop, self._calls).atexit = False
         self.configure(config)
 
-    def configure(self, config: EngineConfig) -> None:
-        """Other options; what was captured with the old ones is dropped."""
+    def configure(self, config: EngineConfig, impossible: str | None = None) -> None:
+        """Other options; what was captured with the old ones is dropped. ``impossible``: and why there can be no more
+        replays here."""
         self.drop()
+        if impossible is not None and self.device.type == "cuda":
+            self._impossible = impossible
         self.pair: type[CapturedPair] | type[EmulatedPair] = EmulatedPair if config.emulate_graphs else CapturedPair
         self.enabled = config.emulate_graphs or (bool(config.capture_graphs) and not self._impossible)
         self._must = config.capture_graphs is True
@@ -145,6 +148,7 @@ class _Call:
         self._failures = self._waits = 0
         self._epoch = -1
         self._backwards = self._backwards_before = -1
+        self._awaited: weakref.ref[Token] | None = None  # lives while a backward of the last call may come
         self._off = False
 
     def __call__(self, *args: Any) -> Any:
@@ -163,17 +167,27 @@ class _Call:
             replays.runs(self)
             return self._run(args)
         self._replayed += 1
-        return Replay.apply(variant, *args)
+        outputs = Replay.apply(variant, *args)
+        self._awaited = variant.awaited
+        return outputs
 
     def _run(self, args: Sequence[Any]) -> Any:
         outputs = self._compiled(*args)
         if not self._off:
-            nodes = (output.grad_fn for output in outputs if isinstance(output, Tensor))
-            if node := next(filter(None, nodes), None):
-                node.register_prehook(self._watch_backward)
+            token = Token()
+            self._awaited = weakref.ref(token)
+            held = [token]  # by the outputs' nodes, until a backward comes to one of them or nobody has them any more
+
+            def watch(grads: Any) -> None:
+                held.clear()
+                self._watch_backward()
+
+            nodes = {output.grad_fn for output in outputs if isinstance(output, Tensor)}
+            for node in filter(None, nodes):
+                node.register_prehook(watch)
         return outputs
 
-    def _watch_backward(self, grads: Any) -> None:
+    def _watch_backward(self) -> None:
         """What a replay would raise at is known after the first step, and nobody has to be told."""
         replays = self._replays()
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -183,9 +197,12 @@ class _Call:
     def _variant(self, args: Sequence[Any], first: bool, again: bool) -> Variant | None:
         """What to replay."""
         if again:
-            # Gradients of both calls meet in one backward, of which only one could be replayed.
-            self._give_up("a module is called again before the backward pass of its first call")
-            return None
+            if self._awaited is not None and self._awaited() is not None:
+                # Gradients of both calls meet in one backward, of which only one could be replayed.
+                self._give_up("a module is called again before the backward pass of its first call")
+                return None
+            # The batch before was skipped: there can be no backward of it, and it has warmed nothing up.
+            self._runs = {False: 0, True: 0}
         sizes = tuple(arg for arg in args if not isinstance(arg, Tensor))
         if sizes != self._sizes:
             self.interrupt("the sizes of batches vary")

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_zero.compile.replay.pairs import Pair
 
-__all__ = ["Replay", "Variant", "unfit"]
+__all__ = ["Replay", "Token", "Variant", "unfit"]
 
 
 def unfit(args: Sequence[Any], device: torch.device) -> str:
@@ -37,7 +37,7 @@ def _may_overlap(tensor: Tensor) -> bool:
     return False
 
 
-class _Token:
+class Token:
     """Lives as long as somebody can run a backward."""
 
 
@@ -62,7 +62,7 @@ class Variant:
         inputs = [(_alias(a) if n in fixed else _alike(a)) if isinstance(a, Tensor) else a for n, a in enumerate(args)]
         self._copied = [(n, t) for n, t in enumerate(inputs) if n not in fixed and isinstance(t, Tensor)]
         self._width = len(args)
-        self._pending: weakref.ref[_Token] | None = None
+        self.awaited: weakref.ref[Token] | None = None
         self._closed = False
         self._copy_in(args)
         self.pair = capture(inputs, [tensor for _, tensor in self._copied])
@@ -74,7 +74,7 @@ class Variant:
 
     @property
     def _awaits_backward(self) -> bool:
-        return self._pending is not None and self._pending() is not None
+        return self.awaited is not None and self.awaited() is not None
 
     def close(self) -> None:
         """Gives the memory back, as soon as a backward that may still come has run."""
@@ -82,18 +82,18 @@ class Variant:
         if not self._awaits_backward:
             self.pair.close()
 
-    def forward(self, args: Sequence[Any]) -> tuple[list[Tensor], _Token]:
+    def forward(self, args: Sequence[Any]) -> tuple[list[Tensor], Token]:
         """Copies of the outputs, and what must live until the backward, or until there can be none."""
         self._copy_in(args)
         outputs = [output.detach().clone() for output in self.pair.forward()]
-        token = _Token()
-        self._pending = weakref.ref(token)
+        token = Token()
+        self.awaited = weakref.ref(token)
         return outputs, token
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs; None for parameters, whose gradients the executor has."""
         found = self.pair.backward(grads)
-        self._pending = None
+        self.awaited = None
         results: list[Tensor | None] = [None] * self._width
         for (n, _), grad in zip(self._copied, found, strict=True):
             results[n] = None if grad is None else grad.clone()

@@ -1,7 +1,6 @@
 """What the compiler is given, and how its debugging backend runs graphs."""
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ class Silent:
     def graph(self, what: str, graph: Graph) -> None:
         pass
 
-    def compiling(self, weights: Sequence[str], busy: bool, seconds: float) -> None:
+    def compiling(self, what: str, busy: bool, seconds: float) -> None:
         pass
 
 

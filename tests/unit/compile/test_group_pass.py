@@ -65,6 +65,23 @@ def test_a_group_has_one_dtype() -> None:
     assert "gather_group(b) wait" in result
 
 
+def test_weights_that_stay_for_backward_share_no_memory_with_others() -> None:
+    """All of a group lives as long as one of its weights does."""
+    b = Builder()
+    shards = {name: b.shard(name, 2048) for name in "abcd"}
+    x, weights = b.input("x", 64, 64), {}
+    for name, shard in shards.items():
+        weights[name] = b.gather(shard, 64, 64)
+        x = b.call(aten.mm.default, x, weights[name])
+    graph = b.done(x, weights["b"], b.call(aten.t.default, weights["c"]))
+    result = grouped(graph, group_bytes=100 * WEIGHT, ahead=0)
+    assert [word for word in result.replace(", ", ",").split() if "group" in word] == [
+        "gather_group(a)",
+        "gather_group(b,c)",
+        "gather_group(d)",
+    ]
+
+
 def test_padding_lies_between_the_weights_of_a_group() -> None:
     # shards of 2080 elements: 4160 for a weight of 4096
     graph = group_gathers(chain("ab", a=2080), 2, 100 * WEIGHT, 0, 1, 1)

@@ -48,8 +48,11 @@ def test_groups_share_a_launch() -> None:
     )
 
 
-def test_a_weight_that_is_used_twice_is_waited_for_once() -> None:
-    assert rewritten(chain("aba", "a")).count("keep") == 2
+def test_a_weight_that_is_used_twice_is_waited_for_once_before_the_first_use() -> None:
+    assert rewritten(chain("aba", "a")) == "keep_start(kept_a, a) keep_wait(kept_a, a) mm gather(b) mm mm"
+    assert rewritten(chain("abab", "ab")) == (
+        "keep_start(kept_a, a) keep_start(kept_b, b) keep_wait(kept_a, a) mm keep_wait(kept_b, b) mm mm mm"
+    )
 
 
 def test_products_read_the_memory_itself() -> None:

@@ -56,6 +56,13 @@ def test_what_backward_would_wait_for_longest_for_its_size_is_kept() -> None:
     assert choose_kept(graph, 0, 4 * (64 + 320)) == [gathers[3], gathers[1]]
 
 
+def test_what_is_kept_already_takes_no_transfer_that_others_would_wait_for() -> None:
+    """Computing with the two that are kept hides most of the third's transfer, and less of the last one's."""
+    graph, gathers = joint(12, 8, 8, 4)  # of 96, 64, 32 and 16 elements
+    assert choose_kept(graph, 0, 4 * (16 + 32)) == [gathers[3], gathers[2]]
+    assert choose_kept(graph, 0, 4 * (16 + 32 + 96)) == [gathers[3], gathers[2], gathers[0]]
+
+
 def test_the_last_group_of_a_steps_forward_is_kept_without_a_budget() -> None:
     graph, gathers = joint(4, 40, 8, 8)
     assert choose_kept(graph, 0, 0, group_bytes=4 * 64) == [gathers[3]]

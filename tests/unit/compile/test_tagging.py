@@ -1,9 +1,12 @@
 """What a forward graph must not save for its backward: gathered weights, and every view and cast of one."""
 
 import torch
+from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_zero.compile.graph import reduces
+from lightning_zero.compile.passes.reduce import hand_over_gradients
 from lightning_zero.compile.tagging import tag_gathers
 from tests.unit.compile.graphs import Builder
 
@@ -100,3 +103,26 @@ def test_the_partitioner_saves_no_weight() -> None:
     saved = next(iter(reversed(forward.graph.nodes))).args[0][1:]
     assert {node.name for node in saved} <= {"primals_1", "primals_2", "_to_copy_default_1"}, forward.graph
     assert any("gather" in str(node.target) for node in backward.graph.nodes), backward.graph
+
+
+def test_equal_gradients_of_a_tied_weight_are_all_handed_over() -> None:
+    """The partitioner makes equal calls one, and these are not the graph's outputs: their sum is."""
+    b = Builder()
+    shard, other, x = b.shard("shard"), b.shard("other"), b.input("x", 5, 6)
+    weight = b.gather(shard, 5, 6)
+    products = [b.call(aten.mul.Tensor, x, 2.0) for _ in range(3)]
+    first, second, third = (b.reduce(product, shard) for product in products)
+    total = b.call(aten.add.Tensor, b.call(aten.add.Tensor, first, second), third)
+    joint = b.done(b.call(aten.mul.Tensor, x, weight), total, b.reduce(products[0], other))
+    mode = torch._subclasses.FakeTensorMode()
+    for node in joint.nodes:
+        if "val" in node.meta:
+            with mode:
+                node.meta["val"] = torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+    tag_gathers(joint)
+    left = fx_graph_cse(joint)
+    assert len(left.find_nodes(op="call_function", target=aten.mul.Tensor)) == 2, "nothing was eliminated"
+    assert [node.args[1].name for node in reduces(left)] == ["shard", "shard", "shard", "other"]
+    hand_over_gradients(left)
+    handed = left.find_nodes(op="call_function", target=torch.ops.lightning_zero.reduce_add.default)
+    assert [len(node.args) for node in handed] == [2] * 4

@@ -4,11 +4,13 @@ import fcntl
 import importlib
 import logging
 import os
+import platform
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,26 +18,7 @@ import torch
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native import build as build_module
 from lightning_zero.native.build import build, source_directory
-
-# Writes a line for each call, answers --version, and writes what it is told to the file after -o: `half`, then `whole`.
-COMPILER = """#!/bin/sh
-echo "$@" >> "{log}"
-if [ "$1" = --version ]; then echo "stand-in {version}"; exit 0; fi
-while [ $# -gt 0 ]; do [ "$1" = -o ] && target="$2"; shift; done
-{body}
-"""
-WRITE = 'echo half > "$target"; sleep {pause}; echo whole > "$target"'
-
-
-class Compiler:
-    def __init__(self, folder: Path, body: str = WRITE.format(pause=0), version: str = "1.0") -> None:
-        self.log, path = folder / f"calls-{version}", folder / f"compiler-{version}"
-        path.write_text(COMPILER.format(log=self.log, version=version, body=body))
-        path.chmod(0o755)
-        self.path = str(path)
-
-    def calls(self) -> list[str]:
-        return [line for line in self.log.read_text().splitlines() if line != "--version"] if self.log.exists() else []
+from tests.unit.native.stand_in import WRITE, Compiler
 
 
 def left_behind(cache: Path) -> list[str]:
@@ -68,7 +51,8 @@ def test_every_source_is_compiled_and_linked_once_and_then_never_again(
         library = build(tmp_path / "cache", compiler.path)
     assert "takes up to a minute" in caplog.text
     assert library.read_text() == "whole\n"
-    assert left_behind(tmp_path / "cache") == ["lightning_zero.so", "lock"]
+    assert left_behind(tmp_path / "cache") == ["built-by", "lightning_zero.so", "lock"]
+    assert (library.parent / "built-by").read_text() == f"{compiler.path}\nstand-in 1.0\n"
     sources = sorted(path.name for path in source_directory().glob("*.cpp"))
     compiled = sorted(Path(word).name for call in compiler.calls() for word in call.split() if word.endswith(".cpp"))
     assert compiled == sources
@@ -82,24 +66,55 @@ def test_every_source_is_compiled_and_linked_once_and_then_never_again(
     assert not caplog.text
 
 
-def test_another_torch_compiler_or_source_gets_a_library_of_its_own(
+def test_another_torch_machine_or_source_gets_a_library_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = Compiler(tmp_path)
-    found = {build(tmp_path, compiler.path), build(tmp_path, Compiler(tmp_path, version="2.0").path)}
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "__version__", "9.9.9")
-        found.add(build(tmp_path, compiler.path))
+    found = {build(tmp_path, compiler.path)}
+    changes: list[tuple[Any, str, Any]] = [
+        (torch, "__version__", "9.9.9"),
+        (platform, "machine", lambda: "riscv64"),
+        (platform, "libc_ver", lambda: ("glibc", "9.9")),
+    ]
+    for where, name, value in changes:
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, value)
+            found.add(build(tmp_path, compiler.path))
     edited = tmp_path / "csrc"
     edited.mkdir()
     for path in source_directory().iterdir():
         (edited / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(build_module, "source_directory", lambda: edited)
     found.add(build(tmp_path, compiler.path))
-    assert len(found) == 3, "the same sources in another folder are the same library"
+    assert len(found) == 4, "the same sources in another folder are the same library"
     (edited / "compat.h").write_text("// a header counts, too")
     found.add(build(tmp_path, compiler.path))
-    assert len(found) == 4
+    assert len(found) == 5
+
+
+def test_what_is_built_needs_no_compiler_and_does_not_mind_another(tmp_path: Path) -> None:
+    first, second = Compiler(tmp_path), Compiler(tmp_path, version="2.0")
+    library = build(tmp_path / "cache", first.path)
+    assert build(tmp_path / "cache", "no-such-compiler") == library
+    assert build(tmp_path / "cache", second.path) == library
+    assert not second.calls()
+
+
+def test_a_compiler_may_have_a_launcher_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(tmp_path)
+    launcher = tmp_path / "a launcher"
+    launcher.write_text(f'#!/bin/sh\necho "$2" >> "{tmp_path}/launched"\nexec "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{launcher}' {compiler.path} -m64")
+    body = Path(compiler.path).read_text().replace('"$1" = --version', '"$2" = --version')
+    Path(compiler.path).write_text(body)
+    assert build(tmp_path / "cache").read_text() == "whole\n"
+    assert set((tmp_path / "launched").read_text().split()) == {"-m64"}
+
+
+def test_a_compiler_that_is_no_command_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NativeBuildError, match=r"CXX=\"g\+\+ '-O2\" is no command.*'ccache g\+\+'"):
+        build(tmp_path, "g++ '-O2")
 
 
 def test_nobody_sees_half_a_library(tmp_path: Path) -> None:

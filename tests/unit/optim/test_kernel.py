@@ -40,14 +40,18 @@ class Pair:
         self.kernel = StepKernel(self.optimizer, groups, [self.segment], CPU, False)
         self.squared = torch.zeros(())
 
-    def step(self) -> None:
-        self.param.grad = self.grads.pop(0)
+    def step(self, max_norm: float | None = None) -> None:
+        self.param.grad = self.grads.pop(0).clone()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_([self.param], max_norm)
         self.optimizer.step()
 
-    def run(self, skip: float | None = None) -> None:
+    def run(self, skip: float | None = None, max_norm: float | None = None) -> None:
         self.segment.grad.copy_(self.grads[0])
+        if max_norm is not None:
+            self.squared.fill_(self.grads[0].square().sum())
         flag = None if skip is None else torch.tensor(skip)
-        self.kernel.run(self.optimizer.param_groups, self.squared, None, flag)
+        self.kernel.run(self.optimizer.param_groups, self.squared, max_norm, flag)
 
     def kept(self) -> dict[str, Tensor]:
         return {**self.segment.state, **self.counts, "param": self.segment.param.detach()}
@@ -66,6 +70,33 @@ def test_state_is_the_plain_optimizers(name: str) -> None:
         torch.testing.assert_close(pair.segment.state[key], value, rtol=1e-5, atol=1e-6)
         if key in pair.counts:
             assert pair.counts[key].tolist() == [float(pair.segment.state[key])] * 2
+    torch.testing.assert_close(pair.segment.param, pair.param, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_gradients_are_clipped_as_they_are_used(name: str) -> None:
+    """Below the norm, above it, at another one, and not at all; the gradient itself is what a hook would see."""
+    pair = Pair(name)
+    norms = [grad.norm().item() for grad in pair.grads]
+    limits = [0.1, 0.1, norms[2] * 2, 0.4, None, 0.4, norms[6] / 2]
+    assert len(limits) == len(pair.grads)
+    for limit in limits:
+        pair.run(max_norm=limit)
+        pair.step(limit)
+        assert pair.param.grad is not None
+        torch.testing.assert_close(pair.segment.grad, pair.param.grad, rtol=2e-6, atol=0)
+        torch.testing.assert_close(pair.segment.param, pair.param, rtol=2e-6, atol=1e-6)
+    for key, value in pair.optimizer.state[pair.param].items():
+        torch.testing.assert_close(pair.segment.state[key], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_that_is_clipped_and_skipped_changes_no_state() -> None:
+    pair = Pair("AdamW")
+    before = copy.deepcopy(pair.kept())
+    pair.run(skip=1.0, max_norm=0.1)
+    assert {key: value.tolist() for key, value in pair.kept().items()} == {k: v.tolist() for k, v in before.items()}
+    pair.run(skip=0.0, max_norm=0.1)
+    pair.step(0.1)
     torch.testing.assert_close(pair.segment.param, pair.param, rtol=2e-6, atol=1e-6)
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lightning_zero.sharding.layout import ALIGNMENT_BYTES, ShardLayout
+from lightning_zero.sharding.layout import ALIGNMENT_BYTES, ShardLayout, memory_order
 
 SHAPES = [(), (0,), (4, 0, 3), (1,), (1, 1), (2,), (31,), (32,), (33,), (3, 11), (64, 1), (7, 5, 3), (1000,), (128, 96)]
 WORLDS = [1, 2, 3, 4, 7, 8]
@@ -70,3 +70,25 @@ def test_layouts_compare_by_value() -> None:
     assert first == same
     assert first != ShardLayout.of(torch.Size((4, 3)), torch.float32, 2)
     assert first != ShardLayout.of(torch.Size((3, 4)), torch.float32, 3)
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (8, 4, 1, 1), (8, 1, 3, 3), (8, 1, 1, 1), (1, 4, 3, 3)])
+def test_a_channels_last_parameter_is_cut_as_it_lies_in_memory(shape: tuple[int, ...]) -> None:
+    full = torch.arange(1.0, 1 + math.prod(shape)).view(shape).to(memory_format=torch.channels_last)
+    layout = ShardLayout.of(full.shape, full.dtype, 2, memory_order(full))
+    shards = [torch.full((layout.shard_numel,), math.nan) for _ in range(2)]
+    for rank, shard in enumerate(shards):
+        layout.write(shard, full, rank)
+    whole = layout.whole(torch.cat(shards))
+    assert torch.equal(whole, full)
+    assert whole.stride() == full.stride()
+    # Whatever the strides of what is written.
+    layout.write(shards[0], full.contiguous(), 0)
+    assert torch.equal(layout.whole(torch.cat(shards)), full)
+
+
+def test_other_strides_are_not_kept() -> None:
+    assert memory_order(torch.zeros(8, 4, 3, 3)) is None
+    assert memory_order(torch.zeros(8, 4).t()) is None
+    assert memory_order(torch.zeros(8, 4, 3, 6)[..., ::2].transpose(1, 2)) is None
+    assert memory_order(torch.zeros(1, 1, 3, 3).expand(8, 4, 3, 3)) is None

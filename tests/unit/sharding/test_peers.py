@@ -1,13 +1,16 @@
 """Where ranks copy instead of calling collectives."""
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from lightning_zero.sharding.peers import Peers, _wanted
+from lightning_zero.config import EngineConfig
+from lightning_zero.sharding.peers import Peers, _other_backend, _wanted
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -33,6 +36,7 @@ def test_copies_are_chosen_where_one_call_makes_many(
 
 class Memory:
     group = None
+    all_or_nothing = staticmethod(nullcontext)
 
     def empty(self, size: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         mine = torch.empty(size, dtype=dtype)
@@ -41,13 +45,29 @@ class Memory:
 
 @pytest.mark.parametrize("device", [GPU, CPU], ids=str)
 def test_what_adds_up_gradients_on_a_gpu_is_torch_where_no_kernel_can_be_compiled(
-    caplog: pytest.LogCaptureFixture, device: torch.device
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
+    monkeypatch.setattr(Peers, "_set_barrier", lambda self, executor: None)
     executor: Any = MagicMock(world_size=2, rank=0, device=device)
     executor.compile_means.side_effect = RuntimeError("no NVRTC")
-    peers = Peers(None, Memory())  # type: ignore[arg-type]
+    sharder: Any = MagicMock(executor=executor)
+    peers = Peers(None, Memory(), EngineConfig(), 0)  # type: ignore[arg-type]
     for _ in range(2):
-        peers.stage_gradients(executor, 1.0, 5.0)
+        assert not peers.allocate(sharder, 5.0)
     executor.set_staging.assert_called_once()
     assert executor.compile_means.call_count == (device is GPU)
     assert ("take longer: no NVRTC" in caplog.text) == (device is GPU)
+
+
+@pytest.mark.parametrize("backend", ["CUDA", None, "NVSHMEM", "NCCL"])
+def test_only_one_backend_of_symmetric_memory_is_known_to_wait(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None
+) -> None:
+    monkeypatch.setattr(symmetric, "get_backend", lambda device: backend)
+    found = _other_backend(GPU)
+    if backend in ("CUDA", None):  # none is settled before the first allocation, after which it is asked again
+        assert found is None
+    else:
+        assert f"set to '{backend}'" in str(found)
+        assert "unset TORCH_SYMMMEM" in str(found)
+        assert "set_backend('CUDA')" in str(found)

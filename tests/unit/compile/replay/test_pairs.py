@@ -130,6 +130,16 @@ def test_a_refused_backward_leaves_nothing_that_the_forward_was_to_bring(allocat
     assert not allocator.mock_calls
 
 
+@pytest.mark.parametrize("refuse", [0, 1, 2])
+def test_the_callers_stream_goes_on_after_the_capture(allocator: MagicMock, refuse: int) -> None:
+    """Which may have failed: what was on its way when it began arrives in memory of the caller's stream."""
+    with nullcontext() if refuse == 0 else pytest.raises(NotImplementedError):
+        capture(Executor(refuse))
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    assert current.wait_stream.mock_calls == [call(stream)]  # type: ignore[attr-defined]
+    assert stream.wait_stream.mock_calls == [call(current)]  # type: ignore[attr-defined]
+
+
 def test_what_no_graph_can_hold_gives_the_allocator_back(allocator: MagicMock) -> None:
     def waits(weight: Tensor, batch: Tensor) -> Any:
         Graph.end_fails = True

@@ -71,16 +71,69 @@ def test_two_calls_before_a_backward_are_never_replayed() -> None:
     assert "called again before the backward" in training.said[0]
 
 
-def test_a_batch_of_another_size_gives_the_memory_back_until_sizes_have_settled() -> None:
+def test_a_batch_that_is_skipped_ends_no_replays() -> None:
+    training = captured(Training())
+    for _ in range(3):
+        training.call(training.weight, torch.ones(2))  # and nobody keeps the loss
+        training.books.steps += 1
+        training.step()
+    assert [(pair.closed, pair.replays) for pair in training.made] == [(False, 7)]
+    assert not training.said
+
+
+def test_a_batch_that_is_skipped_warms_nothing_up() -> None:
     training = Training()
-    for _ in range(WARMUPS + 1 + WORTH):
-        training.step(None, 2)
+    for _ in range(WARMUPS + 2):
+        training.call(training.weight, torch.ones(2))
+        training.books.steps += 1
+    assert not training.made
+    for _ in range(WARMUPS):
+        training.step()
+    assert not training.made
+    training.step()
+    assert [pair.replays for pair in training.made] == [1]
+    assert not training.said
+
+
+def test_a_backward_that_gives_no_weight_a_gradient_ends_no_replays() -> None:
+    training = captured(Training())
+    for _ in range(3):
+        loss, _ = training.call(training.weight, torch.ones(2))
+        loss.backward()  # the executor counts none
+        training.books.steps += 1
+    assert [(pair.closed, pair.replays) for pair in training.made] == [(False, 4)]
+
+
+def test_a_batch_of_another_size_gives_the_memory_back_until_sizes_have_settled() -> None:
+    training = captured(Training())
     training.step(torch.ones(3), 3)
     assert training.made[0].closed
-    for _ in range(WARMUPS + 1):
-        training.step(None, 2)
+    for _ in range(WARMUPS):
+        training.step()
+        assert len(training.made) == 1, "captured again before it had warmed up again"
+    training.step()
     assert len(training.made) == 2
     assert not training.said
+
+
+def vary(training: Training, rounds: int, replays: int) -> None:
+    """Captures with so many replays each; a batch of another size ends each."""
+    for _ in range(rounds):
+        for _ in range(WARMUPS + replays):
+            training.step(torch.ones(2), 2)
+        training.step(torch.ones(3), 3)
+
+
+def test_a_capture_that_was_worth_it_makes_up_for_those_before() -> None:
+    training = Training()
+    for count in range(1, 4):
+        vary(training, PATIENCE, 1)
+        vary(training, 1, WORTH + 1)
+        assert len(training.made) == count * (PATIENCE + 1)
+    assert not training.said
+    vary(training, PATIENCE + 3, WORTH)
+    assert len(training.made) == 4 * (PATIENCE + 1), "one replay less is not worth it"
+    assert "the sizes of batches vary" in training.said[0]
 
 
 def test_sizes_that_vary_all_the_time_end_the_captures() -> None:
@@ -113,6 +166,21 @@ def test_a_graph_of_the_same_step_does_not() -> None:
         training.books.steps += 1
     assert len(training.made) == 1
     assert training.made[0].replays == 4
+
+
+def test_a_graph_of_the_same_step_that_comes_first_does_not_either() -> None:
+    training = Training()
+    other = training.replays.wrap(lambda x: (x * 2,))
+    for _ in range(WARMUPS + 4):
+        training.books.reason = "not yet"
+        (doubled,) = other(torch.ones(2, requires_grad=True))
+        training.books.reason = ""
+        loss, _ = training.call(training.weight, doubled.detach())
+        training.backward(loss + 0 * doubled.sum())
+        training.books.steps += 1
+    assert len(training.made) == 1
+    assert training.made[0].replays == 4
+    assert not training.made[0].closed
 
 
 def test_parameters_that_move_are_not_replayed() -> None:
@@ -179,15 +247,16 @@ def test_what_is_computed_again_within_a_backward_is_not_captured() -> None:
 def test_one_reason_is_told_once() -> None:
     training = Training()
     for call in (training.call, training.replays.wrap(training.compiled)):
-        for _ in range(2):
-            call(training.weight, torch.ones(2))
+        losses = [call(training.weight, torch.ones(2)) for _ in range(2)]
+    assert len(losses) == 2
     assert len(training.said) == 1
 
 
 def test_where_replays_were_asked_for_it_raises() -> None:
     training = Training(capture=True)
     training.step()
-    training.call(training.weight, torch.ones(2))
+    loss, _ = training.call(training.weight, torch.ones(2))
+    assert loss.requires_grad
     with pytest.raises(UnsupportedError, match="called again before.*capture_graphs='auto'"):
         training.call(training.weight, torch.ones(2))
 
@@ -195,6 +264,17 @@ def test_where_replays_were_asked_for_it_raises() -> None:
 def test_asking_for_replays_on_a_cpu_raises_at_once() -> None:
     training = Training()
     with pytest.raises(UnsupportedError, match="the device is cpu"):
+        training.replays.configure(EngineConfig(capture_graphs=True))
+
+
+def test_what_has_become_impossible_on_a_gpu_is_refused_or_not_tried() -> None:
+    training = Training()
+    training.replays.device = torch.device("cuda")
+    training.replays.configure(EngineConfig(), "weights travel by collectives")
+    assert not training.replays.enabled
+    training.replays.configure(EngineConfig(capture_step=True))
+    assert not training.replays.enabled, "it stays so"
+    with pytest.raises(UnsupportedError, match="weights travel by collectives"):
         training.replays.configure(EngineConfig(capture_graphs=True))
 
 

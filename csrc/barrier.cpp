@@ -1,0 +1,61 @@
+#include "barrier.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+
+#include "cuda_driver.h"
+
+namespace lightning_zero {
+
+namespace {
+
+constexpr int64_t kMeetings = 1 << 16;  // that an epoch may have
+constexpr unsigned kThreads = 32;       // as in barrier.cu
+
+}  // namespace
+
+DeviceBarrier::DeviceBarrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words,
+                             int64_t rank)
+    : rows_(std::move(rows)), words_(std::move(words)), rank_(rank) {
+  const auto& driver = CudaDriver::instance();
+  auto* module = driver.load_module(code.const_data_ptr());
+  meet_ = driver.find_kernel(module, "meet");
+  begin_epoch_ = driver.find_kernel(module, "begin_epoch");
+  TORCH_INTERNAL_ASSERT(words_.is_pinned() && words_.scalar_type() == at::kInt &&
+                        words_.numel() >= 1 + 2 * DEVICE_LANES);
+  for (const auto& row : rows_)
+    TORCH_INTERNAL_ASSERT(row.scalar_type() == at::kInt &&
+                          row.numel() >= DEVICE_LANES * static_cast<int64_t>(rows_.size()));
+  counts_ = at::zeros({DEVICE_LANES}, rows_[static_cast<size_t>(rank)].options());
+}
+
+std::vector<void*> DeviceBarrier::rows_of(int lane) const {
+  std::vector<void*> rows;
+  for (const auto& row : rows_)
+    rows.push_back(row.mutable_data_ptr<int>() + static_cast<size_t>(lane) * rows_.size());
+  return rows;
+}
+
+void DeviceBarrier::operator()(int lane, const c10::Stream& stream) const {
+  auto rows = rows_of(lane);
+  int rank = static_cast<int>(rank_), arrived = 1 + 2 * lane, passed = 2 + 2 * lane;
+  void* count = counts_.mutable_data_ptr<int>() + lane;
+  void* host = words_.mutable_data_ptr<int>();
+  // The first is a structure that the kernel takes by value.
+  std::array<void*, 6> arguments = {rows.data(), &rank, &count, &host, &arrived, &passed};
+  CudaDriver::instance().launch(meet_, 1, kThreads, stream, arguments.data());
+}
+
+void DeviceBarrier::begin_epoch(int64_t epoch, const c10::Stream& stream) const {
+  auto rows = rows_of(0);
+  int rank = static_cast<int>(rank_);
+  void* counts = counts_.mutable_data_ptr<int>();
+  // Wraps after 65,536 epochs, as the comparison in barrier.cu does.
+  auto first = static_cast<uint32_t>(static_cast<uint64_t>(epoch) * kMeetings);
+  std::array<void*, 4> arguments = {rows.data(), &rank, &counts, &first};
+  CudaDriver::instance().launch(begin_epoch_, 1, kThreads, stream, arguments.data());
+}
+
+}  // namespace lightning_zero

@@ -1,0 +1,41 @@
+// Barriers that run on devices, and that the host can end.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <vector>
+
+#include "rank_status.h"
+
+namespace lightning_zero {
+
+class DeviceBarrier {
+ public:
+  // `code`: bytes that the device's driver loads, of barrier.cu. `rows`: of each rank, DEVICE_LANES * ranks
+  // numbers that all ranks write, zero; `words`: 1 + 2 * DEVICE_LANES integers in pinned memory of the host,
+  // zero; see barrier.cu. Numbers are 32 bits wide.
+  DeviceBarrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words, int64_t rank);
+
+  // All ranks' work queued before it has ended when what `stream` is given next begins. `lane`: from 0.
+  void operator()(int lane, const c10::Stream& stream) const;
+
+  // The meetings of an epoch have numbers of their own, higher than those of all epochs before: what a rank
+  // missed in one, because an exception interrupted it, nobody waits for in the next. `stream` must be behind
+  // all meetings before, and before all that come. Epochs are the same on every rank.
+  void begin_epoch(int64_t epoch, const c10::Stream& stream) const;
+
+  // Whether the host ends all waits.
+  void let_pass(bool all) const { words_.mutable_data_ptr<int>()[0] = all; }
+  const at::Tensor& words() const { return words_; }
+
+ private:
+  std::vector<void*> rows_of(int lane) const;
+
+  void *meet_, *begin_epoch_;
+  std::vector<at::Tensor> rows_;
+  at::Tensor counts_, words_;
+  int64_t rank_;
+};
+
+}  // namespace lightning_zero

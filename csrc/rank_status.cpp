@@ -1,0 +1,241 @@
+#include "rank_status.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+
+namespace lightning_zero {
+
+namespace {
+
+constexpr char kSeparator = '\n';
+
+const char* name(Phase phase) {
+  switch (phase) {
+    case Phase::OUTSIDE:
+      return "outside of the Trainer's loops";
+    case Phase::SETUP:
+      return "setting up";
+    case Phase::BETWEEN:
+      return "between two steps";
+    case Phase::FORWARD:
+      return "forward";
+    case Phase::BACKWARD:
+      return "backward";
+    case Phase::STEP:
+      return "the optimizer's step";
+    case Phase::EVALUATION:
+      return "evaluation";
+  }
+  return "?";
+}
+
+std::string clean(std::string text) {
+  std::replace(text.begin(), text.end(), kSeparator, ' ');
+  return text;
+}
+
+std::string seconds(double since, double now) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.0f s", std::max(0.0, now - since));
+  return text;
+}
+
+// Not by streams: where a compiler links its library statically they find another copy's locales, and crash.
+std::string read(const std::string& path) {
+  std::string text;
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0)
+    return text;
+  char part[1024];
+  for (ssize_t length; (length = ::read(file, part, sizeof(part))) > 0;)
+    text.append(part, static_cast<size_t>(length));
+  ::close(file);
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  return text;
+}
+
+std::vector<std::string> split(const std::string& text, char by) {
+  std::vector<std::string> parts;
+  for (size_t begin = 0; begin <= text.size();) {
+    const auto end = std::min(text.find(by, begin), text.size());
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
+}
+
+std::string link(const std::string& path) {
+  char target[256];
+  const auto length = ::readlink(path.c_str(), target, sizeof(target));
+  return length > 0 ? std::string(target, static_cast<size_t>(length)) : std::string();
+}
+
+// State and start time of a process; empty when there is none.
+std::pair<char, std::string> state_of(int64_t pid) {
+  const auto text = read("/proc/" + std::to_string(pid) + "/stat");
+  const auto end_of_name = text.rfind(')');  // the name may hold anything
+  if (end_of_name == std::string::npos)
+    return {};
+  // Behind the name and a space: the state, and 19 fields later the start time.
+  const auto fields = split(text.substr(std::min(end_of_name + 2, text.size())), ' ');
+  if (fields.size() < 20 || fields[0].empty())
+    return {};
+  return {fields[0][0], fields[19]};
+}
+
+std::string of_ranks(const std::vector<int64_t>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+}  // namespace
+
+double seconds_since_epoch() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+std::string RankStatus::to_text() const {
+  std::string out;
+  const auto add = [&](const std::string& value) { (out += value) += kSeparator; };
+  const auto whole = [&](int64_t value) { add(std::to_string(value)); };
+  const auto time = [&](double value) { whole(std::llround(1000 * value)); };
+  whole(left);
+  whole(stage);
+  whole(static_cast<int64_t>(phase));
+  whole(batches);
+  time(phase_since);
+  add(clean(last));
+  add(clean(busy));
+  time(busy_since);
+  whole(activity);
+  whole(wait_lane);
+  whole(wait_number);
+  add(clean(wait));
+  time(wait_since);
+  whole(on_device);
+  for (const auto count : met) whole(count);
+  return out;
+}
+
+RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
+  RankStatus status;
+  status.rank = rank;
+  const auto fields = split(text, kSeparator);
+  if (fields.size() < 14 + LANES)
+    return status;
+  status.known = true;
+  auto next = fields.begin();
+  const auto whole = [&] { return std::strtoll((next++)->c_str(), nullptr, 10); };
+  const auto time = [&] { return 1e-3 * static_cast<double>(whole()); };
+  status.left = whole() != 0;
+  status.stage = whole();
+  status.phase = static_cast<Phase>(whole());
+  status.batches = whole();
+  status.phase_since = time();
+  status.last = *next++;
+  status.busy = *next++;
+  status.busy_since = time();
+  status.activity = whole();
+  status.wait_lane = static_cast<int>(whole());
+  status.wait_number = whole();
+  status.wait = *next++;
+  status.wait_since = time();
+  status.on_device = whole() != 0;
+  for (auto& count : status.met) count = whole();
+  return status;
+}
+
+std::string RankStatus::describe(double now) const {
+  auto text = "rank " + std::to_string(rank);
+  if (!known)
+    return text + " (nothing heard of it yet)";
+  if (left)
+    return text + " (has ended its part)";
+  text += std::string(": ") + name(phase);
+  if (phase == Phase::FORWARD || phase == Phase::BACKWARD || phase == Phase::STEP)
+    text += " of training batch " + std::to_string(batches);
+  text += " for " + seconds(phase_since, now);
+  if (!busy.empty())
+    text += ", " + busy + " for " + seconds(busy_since, now);
+  else if (waits())
+    text += std::string(", ") + (on_device ? "its device waits" : "waits") + " in " + wait + " for " +
+            seconds(wait_since, now);
+  if (!last.empty())
+    text += ", last used parameter '" + last + "'";
+  return text;
+}
+
+std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<RankStatus>& all) {
+  std::vector<int64_t> missing;
+  if (!waiting.waits() || waiting.wait_lane < 0)
+    return missing;
+  for (const auto& other : all) {
+    if (other.rank != waiting.rank && (!other.known || other.met[waiting.wait_lane] < waiting.wait_number))
+      missing.push_back(other.rank);
+  }
+  return missing;
+}
+
+bool is_deadlock(const std::vector<RankStatus>& all) {
+  bool any = false;
+  for (const auto& status : all) {
+    if (!status.known || !status.busy.empty())
+      return false;
+    if (status.left)
+      continue;
+    if (held_up_by(status, all).empty())
+      return false;
+    any = true;
+  }
+  return any;
+}
+
+std::string report(const std::vector<RankStatus>& all, int64_t rank, double now) {
+  const auto& mine = all[static_cast<size_t>(rank)];
+  auto missing = held_up_by(mine, all);
+  if (missing.empty()) {
+    for (const auto& other : all) {
+      if (other.rank != rank && !other.waits())
+        missing.push_back(other.rank);
+    }
+  }
+  std::string text = mine.describe(now) + ".";
+  if (mine.waits() && !missing.empty()) {
+    text += " Missing: " + of_ranks(missing) + ".";
+  }
+  std::string others;
+  for (const auto& other : all) {
+    if (other.rank != rank)
+      others += (others.empty() ? " " : "; ") + other.describe(now);
+  }
+  return text + (others.empty() ? "" : " The others:" + others + ".");
+}
+
+std::string ProcessOnHost::own() {
+  const auto pid = ::getpid();
+  return read("/proc/sys/kernel/random/boot_id") + "|" + link("/proc/self/ns/pid") + "|" +
+         std::to_string(pid) + "|" + state_of(pid).second;
+}
+
+std::optional<ProcessOnHost> ProcessOnHost::find(const std::string& what) {
+  const auto theirs = split(what, '|'), ours = split(own(), '|');
+  // The machine, and the namespace in which the number counts.
+  if (theirs.size() != 4 || theirs[0].empty() || theirs[1].empty() || theirs[0] != ours[0] ||
+      theirs[1] != ours[1])
+    return std::nullopt;
+  return ProcessOnHost{std::strtoll(theirs[2].c_str(), nullptr, 10), theirs[3]};
+}
+
+bool ProcessOnHost::is_alive() const {
+  const auto [state, start] = state_of(pid);
+  return state != 0 && state != 'Z' && state != 'X' && start == started;
+}
+
+}  // namespace lightning_zero

@@ -1,0 +1,67 @@
+// What ranks tell each other about themselves, and what follows from it when they are put side by side. Pure:
+// no store, no threads, no clocks.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace lightning_zero {
+
+// Kinds of meetings; within one, ranks meet in the same order. DEVICE lanes: barriers that run on a device.
+enum class Lane : int { CONTROL, WORLD, GATHER, REDUCE, DEVICE_REDUCE, DEVICE_GATHER };
+constexpr int LANES = 6;
+constexpr int DEVICE_LANES = 2;
+
+enum class Phase : int { OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION };
+
+struct RankStatus {
+  int64_t rank = 0;
+  bool known = false;  // false: nothing has been heard of it
+  bool left = false;   // it has closed its engine, or ended
+  int64_t stage = 0;   // how many stages of a Trainer it has begun
+  Phase phase = Phase::OUTSIDE;
+  int64_t batches = 0;     // training batches that it has begun
+  double phase_since = 0;  // seconds since the epoch, as `busy_since` and `wait_since`
+  std::string last;        // the parameter that it gathered or reduced last
+  std::string busy;
+  double busy_since = 0;
+  int64_t activity = 0;  // changes when it does anything that we see
+  int wait_lane = -1;    // what it waits for; -1: nothing, or something that has no number
+  int64_t wait_number = 0;
+  std::string wait;
+  double wait_since = 0;
+  bool on_device = false;  // its device waits, but the host may not
+  std::array<int64_t, LANES> met{};
+
+  bool waits() const { return !wait.empty(); }
+  std::string to_text() const;
+  static RankStatus from_text(int64_t rank, const std::string& text);
+  // "rank 1, forward of training batch 7, for 31 s; last used 'net.0.weight'"
+  std::string describe(double now) const;
+};
+
+// The ranks for which this one waits: those that have not come to its meeting. Empty: all have, or it cannot
+// be told.
+std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<RankStatus>& all);
+
+// Whether no rank can ever go on: each waits for one that does not come, or has left.
+bool is_deadlock(const std::vector<RankStatus>& all);
+
+// Who is missing, where it was last, and where the others wait.
+std::string report(const std::vector<RankStatus>& all, int64_t rank, double now);
+
+// A process of this host, or none that can be seen from here.
+struct ProcessOnHost {
+  int64_t pid = 0;
+  std::string started;       // by which a later process of the same number is told apart
+  static std::string own();  // what others need to find this one
+  static std::optional<ProcessOnHost> find(const std::string& what);
+  bool is_alive() const;
+};
+
+double seconds_since_epoch();
+
+}  // namespace lightning_zero

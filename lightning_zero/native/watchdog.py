@@ -1,0 +1,134 @@
+"""A handle on the C++ watchdog: what this rank does, what it waits for, and how it ends when others cannot go on.
+
+See ``csrc/watchdog.h`` for what it does with that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import enum
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.errors import RankFailedError, RankMismatchError
+from lightning_zero.native.load import load
+
+__all__ = ["Lane", "Phase", "Watchdog"]
+
+
+TO_HEAR_S = 3.0  # by when it is known who broke a connection
+
+
+class Phase(enum.IntEnum):
+    """What a rank is doing; in the order of the C++ enum of that name."""
+
+    OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION = range(7)
+
+
+class Lane(enum.IntEnum):
+    """Collectives that come in one order on all ranks, so that they can be counted."""
+
+    UNCOUNTED, CONTROL, WORLD = range(-1, 2)
+
+
+class Watchdog:
+    """Watches over the waits of this rank for others.
+
+    Args:
+        group: of all ranks; its key-value store is what ranks talk through.
+        report_s: a wait that takes longer, in seconds, is reported on every rank.
+        timeout_s: one that takes longer ends the process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, report_s: float, timeout_s: float) -> None:
+        load()
+        self.native = torch.classes.lightning_zero.Watchdog(group.group_name, report_s, timeout_s)
+        self._rank, self._world_size = group.rank(), group.size()
+        self.failed = False  # whether an exception has ended the stage on this rank
+        self._library = torch.library.Library("lightning_zero", "FRAGMENT")
+        name = f"on_end_{id(self)}"
+        self._library.define(f"{name}(str kind, str text) -> ()")
+        self._library.impl(name, _raise, "CompositeExplicitAutograd")
+        self.native.on_end(f"lightning_zero::{name}")
+        atexit.register(_close, weakref.ref(self))
+
+    def enter(self, phase: Phase) -> None:
+        """This rank is in that phase from now on."""
+        self.native.enter(int(phase))
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Surrounds what may take its time: others who wait for this rank are told so, and do not worry."""
+        self.native.busy(what)
+        try:
+            yield
+        finally:
+            self.native.busy("")
+
+    @contextmanager
+    def waiting(self, what: str, lane: Lane = Lane.UNCOUNTED) -> Iterator[None]:
+        """Surrounds a wait for other ranks.
+
+        Raises:
+            RankFailedError, RankMismatchError: this rank must not go on.
+        """
+        wait = self.native.begin_wait(int(lane), what)
+        try:
+            yield
+        finally:
+            self.native.end_wait(wait)
+
+    def begin(self) -> None:
+        """A stage begins, on all ranks: what failed before is over."""
+        self.failed = False
+        self.native.begin()
+
+    def fail(self, error: BaseException) -> None:
+        """An exception ends what this rank does: it is shown at once, since the way out may be long, and the others
+        hear of it."""
+        self.failed = True
+        if self._world_size == 1 or self.native.verdict():
+            return
+        broken = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
+        if broken and self._verdict_within(TO_HEAR_S):
+            return  # another rank was the first to end, and the watchdog has said so
+        text = str(error).strip().splitlines()
+        if not isinstance(error, KeyboardInterrupt):
+            print(f"[lightning_zero, rank {self._rank}] This rank failed first, or by itself:", file=sys.stderr)
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        self.native.fail(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
+
+    def _verdict_within(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.native.verdict():
+                return True
+            time.sleep(0.05)
+        return False
+
+    def check(self) -> None:
+        """Raises what the watchdog has found, if this rank must not go on."""
+        self.native.check()
+
+    def close(self) -> None:
+        """This rank leaves; others do not wait for it any more."""
+        self.native.close()
+
+
+def _raise(kind: str, text: str) -> None:
+    raise (RankMismatchError if kind == "mismatch" else RankFailedError)(text)
+
+
+def _close(reference: weakref.ref[Any]) -> None:
+    watchdog = reference()
+    if watchdog is not None:
+        watchdog.native.leave()

@@ -1,0 +1,93 @@
+"""The part of a strategy that fills checkpoints and reads them, and says what a copy of it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.precision import plain
+
+__all__ = ["Saving"]
+
+
+class Saving(ParallelStrategy):
+    """For a strategy, which says where its engine is, and shards its module."""
+
+    _prepared: bool
+    _engine: Engine | None
+
+    def _require_engine(self) -> Engine:
+        raise NotImplementedError
+
+    def _prepare(self, trainer: pl.Trainer) -> None:
+        raise NotImplementedError
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self.lightning_module
+        if module is None:
+            return self._require_engine().model_state()  # which says what is missing
+        engine = engine_of(module)  # another Trainer's, maybe
+        # Before it is sharded every rank holds it whole.
+        return super().lightning_module_state_dict() if engine is None else engine.model_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._require_engine().optimizer_state(plain(optimizer))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        # Every rank needs only its part: mapping the file instead of reading it keeps one copy per node, in the page
+        # cache. (torch's older format cannot be mapped.)
+        local = Path(checkpoint_path)
+        if type(self.checkpoint_io) is TorchCheckpointIO and local.is_file() and is_zipfile(local):
+            return torch.load(local, map_location="cpu", mmap=True, weights_only=weights_only)
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if not self._prepared:
+            self._prepare(self.lightning_module.trainer)
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if self.optimizers and not states:
+            rank_zero_warn(
+                "The checkpoint holds no state of optimizers, so they start anew. If it was written where "
+                "configure_optimizers() returned none, this is as it should be."
+            )
+            return
+        if len(states) != len(self.optimizers):
+            raise MisconfigurationException(
+                f"The checkpoint holds the state of {len(states)} optimizers, but configure_optimizers() returned "
+                f"{len(self.optimizers)}. "
+                "Return the same optimizers in the same order, or load only the weights with load_from_checkpoint()."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            self._require_engine().load_optimizer_state(plain(optimizer), state)
+            _optimizer_to_device(optimizer, self.root_device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the module is a plain one, with whole parameters. Optimizers, schedulers and what observes an
+        # engine's graphs belong to the shards: a copy is a strategy that has not been set up.
+        state = super().__getstate__()
+        state.update(_engine=None, _ask_again=None, _prepared=False, _observers=[])
+        state.update(_optimizers=[], lr_scheduler_configs=[])
+        return state

@@ -1,0 +1,315 @@
+"""Reductions over all elements of a shard in sight: what a plain tensor gives, by one collective on all ranks.
+
+Each rank reduces its own elements (never the padding) to a few numbers; all ranks exchange these and finish alike. The
+results are ordinary scalars, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.sharding.refusals import plainly, refuse_for, sight_of
+
+if TYPE_CHECKING:
+    from lightning_zero.sharding.sight import Sight
+
+__all__ = ["BY_NAME", "norms", "reduce"]
+
+INF = math.inf
+
+
+class _Part:
+    """This rank's elements of one shard, flat and without padding."""
+
+    def __init__(self, shard: Tensor) -> None:
+        self.sight: Sight = sight_of([shard])
+        begin, end = self.sight.layout.range_of(self.sight.rank)
+        self.values = shard.detach().reshape(-1)[: end - begin]
+        self.count = self.sight.layout.numel
+        self.dtype = shard.dtype
+        # as torch's own kernels accumulate
+        self.wide = torch.float32 if shard.dtype in (torch.float16, torch.bfloat16) else None
+
+    def exchange(self, *numbers: Tensor) -> Tensor:
+        """All ranks' numbers: float64, [ranks, numbers]."""
+        return _exchange(torch.stack([number.to(torch.float64) for number in numbers]), self.sight)
+
+    def extreme(self, reduce: Callable[[Tensor], Tensor], empty: float) -> Tensor:
+        return reduce(self.values) if self.values.numel() else torch.tensor(empty, device=self.values.device)
+
+
+def _exchange(numbers: Tensor, sight: Sight) -> Tensor:
+    own = numbers.to(sight.device)
+    ranks = [torch.empty_like(own) for _ in range(sight.layout.world_size)]
+    dist.all_gather(ranks, own, group=sight.group)
+    return torch.stack(ranks).to(numbers.device)
+
+
+class _Linked(torch.autograd.Function):
+    """The reduced value, for autograd a function of the shard: backward meets the guard that refuses such a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, value: Tensor) -> Tensor:
+        ctx.shape = shard.shape
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.expand(ctx.shape), None
+
+
+def reduce(
+    rule: Callable[..., Any], elementwise: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Calls ``func``, whose rule this is, on shards in sight."""
+    name = func.__name__
+    second = args[1] if len(args) > 1 else kwargs.get("other")
+    if name in ("max", "min") and isinstance(second, Tensor):
+        return elementwise(func, args, kwargs)
+    kwargs = dict(kwargs)
+    sight = sight_of((*args, *kwargs.values()))
+    first, rest = (args[0], list(args[1:])) if args else (_named_first(kwargs), [])
+    if kwargs.pop("out", None) is not None or not isinstance(first, Tensor) or "_zero_sight" not in first.__dict__:
+        refuse_for(func, sight)
+    if kwargs.get("keepdim") or not _all_dimensions(name, rest, kwargs, len(sight.layout.shape)):
+        refuse_for(func, sight)
+    with plainly():
+        try:
+            result = rule(first, *rest, **kwargs)
+        except NotImplementedError:
+            refuse_for(func, sight)
+        tensors = isinstance(result, Tensor)
+        if tensors and result.is_floating_point() and torch.is_grad_enabled() and first.requires_grad:
+            result = _Linked.apply(first, result)
+    return result
+
+
+def _named_first(kwargs: dict[str, Any]) -> Any:
+    return next((kwargs.pop(name) for name in ("input", "self", "A", "x") if name in kwargs), None)
+
+
+_DIM_SECOND = {"norm", "linalg_norm", "linalg_vector_norm"}
+_NO_DIM = {"dot", "vdot", "equal", "allclose"}
+
+
+def _all_dimensions(name: str, rest: list[Any], kwargs: dict[str, Any], dimensions: int) -> bool:
+    """Whether a reduction goes over all elements; takes what says so out of its arguments."""
+    if name in _NO_DIM:
+        return True
+    place = 1 if name in _DIM_SECOND else 0
+    dim = kwargs.pop("dim", kwargs.pop("axis", None))
+    kwargs.pop("keepdim", None)
+    if len(rest) > place and not isinstance(rest[place], bool):
+        dim = rest.pop(place)
+        if len(rest) > place and isinstance(rest[place], bool) and rest.pop(place):
+            return False  # keepdim
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return True
+    named = {d % max(dimensions, 1) for d in ((dim,) if isinstance(dim, int) else dim)}
+    # torch.max and torch.min return positions, too
+    return len(named) == max(dimensions, 1) and name not in ("max", "min", "aminmax")
+
+
+# -- each of them, on plain tensors
+
+
+def _total(part: _Part, dtype: torch.dtype | None, values: Tensor) -> Tensor:
+    whole = part.dtype.is_floating_point or part.dtype.is_complex
+    found = part.exchange(values.sum(dtype=part.wide)).sum(0)[0]
+    return found.to(dtype or (part.dtype if whole else torch.int64))
+
+
+def _sum(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    part = _Part(shard)
+    return _total(part, dtype, part.values)
+
+
+def _nansum(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    part = _Part(shard)
+    return _total(part, dtype, part.values.nan_to_num(nan=0.0, posinf=INF, neginf=-INF))
+
+
+def _mean(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    part = _Part(shard)
+    if dtype is None and not part.dtype.is_floating_point:
+        shard.mean()  # torch's own error
+    return (part.exchange(part.values.sum(dtype=part.wide)).sum(0)[0] / part.count).to(dtype or part.dtype)
+
+
+def _nanmean(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    part = _Part(shard)
+    found = part.exchange(part.values.nansum(dtype=part.wide), (~part.values.isnan()).sum()).sum(0)
+    return (found[0] / found[1]).to(dtype or part.dtype)
+
+
+def _prod(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    part = _Part(shard)
+    found = part.exchange(part.values.prod(dtype=dtype or part.wide))[:, 0].prod()
+    return found.to(dtype or (part.dtype if part.dtype.is_floating_point else torch.int64))
+
+
+def _max(shard: Tensor) -> Tensor:
+    part = _Part(shard)
+    return part.exchange(part.extreme(torch.amax, -INF)).amax().to(part.dtype)
+
+
+def _min(shard: Tensor) -> Tensor:
+    part = _Part(shard)
+    return part.exchange(part.extreme(torch.amin, INF)).amin().to(part.dtype)
+
+
+def _aminmax(shard: Tensor) -> Any:
+    part = _Part(shard)
+    found = part.exchange(part.extreme(torch.amin, INF), part.extreme(torch.amax, -INF))
+    return torch.return_types.aminmax((found[:, 0].amin().to(part.dtype), found[:, 1].amax().to(part.dtype)))
+
+
+def _all(shard: Tensor) -> Tensor:
+    part = _Part(shard)
+    return part.exchange(part.values.all()).amin() > 0
+
+
+def _any(shard: Tensor) -> Tensor:
+    part = _Part(shard)
+    return part.exchange(part.values.any()).amax() > 0
+
+
+def _count_nonzero(shard: Tensor) -> Tensor:
+    part = _Part(shard)
+    return part.exchange(part.values.count_nonzero()).sum().to(torch.int64)
+
+
+def _spread(part: _Part, unbiased: bool, correction: float | None) -> tuple[Tensor, Tensor]:
+    """Variance and mean, in float64: each rank's are of its own mean, so that no digits are lost."""
+    values = part.values.to(part.wide or part.dtype)
+    count = torch.tensor(float(values.numel()), device=values.device)
+    mean = values.mean() if values.numel() else torch.zeros((), device=values.device)
+    found = part.exchange(count, mean, (values - mean).square().sum())
+    counts, means, squares = found.unbind(1)
+    whole = (counts * means).sum() / part.count
+    total = squares.sum() + (counts * (means - whole).square()).sum()
+    return total / max(0.0, part.count - (float(unbiased) if correction is None else correction)), whole
+
+
+def _var(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> Tensor:
+    part = _Part(shard)
+    return _spread(part, unbiased, correction)[0].to(part.dtype)
+
+
+def _std(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> Tensor:
+    part = _Part(shard)
+    return _spread(part, unbiased, correction)[0].sqrt().to(part.dtype)
+
+
+def _var_mean(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> tuple[Tensor, ...]:
+    part = _Part(shard)
+    return tuple(value.to(part.dtype) for value in _spread(part, unbiased, correction))
+
+
+def _std_mean(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> tuple[Tensor, ...]:
+    part = _Part(shard)
+    variance, mean = _spread(part, unbiased, correction)
+    return variance.sqrt().to(part.dtype), mean.to(part.dtype)
+
+
+def _order(p: Any) -> float:
+    if p in ("fro", None):
+        return 2.0
+    if isinstance(p, str):
+        raise NotImplementedError(p)
+    return float(p)
+
+
+def _norm(shard: Tensor, p: Any = "fro", *, dtype: torch.dtype | None = None) -> Tensor:
+    order = _order(p)
+    part = _Part(shard)
+    [norm] = _finish(part.exchange(_own_norm(part, order, dtype)), order).unbind()
+    return norm.to(dtype or part.dtype)
+
+
+def _linalg_norm(shard: Tensor, ord: Any = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    if ord is not None and (isinstance(ord, str) or len(sight_of([shard]).layout.shape) > 1) and ord != "fro":
+        raise NotImplementedError("a norm of a matrix")
+    return _norm(shard, ord, dtype=dtype)
+
+
+def _vector_norm(shard: Tensor, ord: Any = 2, *, dtype: torch.dtype | None = None) -> Tensor:
+    return _norm(shard, ord, dtype=dtype)
+
+
+def _own_norm(part: _Part, order: float, dtype: torch.dtype | None) -> Tensor:
+    if order in (-INF, 0) or order < 0 or not part.values.numel():
+        empty = INF if order < 0 else 0.0
+        wide = part.values.to(torch.float64)
+        return torch.linalg.vector_norm(wide, order) if wide.numel() else wide.new_tensor(empty)
+    return torch.linalg.vector_norm(part.values, order, dtype=dtype or part.wide)
+
+
+def _finish(found: Tensor, order: float) -> Tensor:
+    """Norms of the whole, of the ranks' norms: the norm of norms."""
+    return found.sum(0) if order == 0 else torch.linalg.vector_norm(found, order, dim=0)
+
+
+def _dot(shard: Tensor, other: Tensor | None = None, *, tensor: Tensor | None = None) -> Tensor:
+    other = tensor if other is None else other
+    assert other is not None
+    part = _Part(shard)
+    theirs = other.detach().reshape(-1)[: part.values.numel()]
+    if shard.dim() != 1 or other.shape != shard.shape:
+        raise NotImplementedError("torch's own error is about shapes that nobody knows of")
+    return part.exchange((part.values * theirs).sum(dtype=part.wide)).sum().to(part.dtype)
+
+
+def _equal(shard: Tensor, other: Tensor) -> bool:
+    part = _Part(shard)
+    same = other.shape == shard.shape and other.dtype == shard.dtype
+    theirs = other.detach().reshape(-1)[: part.values.numel()]
+    own = torch.tensor(same and torch.equal(part.values, theirs), device=part.values.device)
+    return bool(part.exchange(own).amin() > 0)
+
+
+def _allclose(shard: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
+    part = _Part(shard)
+    theirs = other.detach().reshape(-1)[: part.values.numel()]
+    return bool(part.exchange(torch.isclose(part.values, theirs, *args, **kwargs).all()).amin() > 0)
+
+
+def _number(shard: Tensor) -> Any:
+    if sight_of([shard]).layout.numel != 1:
+        raise NotImplementedError("more than one number")
+    return _sum(shard, dtype=shard.dtype).item()
+
+
+BY_NAME: dict[str, Callable[..., Any]] = {
+    "sum": _sum, "nansum": _nansum, "mean": _mean, "nanmean": _nanmean, "prod": _prod, "max": _max, "min": _min,
+    "amax": _max, "amin": _min, "aminmax": _aminmax, "all": _all, "any": _any, "count_nonzero": _count_nonzero,
+    "var": _var, "std": _std, "var_mean": _var_mean, "std_mean": _std_mean, "norm": _norm, "linalg_norm": _linalg_norm,
+    "linalg_vector_norm": _vector_norm, "dot": _dot, "vdot": _dot, "equal": _equal, "allclose": _allclose,
+    "item": _number, "__float__": lambda shard: float(_number(shard)), "__int__": lambda shard: int(_number(shard)),
+    "__bool__": lambda shard: bool(_number(shard)), "is_nonzero": lambda shard: bool(_number(shard)),
+}  # fmt: skip
+
+
+def norms(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """``torch._foreach_norm``: one collective for all shards of the list."""
+    tensors, order = args[0], _order(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    with plainly():
+        found: list[Tensor] = [torch.zeros(())] * len(tensors)
+        own: dict[int, Tensor] = {}
+        for number, tensor in enumerate(tensors):
+            if "_zero_sight" in tensor.__dict__:
+                own[number] = _own_norm(_Part(tensor), order, dtype)
+            else:
+                found[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+        sight = sight_of(tensors)
+        numbers = torch.stack([norm.to(device=sight.device, dtype=torch.float64) for norm in own.values()])
+        for number, norm in zip(own, _finish(_exchange(numbers, sight), order).unbind(), strict=True):
+            found[number] = norm.to(device=tensors[number].device, dtype=dtype or tensors[number].dtype)
+    return found

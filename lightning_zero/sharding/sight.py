@@ -1,0 +1,131 @@
+"""Shards in sight: what users hold when they touch ``param``, ``param.data`` and ``param.grad``.
+
+One rule, wherever it happens: elementwise code runs on the shard as it is; a reduction over all elements gives what a
+plain module gives, by one collective that every rank must take part in; everything that depends on the whole
+parameter's shape raises :class:`UnsupportedError` with the line to write instead. Results of elementwise code are
+shards again, so the rule follows them: ``(p.grad + 0.1 * p).norm()`` is the whole's norm.
+
+The tensors stay what they are; only their Python class is another, whose ``__torch_function__`` asks
+``sharding/rules.py``. Our own code works on the plain tensors below, or inside :func:`plainly`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.rules import plainly, rule_of
+
+if TYPE_CHECKING:
+    from lightning_zero.sharding.layout import ShardLayout
+
+__all__ = ["ShardParameter", "ShardTensor", "Sight"]
+
+
+@dataclass(eq=False)
+class Sight:
+    """What a shard in sight knows of its parameter. It keeps neither parameter nor engine alive: the executor holds
+    parameters, and a way back from these would keep both forever.
+
+    Attributes:
+        changing: called when the parameter itself is about to be given other values.
+    """
+
+    name: str
+    layout: ShardLayout
+    rank: int
+    device: torch.device
+    group: dist.ProcessGroup
+    changing: Callable[[], None]
+
+    def show(self, tensor: Tensor) -> Tensor:
+        """Makes ``tensor``, with a value for each element of the shard, follow the rule; returns the same object."""
+        if type(tensor) is Tensor or type(tensor) is ShardTensor:
+            tensor.__class__ = ShardTensor
+        elif type(tensor) is nn.Parameter or type(tensor) is ShardParameter:
+            tensor.__class__ = ShardParameter
+        else:
+            return tensor  # a class with rules of its own
+        tensor.__dict__["_zero_sight"] = self
+        return tensor
+
+    def clear_padding(self, tensor: Tensor) -> None:
+        """Padding is zero, whatever was written: norms over arenas count it."""
+        begin, end = self.layout.range_of(self.rank)
+        if end - begin < self.layout.shard_numel and tensor.grad_fn is None:
+            with plainly(), torch.no_grad():
+                tensor.detach().view(-1)[end - begin :].zero_()
+
+    def assign(self, tensor: Tensor, value: Any) -> None:
+        """``tensor.data = value``: copied to where gathers and optimizer steps see it.
+
+        Raises:
+            UnsupportedError: the value has not the shard's shape, dtype and device.
+        """
+        with plainly(), torch.no_grad():
+            given = isinstance(value, Tensor) and (value.shape, value.dtype, value.device)
+            if given != (tensor.shape, tensor.dtype, tensor.device):
+                what = f"shape {tuple(given[0])}, {given[1]}, {given[2]}" if given else type(value).__name__
+                own = self.name.rpartition(".")[2]
+                raise UnsupportedError(
+                    f"The .data of {self.name!r} was given another tensor ({what}), but it is this rank's shard (shape "
+                    f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}). Assign whole values to the module that "
+                    f"owns it, on every rank: `module.{own}.data = x`. To change dtypes or devices, call "
+                    "lightning_zero.unshard(module)."
+                )
+            if type(tensor) is ShardParameter:
+                self.changing()
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.copy_(value)
+            self.clear_padding(tensor)
+
+    @staticmethod
+    def hide(tensor: Tensor) -> None:
+        """Gives what :meth:`show` has shown its own class back."""
+        if isinstance(tensor, _InSight):
+            tensor.__class__ = nn.Parameter if type(tensor) is ShardParameter else Tensor  # type: ignore[assignment]
+            del tensor.__dict__["_zero_sight"]
+
+
+class _InSight:
+    _zero_sight: Sight
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return rule_of(func)(func, args, kwargs or {})
+
+
+class ShardTensor(_InSight, Tensor):
+    """A value for each element of a shard, in the shard's shape or 1-D: a gradient, ``param.data``, or what was
+    computed of these one by one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with plainly():
+            memo[id(self)] = copy = self._zero_sight.show(self.detach().clone())
+            return copy.requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with plainly():  # a file holds the values, and no engine
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class ShardParameter(_InSight, nn.Parameter):
+    """The registered parameter while its data is a shard."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with plainly():
+            copy = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = self._zero_sight.show(copy)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with plainly():
+            data = self.detach().as_subclass(Tensor)
+            return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())

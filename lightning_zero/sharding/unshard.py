@@ -1,0 +1,24 @@
+"""Gives modules whole parameters and their own classes back."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_zero.sharding.full import full_parameters
+from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.surgery import ClassCache, is_sharded
+
+__all__ = ["make_plain"]
+
+
+def make_plain(sharder: Sharder, module: nn.Module) -> None:
+    """Makes all that ``sharder`` has sharded in ``module`` plain again, on this rank's device. Collective."""
+    records = sharder.live
+    with full_parameters(sharder, module, writeback=False):
+        values = [record.param.data for record in records]
+    for record, value in zip(records, values, strict=True):
+        record.param.grad = None
+        record.show_whole(value)
+        for owner, _ in record.owners:
+            if is_sharded(owner):
+                ClassCache.restore(owner)

@@ -1,0 +1,203 @@
+"""Each function of torch, asked of shards as users hold them: what a plain tensor gives, or a refusal that says what to
+write."""
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_zero import UnsupportedError
+from tests.helpers.oracle import assert_close_relative
+from tests.helpers.sharded import EAGER, engine_for
+from tests.ranks.pool import Ranks
+
+# of two tensors of one parameter, the shard's or the whole ones
+RIGHT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "norm": lambda p, g: p.norm(),
+    "norm of type 1": lambda p, g: torch.norm(g, 1),
+    "norm of type inf": lambda p, g: g.norm(p=math.inf),
+    "norm of type -inf": lambda p, g: torch.linalg.vector_norm(g, -math.inf),
+    "norm of type 0": lambda p, g: torch.linalg.vector_norm(p.relu(), 0),
+    "norm of type 3.5": lambda p, g: torch.linalg.vector_norm(p, ord=3.5),
+    "torch.linalg.norm": lambda p, g: torch.linalg.norm(g),
+    "norm of a step": lambda p, g: (g + 0.1 * p).norm() / (p.norm() + 1e-6),
+    "norm of the data": lambda p, g: p.data.norm(),
+    "norm of a detached, flat one": lambda p, g: torch.norm(p.detach().view(-1)),
+    "sum": lambda p, g: p.sum(),
+    "sum of squares": lambda p, g: g.pow(2).sum().sqrt(),
+    "torch.sum": lambda p, g: torch.sum(p * g),
+    "sum over all dimensions": lambda p, g: p.sum(tuple(range(p.dim()))),
+    "mean": lambda p, g: p.mean(),
+    "root of the mean square": lambda p, g: torch.sqrt(torch.mean(g**2)),
+    "mean by counts": lambda p, g: g.sum() / g.numel(),
+    "prod": lambda p, g: (1 + 0.01 * g).prod(),
+    "max": lambda p, g: p.max(),
+    "min": lambda p, g: torch.min(p),
+    "amax": lambda p, g: p.abs().amax(),
+    "amin": lambda p, g: p.amin(),
+    "aminmax": lambda p, g: list(torch.aminmax(p)),
+    "max of absolutes": lambda p, g: g.abs().max(),
+    "isfinite().all()": lambda p, g: g.isfinite().all(),
+    "isnan().any()": lambda p, g: torch.isnan(g).any(),
+    "any": lambda p, g: (p > 100).any(),
+    "count_nonzero": lambda p, g: (p > 0).count_nonzero(),
+    "sum of a mask": lambda p, g: (p > 0).sum(),
+    "dot": lambda p, g: torch.dot(p.flatten(), g.flatten()),
+    "var": lambda p, g: p.var(),
+    "std": lambda p, g: torch.std(p, unbiased=False),
+    "std_mean": lambda p, g: list(torch.std_mean(p)),
+    "var by correction": lambda p, g: p.var(correction=2),
+    "nansum": lambda p, g: torch.nansum(p),
+    "equal": lambda p, g: [float(torch.equal(p, g)), float(torch.equal(p, p.clone()))],
+    "allclose": lambda p, g: float(torch.allclose(p, p + 1e-9)),
+    "_foreach_norm": lambda p, g: list(torch._foreach_norm([p.detach(), g, torch.ones(3)], 2)),
+    "get_total_norm": lambda p, g: nn.utils.get_total_norm([p.detach(), g]),
+    "item": lambda p, g: p.norm().item(),
+    "bfloat16": lambda p, g: p.bfloat16().float().norm(),
+    "where": lambda p, g: torch.where(g > 0, p, -p).sum(),
+    "maximum": lambda p, g: torch.max(p, g).sum(),
+    "clamp in place": lambda p, g: p.detach().clone().clamp_(-0.1, 0.1).sum(),
+    "masked": lambda p, g: p.detach().clone().masked_fill_(p > 0, 2.0).sum(),
+    "ones": lambda p, g: torch.ones_like(p).sum(),
+    "a copy": lambda p, g: copy.deepcopy(g).norm() + copy.deepcopy(p).norm(),
+    "noise": lambda p, g: [(torch.randn_like(g) * p).sum(), torch.empty_like(p).uniform_().mul_(p).sum()],
+    "lists": lambda p, g: torch._foreach_mul([p.detach(), g], 2.0)[1].norm(),
+}
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "sum over a dimension": lambda p: p.sum(-1),
+    "norm over a dimension": lambda p: p.norm(dim=1, keepdim=True),
+    "max over a dimension": lambda p: p.max(1),
+    "argmax": lambda p: p.argmax(),
+    "sort": lambda p: p.sort(),
+    "topk": lambda p: p.flatten().topk(2),
+    "quantile": lambda p: torch.quantile(p, 0.5),
+    "median": lambda p: p.median(),
+    "cumsum": lambda p: p.cumsum(0),
+    "softmax": lambda p: p.softmax(-1),
+    "matmul": lambda p: p @ p.detach().t(),
+    "linear": lambda p: F.linear(torch.ones(2, 64), p),
+    "svd": lambda p: torch.linalg.svdvals(p),
+    "spectral norm": lambda p: torch.linalg.matrix_norm(p, 2),
+    "nuclear norm": lambda p: p.norm("nuc"),
+    "einsum": lambda p: torch.einsum("ij->j", p),
+    "transposed": lambda p: p.T,
+    "another shape": lambda p: p.view(2, -1),
+    "of the whole's shape": lambda p: p.detach() + torch.ones(64, 64),
+    "a row": lambda p: p[0],
+    "a slice": lambda p: p.data[:, :3].zero_(),
+    "cat": lambda p: torch.cat([p.view(-1), p.view(-1)]),
+    "numpy": lambda p: p.detach().numpy(),
+    "orthogonal": lambda p: nn.init.orthogonal_(p),
+    "eye": lambda p: nn.init.eye_(p),
+    "data of another shape": lambda p: setattr(p, "data", torch.zeros(64, 64)),
+    "data of another dtype": lambda p: setattr(p, "data", p.data.half()),
+}
+
+
+def _models() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    # a matrix that all ranks share, one whose last part is padding, vectors, one that rank 0 holds alone
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    model.scale = nn.Parameter(torch.tensor([[1.5, 0.5, 2.0]]))  # type: ignore[assignment]
+    return model, copy.deepcopy(model)
+
+
+def _table() -> dict[str, list[Any]]:
+    model, plain = _models()
+    with engine_for(model, EAGER) as engine:
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+        with engine.train_step():
+            loss = (model(x) * model.scale).square().sum()
+        loss.backward()
+        (plain(x) * plain.scale).square().sum().backward()
+        found: dict[str, Any] = {}
+        for name, function in RIGHT.items():
+            results = []
+            for of in (model, plain):
+                torch.manual_seed(3)
+                results.append([function(p, p.grad) for p in of.parameters()])  # type: ignore[arg-type]
+            found[name] = results
+        refusals = []
+        for name, refused in REFUSED.items():
+            param: Any = model[0]._parameters["weight"]
+            try:
+                refused(param)
+                refusals.append([name, "nothing was raised"])
+            except UnsupportedError as error:
+                refusals.append([name, str(error)])
+        return {"right": list(found.items()), "refused": refusals}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_function_is_right_or_refused(ranks: Ranks, world_size: int) -> None:
+    for result in ranks.run(world_size, _table):
+        for name, (ours, expected) in result["right"]:
+            assert_close_relative(_numbers(ours), _numbers(expected), 2e-6, 1e-6, what=name)
+        for name, message in result["refused"]:
+            assert "'0.weight'" in message, (name, message)
+            assert "module.weight" in message, (name, message)
+
+
+def _numbers(values: Any) -> Any:
+    if isinstance(values, list):
+        return [_numbers(value) for value in values]
+    return values.detach().float() if isinstance(values, Tensor) else float(values)
+
+
+def _edited() -> list[tuple[str, Tensor, Tensor]]:
+    """What is written to shards in users' ways, and what a plain module has then; padding stays zero."""
+    model, plain = _models()
+    seen = []
+    with engine_for(model, EAGER) as engine:
+
+        def compare(what: str) -> None:
+            for record in engine.sharder.live:
+                begin, end = record.layout.range_of(engine.rank)
+                assert not record.shard[end - begin :].any(), what
+            state = model.state_dict()
+            seen.extend((f"{what}: {key}", state[key], value.clone()) for key, value in plain.state_dict().items())
+
+        def both(what: str, function: Callable[[Tensor], Any]) -> None:
+            for of in (model, plain):
+                torch.manual_seed(5)
+                for param in of.parameters():
+                    function(param)
+            compare(what)
+
+        init = nn.init
+        both("xavier_uniform_", lambda p: init.xavier_uniform_(p) if p.dim() > 1 else init.zeros_(p))
+        both("xavier_normal_", lambda p: init.xavier_normal_(p) if p.dim() > 1 else init.ones_(p))
+        both("kaiming_uniform_", lambda p: init.kaiming_uniform_(p, a=5**0.5) if p.dim() > 1 else init.normal_(p))
+        both("kaiming_normal_", lambda p: init.kaiming_normal_(p, mode="fan_out") if p.dim() > 1 else init.uniform_(p))
+        both("trunc_normal_", lambda p: init.trunc_normal_(p, std=0.02))
+        both("constant_", lambda p: init.constant_(p, 2.5))
+        both("data.normal_", lambda p: p.data.normal_(0, 0.3))
+        both("data = ", lambda p: setattr(p, "data", p.data * 0.9 + 1))
+        both("data[:] =", lambda p: p.data.__setitem__(slice(None), 0.25))
+        with torch.no_grad():
+            both("add_", lambda p: p.add_(torch.randn_like(p), alpha=0.1))
+            both("norm_clamp", lambda p: p.mul_(0.1 / p.norm()))
+            both("a mask", lambda p: p.__setitem__(p > 0, 0.0))
+        file = io.BytesIO()
+        param = next(iter(model.parameters()))
+        torch.save([param, param.data], file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert type(loaded[0]) is nn.Parameter
+        assert type(loaded[1]) is Tensor
+        assert torch.equal(loaded[0], engine.sharder.live[0].shard.view_as(loaded[0]))
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_written_to_shards_is_what_a_plain_module_has(ranks: Ranks, world_size: int) -> None:
+    for seen in ranks.run(world_size, _edited):
+        for what, ours, expected in seen:
+            torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7, msg=lambda m, w=what: f"{w}: {m}")

@@ -1,0 +1,156 @@
+"""Ranks that wait for one that does not come: who is missing is said, and what cannot end well is ended, by name.
+
+What ends with the process of a rank is tested in tests/faults.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.config import CompileConfig, EngineConfig
+from lightning_zero.engine import Engine
+from lightning_zero.errors import RankFailedError
+from tests.ranks.pool import Ranks
+
+WIDTH = 64
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if both else x
+
+
+@contextmanager
+def watched(report_s: float = 1.0, timeout_s: float = 60.0) -> Iterator[tuple[Engine, nn.Module]]:
+    torch.manual_seed(0)
+    config = EngineConfig(compile=CompileConfig(enabled=False), report_stall_after_s=report_s, gather_by="collective")
+    engine = Engine(torch.device("cpu"), config, timedelta(seconds=timeout_s))
+    model = Two()
+    engine.shard(model)
+    try:
+        yield engine, model
+    finally:
+        engine.close()
+
+
+@contextmanager
+def stderr() -> Iterator[Path]:
+    """What this process writes to its standard error, C++ included."""
+    with tempfile.NamedTemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield Path(file.name)
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
+def step(engine: Engine, model: nn.Module, both: bool = True) -> None:
+    with engine.train_step():
+        loss = model(torch.ones(2, WIDTH), both).square().mean()
+    engine.before_backward()
+    loss.backward()
+    engine.after_backward()
+
+
+def late() -> str:
+    with watched() as (engine, model), stderr() as said:
+        step(engine, model)
+        if dist.get_rank() == 1:
+            time.sleep(3)
+        step(engine, model)
+        return said.read_text()
+
+
+def test_a_rank_that_is_late_is_named_on_every_rank_and_waited_for(ranks: Ranks) -> None:
+    waiting, slow = ranks.run(2, late)
+    assert "Missing: rank 1" in waiting
+    assert "waits in an all-gather of parameters" in waiting
+    assert "rank 1: between two steps" in waiting
+    assert "No progress. This is rank 1: between two steps" in slow
+    assert "rank 0: forward of training batch 2" in slow
+
+
+def compiling() -> str:
+    with watched() as (engine, model), stderr() as said:
+        step(engine, model)
+        if dist.get_rank() == 1:
+            with engine.watchdog.busy("compiling a graph"):
+                time.sleep(8)
+        step(engine, model)
+        return said.read_text()
+
+
+def test_a_rank_that_compiles_is_reported_as_that_and_blamed_for_nothing(ranks: Ranks) -> None:
+    waiting, busy = ranks.run(2, compiling)
+    assert "rank 1: between two steps" in waiting
+    assert "compiling a graph for" in waiting
+    assert busy == ""
+
+
+def fails() -> tuple[str, float]:
+    with watched() as (engine, model):
+        step(engine, model)
+        if dist.get_rank() == 1:
+            engine.watchdog.fail(ValueError("the third batch is empty"))
+            time.sleep(6)  # as a way out that takes its time
+            return "", 0.0
+        begun = time.monotonic()
+        with pytest.raises(RankFailedError) as caught:
+            step(engine, model)
+        return str(caught.value), time.monotonic() - begun
+
+
+def test_a_failure_on_one_rank_ends_the_waits_of_the_others(ranks: Ranks) -> None:
+    (text, seconds), _ = ranks.run(2, fails)
+    assert "Rank 1 failed: ValueError: the third batch is empty" in text
+    assert "This is rank 0: forward of training batch 2" in text
+    assert seconds < 10
+
+
+def all_fail() -> None:
+    with watched() as (engine, model):
+        step(engine, model)
+        engine.watchdog.fail(ValueError("on every rank"))
+        time.sleep(5)
+        engine.watchdog.begin()
+        step(engine, model)
+
+
+def test_what_all_ranks_failed_at_is_over_when_they_begin_again(ranks: Ranks) -> None:
+    ranks.run(2, all_fail)
+
+
+def overdue() -> tuple[str, float]:
+    with watched(timeout_s=5) as (engine, model):
+        step(engine, model)
+        if dist.get_rank() == 1:
+            time.sleep(12)
+            return "", 0.0
+        begun = time.monotonic()
+        with pytest.raises(RankFailedError) as caught:
+            step(engine, model)
+        return str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.slow
+def test_the_timeout_ends_a_wait_with_the_names_of_who_is_missing(ranks: Ranks) -> None:
+    (text, seconds), _ = ranks.run(2, overdue)
+    assert "longer than the timeout of 5 s" in text
+    assert "Missing: rank 1" in text
+    assert seconds < 10

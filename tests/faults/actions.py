@@ -1,0 +1,142 @@
+"""What can go wrong: ``ACTIONS[name](where, fault)`` happens to the rank that calls it, on the thread that calls it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from tests.faults.spec import Fault
+
+__all__ = ["ACTIONS", "Planned", "Skip", "Stuck"]
+
+FOREVER_S = 3600
+FAR_TOO_MUCH = 1 << 50  # bytes; more than any device has
+
+
+class Planned(Exception):
+    """The exception that a rank raises because it was told to. No RuntimeError: some of these are handled, as when a
+    CUDA graph cannot be captured."""
+
+
+class Skip(BaseException):
+    """For the injector: what was about to be called is not called."""
+
+
+class Stuck(BaseException):
+    """A rank that was to hang for ever did not: nobody ended it."""
+
+
+def _raise(where: str, fault: Fault) -> NoReturn:
+    raise Planned(f"planned, {where}")
+
+
+def _raise_cuda_error(where: str, fault: Fault) -> NoReturn:
+    """Stands in for a device that is lost; see ``device_assert`` for a real one."""
+    kind: Any = getattr(torch, "AcceleratorError", RuntimeError)
+    raise kind(f"CUDA error: an illegal memory access was encountered (planned, {where})")
+
+
+def _signal(number: int) -> Callable[[str, Fault], None]:
+    def send(where: str, fault: Fault) -> None:
+        os.kill(os.getpid(), number)
+
+    return send
+
+
+def _exit(where: str, fault: Fault) -> NoReturn:
+    sys.exit(3)
+
+
+def _exit_at_once(where: str, fault: Fault) -> NoReturn:
+    os._exit(3)
+
+
+def _sleep(where: str, fault: Fault) -> None:
+    time.sleep(fault.seconds)
+
+
+def _hang(where: str, fault: Fault) -> NoReturn:
+    """Other threads run, signals are handled."""
+    end = time.monotonic() + FOREVER_S
+    while time.monotonic() < end:
+        time.sleep(0.05)
+    raise Stuck(where)
+
+
+def _hang_busily(where: str, fault: Fault) -> NoReturn:
+    """Takes the GIL whenever it can be had."""
+    end = time.monotonic() + FOREVER_S
+    while time.monotonic() < end:
+        pass
+    raise Stuck(where)
+
+
+def _hang_in_c(where: str, fault: Fault) -> NoReturn:
+    """Other threads run; no signal's handler in Python does on this one."""
+    _sleep_in_c(ctypes.CDLL(None))
+    raise Stuck(where)
+
+
+def _hang_holding_the_gil(where: str, fault: Fault) -> NoReturn:
+    """No thread of this process runs Python any more."""
+    _sleep_in_c(ctypes.PyDLL(None))
+    raise Stuck(where)
+
+
+def _sleep_in_c(libc: Any) -> None:
+    left = FOREVER_S
+    while left > 0:  # a signal ends it early, and returns what was left
+        left = libc.sleep(left)
+
+
+def _out_of_memory(where: str, fault: Fault) -> NoReturn:
+    if torch.cuda.is_initialized():
+        torch.empty(FAR_TOO_MUCH, dtype=torch.uint8, device="cuda")
+    raise torch.OutOfMemoryError(f"planned, {where}: tried to allocate {FAR_TOO_MUCH} bytes")
+
+
+def _device_assert(where: str, fault: Fault) -> None:
+    """Goes on: the host hears of it when it next asks the device."""
+    values = torch.zeros(4, device="cuda")
+    values[torch.full((1,), 99, device="cuda")]
+
+
+def _skip(where: str, fault: Fault) -> NoReturn:
+    raise Skip
+
+
+def _fill_shared_memory(where: str, fault: Fault) -> None:
+    """From now on this process cannot claim memory that others could read."""
+
+    def full(*_: Any) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.posix_fallocate = full
+
+
+ACTIONS: dict[str, Callable[[str, Fault], None]] = {
+    "raise": _raise,
+    "cuda_error": _raise_cuda_error,
+    "sigkill": _signal(signal.SIGKILL),
+    "sigterm": _signal(signal.SIGTERM),
+    "sigint": _signal(signal.SIGINT),
+    "exit": _exit,
+    "exit_at_once": _exit_at_once,
+    "sleep": _sleep,
+    "hang": _hang,
+    "hang_busily": _hang_busily,
+    "hang_in_c": _hang_in_c,
+    "hang_holding_the_gil": _hang_holding_the_gil,
+    "out_of_memory": _out_of_memory,
+    "device_assert": _device_assert,  # on a GPU only
+    "skip": _skip,  # what the point wraps
+    "full_shared_memory": _fill_shared_memory,
+}

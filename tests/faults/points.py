@@ -1,0 +1,290 @@
+"""Where something can go wrong: what a rank is about to do, what is wrapped to be there, and the training it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from tests.faults.injector import Injector, wrap
+
+__all__ = ["POINTS", "Point"]
+
+Calls = Callable[..., Any]
+Install = Callable[["Point", Injector], None]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _wrap_targets(point: Point, injector: Injector) -> None:
+    for target in point.targets:
+        wrap(target, injector.around(point.name, point.step, point.after, point.skipped))
+
+
+@dataclass(frozen=True)
+class Point:
+    """
+    Args:
+        what: what the rank is about to do, or has just done.
+        targets: what is wrapped, ``"module:Class.method"``; each of them is this point.
+        after: the point comes after the call, and not before it.
+        step: batches (minus one) that have begun, at least, when something happens here; -1: before the first.
+        training: what a training must be, besides the default, for the point to be reached; names of ``Training``.
+        skipped: the result of a call that the action ``skip`` leaves out.
+        install: puts the point in place, where wrapping the targets is not enough.
+        ranks: who gets here; ``None``: all.
+    """
+
+    name: str
+    what: str
+    targets: tuple[str, ...]
+    step: int = 2
+    after: bool = False
+    training: Mapping[str, Any] = field(default_factory=dict)
+    skipped: Calls = _nothing
+    install: Install = _wrap_targets
+    ranks: tuple[int, ...] | None = None
+
+
+def _between(point: Point, injector: Injector) -> None:
+    """In the second block only, and not where the compiler looks on, whose graphs the point would break."""
+    (target,) = point.targets
+
+    def make(original: Calls) -> Calls:
+        def between(block: Any, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling() and block.index == 1 and torch.is_grad_enabled():
+                injector.reach(point.name, point.step)
+            return original(block, x)
+
+        return between
+
+    wrap(target, make)
+
+
+def _hook(point: Point, injector: Injector) -> None:
+    """Half way through the backward pass."""
+    (target,) = point.targets
+
+    def make(original: Calls) -> Calls:
+        def forward(block: Any, x: torch.Tensor) -> torch.Tensor:
+            out = original(block, x)
+            if out.requires_grad and block.index == 1:
+                out.register_hook(lambda grad: injector.reach(point.name, point.step))
+            return out
+
+        return forward
+
+    wrap(target, make)
+
+
+def _in_graphs(point: Point, injector: Injector, backward: bool) -> None:
+    """A node in the middle of each forward, or backward, graph, after all passes. Inductor takes no such node."""
+    (target,) = point.targets
+
+    def make(original: Calls) -> Calls:
+        def rewrite(compiler: Any, graph: torch.fx.Graph) -> torch.fx.Graph:
+            graph = original(compiler, graph)
+            inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+            if backward == any(name.startswith("tangents") for name in inputs):
+                calls = [node for node in graph.nodes if node.op == "call_function"]
+                with graph.inserting_before(calls[len(calls) // 2]):
+                    graph.call_function(reach, ())
+            return graph
+
+        return rewrite
+
+    def reach() -> None:
+        injector.reach(point.name, point.step)
+
+    wrap(target, make)
+
+
+def _in_worker(point: Point, injector: Injector) -> None:
+    """In a process that loads data for the rank."""
+    (target,) = point.targets
+
+    def make(original: Calls) -> Calls:
+        def fetch(*args: Any, **kwargs: Any) -> Any:
+            if get_worker_info() is not None:
+                injector.step = max(injector.step, -1) + 1  # of this worker's copy
+                injector.reach(point.name, point.step)
+            return original(*args, **kwargs)
+
+        return fetch
+
+    wrap(target, make)
+
+
+def _first_to_build(point: Point, injector: Injector) -> None:
+    """One rank builds, the others wait for it; so these come later."""
+    build, compile = point.targets
+    wrap(compile, injector.around(point.name, point.step, False, point.skipped))
+
+    def make(original: Calls) -> Calls:
+        def later(*args: Any, **kwargs: Any) -> Any:
+            if injector.fault is None:
+                injector.wait_for("fired", range(injector.world))
+            return original(*args, **kwargs)
+
+        return later
+
+    wrap(build, make)
+
+
+STRATEGY = "lightning_zero.strategy:ZeroStrategy"
+ENGINE = "lightning_zero.engine:Engine"
+LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
+PEERS = "lightning_zero.sharding.peers:PeerMemory"
+COMPILER = "lightning_zero.compile.backend:Compiler"
+PAIRS = "lightning_zero.compile.replay.pairs"
+MODEL = "tests.faults.model"
+
+COMPILED = {"strategy": "aot_eager"}
+COPIED = COMPILED | {"precision": "bf16-mixed", "options": {"gather_by": "copy", "reduce_by": "copy"}}
+REPLAYED = COMPILED | {"emulate": True, "steps": 12}
+
+_ALL = (
+    Point("join", "joins the process group", ("lightning_zero.processes:_init_dist_connection",), -1),
+    Point(
+        "build",
+        "builds the C++ executor",
+        ("lightning_zero.native.load:build", "lightning_zero.native.build:_compile"),
+        -1,
+        training={"cold": True},
+        install=_first_to_build,
+    ),
+    Point(
+        "construction",
+        "shards a layer that was just built in configure_model",
+        ("lightning_zero.sharding.shard:Sharder.shard_module",),
+        -1,
+        training={"late": True},
+    ),
+    Point("shard", "shards the model", (f"{ENGINE}.shard",), -1),
+    Point(
+        "checkpoint_load",
+        "loads the checkpoint that it resumes from",
+        (f"{STRATEGY}.load_checkpoint",),
+        -1,
+        training={"resume": True},
+    ),
+    Point("data_loader", "asks its loader for a batch", ("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",)),
+    Point(
+        "data_worker",
+        "loads a batch in a process of its own",
+        ("torch.utils.data._utils.fetch:_MapDatasetFetcher.fetch",),
+        training={"workers": 1},
+        install=_in_worker,
+    ),
+    Point("peer_memory", "allocates memory that its peers read", (f"{PEERS}.empty",), 0, training=COPIED),
+    Point(
+        "peer_memory_mapped",
+        "maps the memory of its peers",
+        ("lightning_zero.sharding.peers:mapped",),
+        0,
+        training=COPIED,
+    ),
+    Point(
+        "first_forward",
+        "is half way through the first forward, which is not compiled",
+        (f"{MODEL}:Block.between",),
+        0,
+        training=COMPILED,
+        install=_between,
+    ),
+    Point("before_forward", "begins a training step", (f"{ENGINE}.train_step",)),
+    Point("forward", "is half way through a forward", (f"{MODEL}:Block.between",), install=_between),
+    Point("gather_in_backward", "gathers a weight again", ("lightning_zero.compile.eager:gather_full",)),
+    Point("compile", "compiles a graph", (f"{COMPILER}._tag",), 1, training=COMPILED),
+    Point(
+        "agreement",
+        "compares its new plan with the other ranks'",
+        ("lightning_zero.compile.agreement:Agreement.check",),
+        1,
+        training=COMPILED,
+    ),
+    Point(
+        "compiled_forward",
+        "is half way through a compiled forward",
+        (f"{COMPILER}._rewrite",),
+        training=COMPILED,
+        install=partial(_in_graphs, backward=False),
+    ),
+    Point(
+        "compiled_backward",
+        "is half way through a compiled backward",
+        (f"{COMPILER}._rewrite",),
+        training=COMPILED,
+        install=partial(_in_graphs, backward=True),
+    ),
+    Point("backward", "is half way through a backward", (f"{MODEL}:Block.forward",), install=_hook),
+    Point("reduce", "hands a gradient over", ("lightning_zero.native.load:_gather_backward",)),
+    Point("end_backward", "has all gradients", (f"{ENGINE}._run_gradient_hooks",)),
+    Point("gradient_hook", "runs a user's hook on a gradient", (f"{MODEL}:Trained.gradient_hook",)),
+    Point("clip", "takes the norm of all gradients", ("lightning_zero.optim.stepper:OptimizerStepper.clip_norm",)),
+    Point("before_step", "is about to step the optimizer", (f"{ENGINE}.before_step",)),
+    Point(
+        "in_step",
+        "steps the optimizer",
+        ("torch.optim.adam:adam", "lightning_zero.optim.kernel:StepKernel.run"),
+    ),
+    Point("after_step", "has stepped the optimizer", (f"{STRATEGY}.optimizer_step",), after=True),
+    Point("batch_end", "is between two batches", (f"{MODEL}:Trained.on_train_batch_end",)),
+    Point("capture", "captures compiled code", (f"{PAIRS}:Job.run",), training=REPLAYED),
+    Point(
+        "replay",
+        "is about to replay a forward",
+        (f"{PAIRS}:EmulatedPair.forward", f"{PAIRS}:CapturedPair.forward"),
+        6,
+        training=REPLAYED,
+    ),
+    Point(
+        "replay_backward",
+        "is about to replay a backward",
+        (f"{PAIRS}:EmulatedPair.backward", f"{PAIRS}:CapturedPair.backward"),
+        6,
+        training=REPLAYED,
+    ),
+    Point(
+        "replaying",
+        "has started a replay, which runs on",
+        ("lightning_zero.native.executor:Executor.after_replay",),
+        6,
+        training=REPLAYED,
+    ),
+    Point("validation_start", "begins to validate", (f"{LOOP}.on_run_start",)),
+    Point("validation_step", "validates a batch", (f"{STRATEGY}.validation_step",)),
+    Point(
+        "log",
+        "averages what was logged",
+        ("lightning_zero.processes:ProcessStrategy.reduce",),
+        skipped=lambda strategy, value, *args, **kwargs: value,
+    ),
+    Point("validation_end", "ends a validation", (f"{LOOP}.on_run_end",)),
+    Point(
+        "checkpoint_gather",
+        "gathers a weight for a checkpoint",
+        ("lightning_zero.sharding.state:StateDictHooks._whole",),
+    ),
+    Point(
+        "checkpoint_optimizer",
+        "gathers the optimizer's state for a checkpoint",
+        ("lightning_zero.checkpoint.full:gather_value",),
+    ),
+    Point(
+        "checkpoint_write",
+        "writes a checkpoint, for which the others wait",
+        ("lightning.fabric.plugins.io.torch_io:TorchCheckpointIO.save_checkpoint",),
+        ranks=(0,),
+    ),
+    Point("barrier", "waits until all have come", ("lightning_zero.processes:ProcessStrategy.barrier",), 3),
+    Point("teardown", "cleans up after the training", (f"{STRATEGY}.teardown",)),
+)
+
+POINTS: dict[str, Point] = {point.name: point for point in _ALL}

@@ -1,0 +1,58 @@
+"""What Linux knows of processes that need not be our children: whether they live, how they ended, what they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+__all__ = ["command", "ended", "exit_code", "kill_session", "members"]
+
+STATE, SESSION, EXIT_CODE = 0, 3, 49  # in /proc/PID/stat, counted from behind the name
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def ended(pid: int) -> bool:
+    """Also one that nobody has reaped yet."""
+    stat = _stat(pid)
+    return stat is None or stat[STATE] in "ZX"
+
+
+def exit_code(pid: int) -> int | None:
+    """As subprocess's; only between the process's end and its being reaped."""
+    stat = _stat(pid)
+    return os.waitstatus_to_exitcode(int(stat[EXIT_CODE])) if stat is not None and stat[STATE] in "ZX" else None
+
+
+def members(session: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        stat = _stat(int(entry.name)) if entry.name.isdigit() else None
+        if stat is not None and stat[STATE] not in "ZX" and int(stat[SESSION]) == session:
+            found.append(int(entry.name))
+    return found
+
+
+def kill_session(session: int) -> None:
+    end = time.monotonic() + 10
+    while (left := members(session)) and time.monotonic() < end:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,160 @@
+"""Shards in users' hands, as they write it, against DDP: SAM, trust ratios, norms of layers, noise, initialisation, BYOL."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.oracle import assert_close_relative
+from tests.ranks.pool import Ranks
+from tests.trainer.helpers import INPUTS, OUTPUTS, RTOL, Regression, seeded, train
+
+
+class Wide(Regression):
+    """Every rank holds a good part of every matrix; the last bias is padding on all ranks but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.net = nn.Sequential(
+                nn.Linear(INPUTS, 64), nn.Tanh(), nn.Linear(64, 70), nn.Tanh(), nn.Linear(70, OUTPUTS)
+            )
+        self.seen: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def note(self, value: Tensor) -> None:
+        self.losses.append(float(value))
+
+
+class Sam(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            norm = torch.stack([(p.abs() * p.grad).norm(p=2) for p in self.parameters()]).norm(p=2)
+            self.note(norm)
+            steps = {}
+            for p in self.parameters():
+                steps[p] = p.pow(2) * p.grad * (0.05 / (norm + 1e-12))
+                p.add_(steps[p])
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for p in self.parameters():
+                p.sub_(steps[p])
+        optimizer.step()
+
+
+class TrustRatios(Wide):
+    """LARS and LAMB by hand."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                update = p.grad + 0.01 * p.data
+                ratio = torch.where(p.data.norm() > 0, 0.1 * p.data.norm() / (update.norm() + 1e-6), 1.0)
+                self.note(ratio)
+                p.grad = update.mul(ratio)
+
+
+class LayerNorms(Wide):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx:
+            self.losses.extend(float(p.norm()) for p in self.parameters())
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for _, p in self.named_parameters():
+            self.note(p.grad.norm(2))
+            self.note(p.grad.abs().max())
+            assert p.grad.isfinite().all()
+        self.note(nn.utils.clip_grad_norm_(self.parameters(), 0.1))
+
+
+class Noise(Wide):
+    """The same noise on every rank, as DDP needs it."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with seeded(self.global_step):
+            for p in self.parameters():
+                p.grad.add_(torch.randn_like(p.grad), alpha=0.1)
+                p.grad += torch.empty_like(p.grad).uniform_(-0.1, 0.1)
+                self.note(p.grad.norm())
+
+
+class Byol(Wide):
+    def on_train_batch_end(self, *args: Any) -> None:
+        for p in self.net.parameters():
+            p.data = p.data * 0.9
+
+
+class LateInit(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: Any = None
+
+    def configure_model(self) -> None:
+        if self.late is None:
+            with seeded(5):
+                self.late = nn.Sequential(nn.Linear(INPUTS, 64), nn.Linear(64, OUTPUTS))
+                for p in self.late.parameters():
+                    nn.init.xavier_uniform_(p) if p.dim() > 1 else nn.init.normal_(p)
+
+    def on_fit_start(self) -> None:
+        with seeded(6):
+            for p in self.net.parameters():
+                nn.init.kaiming_normal_(p) if p.dim() > 1 else nn.init.constant_(p, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.late(x)
+
+
+class LateLoad(LateInit):
+    def configure_model(self) -> None:
+        if self.late is None:
+            with seeded(8):
+                pretrained = nn.Sequential(nn.Linear(INPUTS, 64), nn.Linear(64, OUTPUTS)).state_dict()
+                self.late = nn.Sequential(nn.Linear(INPUTS, 64), nn.Linear(64, OUTPUTS))
+                self.late.load_state_dict(pretrained)
+
+
+class LateEncoder(LateInit):
+    """``nn.TransformerEncoder`` deep-copies its layer; here with weights that are tied inside of it."""
+
+    def configure_model(self) -> None:
+        if self.late is None:
+            with seeded(9):
+                layer = nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0, batch_first=True)
+                layer.linear2.weight = layer.linear1.weight
+                self.late = nn.Sequential(
+                    nn.Linear(INPUTS, 64), nn.TransformerEncoder(layer, 2), nn.Linear(64, OUTPUTS)
+                )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.late(x[:, None])[:, 0]
+
+
+CASES: list[Any] = [Sam, TrustRatios, LayerNorms, Noise, Byol, LateInit, LateLoad, LateEncoder]
+
+
+def _train_under(kinds: list[str], make: Any) -> dict[str, Any]:
+    return {kind: train(kind, make, steps=3) for kind in kinds}
+
+
+@pytest.mark.parametrize("kinds", [(2, "eager"), (3, "eager"), (2, "compiled"), (3, "compiled")], ids=str)
+@pytest.mark.parametrize("make", CASES)
+def test_as_under_ddp(ranks: Ranks, make: Any, kinds: tuple[int, str]) -> None:
+    world_size, kind = kinds
+    for result in ranks.run(world_size, _train_under, ["ddp", kind], make, deadline=400):
+        (losses, state), (expected, whole) = result[kind], result["ddp"]
+        assert len(expected) >= 3
+        assert_close_relative(losses, expected, 5 * RTOL, what="losses and norms")
+        assert_close_relative(state, whole, 5 * RTOL, what="values")

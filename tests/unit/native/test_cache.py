@@ -1,0 +1,178 @@
+"""Where built libraries lie: what is loaded from there runs as this user."""
+
+import errno
+import fcntl
+import importlib
+import logging
+import os
+import pwd
+import stat
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_zero.errors import NativeBuildError
+from lightning_zero.native.build import build
+from lightning_zero.native.cache import check_owner, default_cache
+from tests.unit.native.stand_in import WRITE, Compiler
+
+SOMEBODY = 54321
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it another user's, as seen from this process."""
+    if os.geteuid() == 0:
+        os.chown(path, SOMEBODY, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_new_cache_is_for_its_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        library = build(tmp_path / "home" / "cache", Compiler(tmp_path).path)
+    finally:
+        os.umask(before)
+    assert mode(library.parent.parent) == mode(library.parent) == 0o700
+    assert mode(library) == 0o755
+
+
+def test_a_cache_that_more_users_may_read_stays_so(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    assert mode(build(shared, Compiler(tmp_path).path).parent) == 0o755
+
+
+@pytest.mark.parametrize("what", ["the cache", "an entry", "the library"])
+def test_what_others_can_write_is_refused(tmp_path: Path, what: str) -> None:
+    library = build(tmp_path / "cache", Compiler(tmp_path).path)
+    path = {"the cache": library.parent.parent, "an entry": library.parent, "the library": library}[what]
+    for bits in (0o020, 0o002):
+        path.chmod(0o700 | bits)
+        with pytest.raises(
+            NativeBuildError, match=rf"{path} .*can be written by others.*chmod -R go-w.*LIGHTNING_ZERO"
+        ):
+            build(tmp_path / "cache", Compiler(tmp_path).path)
+    path.chmod(0o755)
+    assert build(tmp_path / "cache", Compiler(tmp_path).path) == library
+
+
+@pytest.mark.parametrize("what", ["the cache", "an entry", "the library"])
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    library = build(tmp_path / "cache", Compiler(tmp_path).path)
+    path = {"the cache": library.parent.parent, "an entry": library.parent, "the library": library}[what]
+    give_away(path, monkeypatch)
+    with pytest.raises(NativeBuildError, match=r"belongs to another user .*LIGHTNING_ZERO_CACHE to a writable"):
+        build(tmp_path / "cache", Compiler(tmp_path).path)
+
+
+def test_nothing_is_built_in_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, compiler = tmp_path / "cache", Compiler(tmp_path)
+    cache.mkdir(mode=0o755)
+    give_away(cache, monkeypatch)
+    with pytest.raises(NativeBuildError, match="belongs to another user"):
+        build(cache, compiler.path)
+    assert not list(cache.iterdir())
+
+
+def test_what_belongs_to_root_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
+    check_owner(Path("/usr"))
+
+
+def test_a_cache_that_was_filled_ahead_of_time_may_be_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = build(tmp_path / "cache", Compiler(tmp_path).path)
+    (library.parent / "lock").unlink()
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    # Permissions would not stop root, who runs many tests.
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
+    assert build(tmp_path / "cache", "no-such-compiler") == library
+
+
+def test_a_cache_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(NativeBuildError, match=r"may not read the build cache .*cache.*Set LIGHTNING_ZERO_CACHE"):
+        check_owner(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_without_locks_it_builds_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    def flock(*args: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    compiler = Compiler(tmp_path, WRITE.format(pause=0.05))
+    results: list[str] = []
+    builders = [
+        threading.Thread(target=lambda: results.append(build(tmp_path / "cache", compiler.path, 0).read_text()))
+        for _ in range(2)
+    ]
+    with caplog.at_level(logging.WARNING):
+        for thread in builders:
+            thread.start()
+        for thread in builders:
+            thread.join()
+    assert results == ["whole\n"] * 2
+    assert "cannot be locked" in caplog.text
+    assert os.strerror(code) in caplog.text
+    assert "Another process" not in caplog.text
+
+
+class TestWithoutHome:
+    @pytest.fixture(autouse=True)
+    def _no_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unknown(user: int) -> None:
+            raise KeyError(user)
+
+        for name in ("HOME", "XDG_CACHE_HOME", "LIGHTNING_ZERO_CACHE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+    def test_temporary_files_hold_the_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert default_cache() == tmp_path / f"lightning_zero-{os.geteuid()}"
+        library = build(compiler=Compiler(tmp_path).path)
+        assert library.is_relative_to(default_cache())
+        assert mode(default_cache()) == 0o700
+
+    def test_a_folder_that_somebody_put_there_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        default_cache().mkdir(mode=0o700)
+        give_away(default_cache(), monkeypatch)
+        monkeypatch.setenv("LIGHTNING_ZERO_CACHE", str(next(tmp_path.glob("lightning_zero-*"))))
+        with pytest.raises(NativeBuildError, match="belongs to another user"):
+            build(compiler=Compiler(tmp_path).path)
+
+    def test_without_temporary_files_either_it_says_what_to_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def none() -> str:
+            raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+        monkeypatch.setattr(tempfile, "gettempdir", none)
+        with pytest.raises(NativeBuildError, match=r"no home directory.*No usable temporary.*Set LIGHTNING_ZERO_CACHE"):
+            build(compiler="no-such-compiler")
+
+
+def test_a_library_that_does_not_load_says_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_module = importlib.import_module("lightning_zero.native.load")
+    monkeypatch.setattr(load_module, "build", lambda: tmp_path / "gone.so")
+    with pytest.raises(NativeBuildError, match=r"gone\.so does not load.*LIGHTNING_ZERO_CACHE.*built-by"):
+        load_module.load.__wrapped__()
