@@ -318,7 +318,7 @@ class Engine(OptimizerSteps, NotCopied):
             yield
         self.buffers.notice()
         if first:
-            self._supervisor.first_step_showed(self.sharder.classes.last_read, self.calls.notes)
+            self._supervisor.first_step_showed(self.sharder.classes.last_read(), self.calls.notes)
         self._eager_reads = self._count_eager_reads() - reads
 
     def before_backward(self) -> None:

@@ -22,7 +22,7 @@ from lightning_zero.sharding.full import gather_full
 from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import ShardedParameter, Sharder
 from lightning_zero.sharding.state import StateDictHooks
-from lightning_zero.sharding.surgery import SHAPES, ClassCache
+from lightning_zero.sharding.surgery import SHAPES, ClassCache, refuse_to_copy
 
 __all__ = ["Copies", "NotCopied"]
 
@@ -44,7 +44,8 @@ class Copies:
         self._sharder = sharder
         self._guarded: list[nn.Module] = []
         self._pickled: dict[int, weakref.ref[nn.Parameter]] = {}  # by index
-        sharder.classes.deepcopy, sharder.classes.reduce = self.deepcopy, self.reduce
+        # Not strongly: torch remembers classes for longer than an engine lives.
+        sharder.classes.deepcopy, sharder.classes.reduce = _weakly(self.deepcopy), _weakly(self.reduce)
 
     def guard(self, root: nn.Module) -> None:
         """Has ``root`` copied by us, and modules with a ``__getstate__`` of their own: they would hand on the engine,
@@ -125,6 +126,11 @@ class Copies:
             module.__class__ = own
             state.clear()
             state.update(before)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    reference = weakref.WeakMethod(method)
+    return lambda module, argument: (reference() or refuse_to_copy)(module, argument)
 
 
 def _is_ours(hook: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.refusals import plainly, refuse_for, sight_of
 
 if TYPE_CHECKING:
@@ -46,8 +47,14 @@ class _Part:
 
 def _exchange(numbers: Tensor, sight: Sight) -> Tensor:
     own = numbers.to(sight.device)
+    group = sight.group()
+    if group is None:
+        raise UnsupportedError(
+            f"The engine that sharded {sight.name!r} is gone, and with it the other ranks' parts of what is reduced "
+            "here. Take norms, sums and the like before the strategy is closed, or of whole values."
+        )
     ranks = [torch.empty_like(own) for _ in range(sight.layout.world_size)]
-    dist.all_gather(ranks, own, group=sight.group)
+    dist.all_gather(ranks, own, group=group)
     return torch.stack(ranks).to(numbers.device)
 
 

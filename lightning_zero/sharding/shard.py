@@ -140,7 +140,9 @@ class Sharder:
     def _register(self, name: str, param: nn.Parameter, shard: Tensor, layout: ShardLayout) -> ShardedParameter:
         index = self.executor.add_parameter(name, param, shard, layout.shape, layout.order)
         device = self.executor.device
-        sight = Sight(name, layout, self.executor.rank, device, self.group, partial(_tell, weakref.ref(self)))
+        sight = Sight(
+            name, layout, self.executor.rank, device, weakref.ref(self.group), partial(_tell, weakref.ref(self))
+        )
         record = ShardedParameter(index, name, param, layout, shard, sight)
         record.show_shard()
         self.parameters.append(record)

@@ -31,8 +31,8 @@ __all__ = ["ShardParameter", "ShardTensor", "Sight"]
 
 @dataclass(eq=False)
 class Sight:
-    """What a shard in sight knows of its parameter. It keeps neither parameter nor engine alive: the executor holds
-    parameters, and a way back from these would keep both forever.
+    """What a shard in sight knows of its parameter. It keeps neither parameter nor engine nor process group alive: the
+    executor holds parameters, and a way back from these would keep all forever.
 
     Attributes:
         changing: called when the parameter itself is about to be given other values.
@@ -42,7 +42,7 @@ class Sight:
     layout: ShardLayout
     rank: int
     device: torch.device
-    group: dist.ProcessGroup
+    group: Callable[[], dist.ProcessGroup | None]
     changing: Callable[[], None]
 
     def show(self, tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ graph breaks inside a block.
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import inverse
 
-__all__ = ["KEPT", "ORDERS", "SHAPES", "ClassCache", "engine_of_class", "is_sharded"]
+__all__ = ["KEPT", "ORDERS", "SHAPES", "ClassCache", "engine_of_class", "is_sharded", "refuse_to_copy"]
 
 # Module attributes: parameter name -> whole shape, or None while the whole parameter is in place;
 SHAPES = "_zero_shapes"
@@ -71,7 +72,7 @@ def _weight_property(name: str) -> property:
         if type(param) is not nn.Parameter and _is_given(cast(Any, param), shape, cache):
             cache.given = True
             return param
-        cache.last_read = param
+        cache.last_read = weakref.ref(param)
         with torch._C.DisableTorchFunctionSubclass():
             weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
         # While a model is being built, `head.weight = embedding.weight` must see a Parameter.
@@ -116,9 +117,9 @@ class ClassCache:
     def __init__(self) -> None:
         self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
         self.engine: Callable[[], Any] = lambda: None  # how a sharded module finds its engine
-        self.last_read: nn.Parameter | None = None  # by eager code
-        self.deepcopy: Callable[..., Any] = _refuse_to_copy  # see copying.py; copies.py while a model is being built
-        self.reduce: Callable[..., Any] = _refuse_to_copy
+        self.last_read: Callable[[], nn.Parameter | None] = lambda: None  # by eager code
+        self.deepcopy: Callable[..., Any] = refuse_to_copy  # see copying.py; copies.py while a model is being built
+        self.reduce: Callable[..., Any] = refuse_to_copy
         self.given = False  # eager code has read a weight that torch.func.functional_call had put in a shard's place
         self.as_parameters = False  # what eager code reads is an nn.Parameter
         self.as_shards = False  # what eager code reads is the registered nn.Parameter, a shard
@@ -182,7 +183,8 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     return cast(Any, self)._zero_cache.reduce(self, protocol)
 
 
-def _refuse_to_copy(module: nn.Module, *unused: Any) -> Any:
+def refuse_to_copy(module: nn.Module, *unused: Any) -> Any:
+    """Raises :class:`UnsupportedError`: there is no engine, or none any more."""
     raise UnsupportedError(
         f"A sharded {type(module).__name__} cannot be copied or pickled without its engine. Copy its values instead "
         "(`fresh.load_state_dict(module.state_dict())`, on every rank)."
