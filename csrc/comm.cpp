@@ -302,11 +302,11 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
       std::move(then));
 }
 
-void Communicator::all_reduce_max(at::Tensor& values) {
+void Communicator::all_reduce_max(at::Tensor& values, const char* what) {
   std::vector<at::Tensor> tensors{values};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
-  auto met = launch("the agreement at the end of a backward pass",
+  auto met = launch(what,
                     [&](bool) { return Works{group_->allreduce(tensors, options)}; }, {});
   met.wait(device_);
 }

@@ -119,7 +119,7 @@ class Communicator {
                                std::function<void()> then);
 
   // Elementwise maximum over ranks of a host tensor; blocks the host. The group must be a CPU one.
-  void all_reduce_max(at::Tensor& values);
+  void all_reduce_max(at::Tensor& values, const char* what);
 
   // The current stream waits for ours.
   void catch_up();

@@ -79,6 +79,8 @@ void Executor::watch(c10::intrusive_ptr<Watchdog> watchdog) {
   reduce_comm_.watch(watchdog);
   if (control_comm_)
     control_comm_->watch(watchdog);
+  if (turns_)
+    turns_->watch(watchdog);
   watchdog_ = std::move(watchdog);
 }
 
@@ -123,6 +125,7 @@ void Executor::move_parameter(int64_t index, at::Tensor shard) {
   sync_edits(/*forget=*/true);
   ShardTable::instance().remove(record.shard);
   published_ = false;
+  record.shards.clear();
   record.shard = std::move(shard);
   ShardTable::instance().add(record.shard, ParamRef{this, index});
 }
@@ -165,6 +168,7 @@ void Executor::close() {
   first_groups_.clear();
   staging_.clear();
   shadow_memory_.clear();
+  turns_.reset();
   gathered_.clear();
   buckets_.clear();
   late_.clear();
@@ -296,7 +300,7 @@ std::vector<int64_t> Executor::agree() {
   flags[order_.size() + 4] = to_say_ ? 1 : 0;
   if (control_comm_) {
     auto values = at::tensor(flags, at::kLong);
-    control_comm_->all_reduce_max(values);
+    control_comm_->all_reduce_max(values, "the agreement at the end of a backward pass");
     std::copy_n(values.const_data_ptr<int64_t>(), flags.size(), flags.begin());
     count("agreements");
     // Signals carry no name: ranks that met at different times would add up what is not there yet, without a

@@ -21,6 +21,12 @@
 // (first barrier), stale shadows are written, and all ranks have written theirs (second barrier). Eager code,
 // which may find a stale shadow anywhere, casts the shard instead and gathers through the process group.
 //
+// [Note: turns] Where all ranks can read the shards themselves (of CPUs, so far), everybody reads what it
+// wants when it wants, out of shadows and shards, and ranks need not read the same: what changes shards says
+// so before (begin_writing), and ranks take turns. See turns.h. There are no meetings where graphs begin, and
+// eager code copies, too. Weights that eager code was given and edited are told by a digest of their values,
+// since assignments to `.data` leave no other trace, and must be told alike on every rank.
+//
 // [Note: gradients pushed to peers] Likewise, where ranks can write into each other's memory, a bucket is not
 // reduce-scattered: each rank copies every peer's part into that peer's staging memory, all meet (a barrier),
 // and each adds up what it was sent, in float32. Staging memory has two halves, used in turn: whoever passes
@@ -54,6 +60,7 @@
 #include "bucket.h"
 #include "comm.h"
 #include "param_registry.h"
+#include "turns.h"
 
 namespace lightning_zero {
 
@@ -102,9 +109,21 @@ class Executor : public torch::CustomClassHolder {
   void set_peers(int64_t index, std::vector<at::Tensor> peers);
   // The same for a copy in the parameter's own dtype.
   void set_exact(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
+  // Shards lie in memory that all ranks can read, from now on: each rank's number of its turn. On every rank,
+  // which meet before the next gather. See [Note: turns].
+  void take_turns(std::vector<at::Tensor> numbers);
+  // The parameter's shard on every rank. Only where ranks take turns.
+  void set_shards(int64_t index, std::vector<at::Tensor> shards);
+  // Where ranks take turns: something is about to change shards; and it has. Harmless when repeated.
+  void begin_writing();
+  void end_writing();
+  bool takes_turns() const { return turns_.has_value(); }
   // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again
   // before use.
   void expire_shadows();
+  // A stage of training or evaluation begins, on every rank: steps are counted alike from now on, although an
+  // exception may have ended the stage before at another step on each.
+  void begin_stage();
   // A training step begins, on every rank: what ranks had missed of each other in an interrupted one is over.
   void begin_epoch();
   // A training step begins: writes all shadows, and starts to fetch what the last step's graph fetched first.
@@ -189,7 +208,8 @@ class Executor : public torch::CustomClassHolder {
     uint32_t version;  // of the parameter when it was gathered
     // What code was given: views of `flat`, until somebody assigns other memory to one's `data`.
     std::vector<at::Tensor> given;
-    uint64_t edits = 0;  // edits() when its shard changed, after which edits come too late
+    uint64_t edits = 0;   // edits() when its shard changed, after which edits come too late
+    uint64_t digest = 0;  // of its values, as they were gathered or have reached the shard
     bool held();
     uint64_t edits_seen() const;
   };
@@ -238,6 +258,9 @@ class Executor : public torch::CustomClassHolder {
   at::Tensor gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending, at::Tensor output = {});
   void take_assigned(Tracked& weight);
   void refuse_late_edits();
+  bool take_edits();
+  void copy_edit(const Tracked& weight);
+  void begin_reading();
   bool is_stale(const ParamRecord& record) const;
   bool is_kept(const ParamRecord& record) const;
   void keep(ParamRecord& record);
@@ -245,11 +268,14 @@ class Executor : public torch::CustomClassHolder {
   void write_shadow(ParamRecord& record);
   // `wait`: the current stream, too, and not only what this executor launches.
   void publish(bool everything, bool wait = false);
+  void write_all_shadows();
   // On every rank, where they can be read; empty where they cannot.
   static const std::vector<at::Tensor>& copies_of(const ParamRecord& record, at::ScalarType dtype);
   bool can_copy(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const;
   Pending fetch(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                 std::vector<at::Tensor>& sources);
+  bool can_read(const std::vector<ParamRecord*>& records) const;
+  Pending read(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs);
   // `sources` must live until the group has arrived.
   Ahead start(Group group, std::vector<at::Tensor>& sources);
   at::Tensor take_ahead(const std::vector<ParamRecord*>& records, at::ScalarType dtype, int64_t numel);
@@ -299,6 +325,7 @@ class Executor : public torch::CustomClassHolder {
   std::vector<Tracked> outdated_;  // still held although their shards have changed
 
   std::vector<std::pair<at::Tensor, at::Tensor>> shadow_memory_;
+  std::optional<Turns> turns_;
   bool shared_ = false;     // some shadow is read by peers
   bool published_ = false;  // every rank's shadows may be read, until the next point where they change
   // The first groups that a training step's compiled code fetches, as the last step showed, and those on the

@@ -146,10 +146,11 @@ bool Executor::is_whole_backward() const {
 
 const Executor::Recorded& Executor::recorded(int64_t index) const {
   const auto found = graphs_.find(index);
-  TORCH_CHECK(found != graphs_.end(),
-              "lightning_zero: the weights of a forward pass, which was replayed as a graph, are gone: "
-              "lightning_zero.unshard() was called, or the strategy was closed, before its backward pass. Run "
-              "the backward pass first.");
+  TORCH_CHECK(
+      found != graphs_.end(),
+      "lightning_zero: the weights of a forward pass, which was replayed as a graph, are gone: "
+      "lightning_zero.unshard() was called, or the strategy was closed, before its backward pass. Run "
+      "the backward pass first.");
   return found->second;
 }
 
@@ -193,6 +194,8 @@ void Executor::meet_peers() {
   std::lock_guard lock(mutex_);
   if (!tracked_.empty())
     sync_edits(/*forget=*/false);
+  if (turns_)
+    return begin_reading();
   drop_ahead();
   publish(/*everything=*/false, /*wait=*/true);
 }

@@ -37,8 +37,22 @@ void Executor::set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows,
     watchdog_->watch_device(barrier_->words());
 }
 
+void Executor::begin_stage() {
+  std::lock_guard lock(mutex_);
+  if (!control_comm_)
+    return;
+  auto epochs = at::tensor({epochs_}, at::kLong);
+  control_comm_->all_reduce_max(epochs, "the beginning of a stage");
+  epochs_ = *epochs.const_data_ptr<int64_t>();
+}
+
 void Executor::begin_epoch() {
   std::lock_guard lock(mutex_);
+  ++epochs_;
+  if (turns_) {
+    end_writing();
+    turns_->begin_step(epochs_);
+  }
   if (!barrier_)
     return;
   const auto stream = current_stream(device_);
@@ -48,7 +62,7 @@ void Executor::begin_epoch() {
     synchronize(stream);  // all waits have been ended
     barrier_->let_pass(false);
   }
-  barrier_->begin_epoch(++epochs_, stream);
+  barrier_->begin_epoch(epochs_, stream);
   if (tasks_.empty())
     meetings_ = 0;  // what an interrupted backward had missed, nobody waits for any more
 }

@@ -59,8 +59,57 @@ void Executor::set_exact(int64_t index, at::Tensor copy, std::vector<at::Tensor>
   published_ = false;
 }
 
+void Executor::take_turns(std::vector<at::Tensor> numbers) {
+  std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(!turns_ && static_cast<int64_t>(numbers.size()) == size());
+  turns_.emplace(std::move(numbers), rank());
+  turns_->watch(watchdog_);
+}
+
+void Executor::set_shards(int64_t index, std::vector<at::Tensor> shards) {
+  std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(turns_ && static_cast<int64_t>(shards.size()) == size());
+  at(index).shards = std::move(shards);
+}
+
+void Executor::begin_writing() {
+  std::lock_guard lock(mutex_);
+  if (!turns_ || turns_->writing())
+    return;
+  take_edits();  // it may begin the turn itself
+  ++epoch_;
+  published_ = false;
+  drop_ahead();
+  turns_->begin_writing();
+}
+
+void Executor::end_writing() {
+  std::lock_guard lock(mutex_);
+  if (!turns_ || !turns_->writing())
+    return;
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  write_all_shadows();
+  turns_->end_writing();
+}
+
+void Executor::begin_reading() {
+  end_writing();
+  turns_->wait_to_read();
+  published_ = true;
+}
+
+void Executor::write_all_shadows() {
+  for (auto& [copies, shards] : shadow_memory_) copies.copy_(shards);
+  for (auto& record : records_) {
+    if (record->shadow.defined())
+      shadow_is_written(*record);
+  }
+}
+
 void Executor::expire_shadows() {
   std::lock_guard lock(mutex_);
+  if (turns_)
+    return;  // nothing changes then without begin_writing()
   ++epoch_;
   published_ = false;
   drop_ahead();
@@ -82,8 +131,7 @@ void Executor::publish(bool everything, bool wait) {
       all_have_read.wait(device_);
   }
   if (everything) {
-    for (auto& [copies, shards] : shadow_memory_) copies.copy_(shards);
-    for (auto* record : stale) shadow_is_written(*record);
+    write_all_shadows();
   } else {
     for (auto* record : stale) write_shadow(*record);
   }
@@ -115,11 +163,13 @@ void Executor::enter(const std::string& digest, const std::string& plan) {
     lock.lock();
     plans_.insert(digest);
   }
-  if (!shared_)
+  if (!shared_ && !turns_)
     return;
   if (!tracked_.empty())
     sync_edits(/*forget=*/false);
   noting_first_ = noting_first_ && first_groups_.empty();  // of one graph only
+  if (turns_)
+    return begin_reading();
   publish(/*everything=*/false);
 }
 
@@ -128,7 +178,7 @@ void Executor::write_shadows() {
   drop_ahead();
   if (shadow_memory_.empty())
     return;
-  publish(/*everything=*/true);
+  turns_ ? begin_reading() : publish(/*everything=*/true);
   noting_first_ = published_;
   for (auto& group : std::exchange(first_groups_, {})) {
     if (!can_copy(group.records, group.dtype))
@@ -156,7 +206,7 @@ Executor::Ahead Executor::start(Group group, std::vector<at::Tensor>& sources) {
 const std::vector<at::Tensor>& Executor::copies_of(const ParamRecord& record, at::ScalarType dtype) {
   static const std::vector<at::Tensor> none;
   if (record.shard.scalar_type() == dtype)
-    return record.exact_peers;
+    return record.shards.empty() ? record.exact_peers : record.shards;
   return record.shadow.defined() && record.shadow.scalar_type() == dtype ? record.peers : none;
 }
 
@@ -166,9 +216,36 @@ bool Executor::can_copy(const std::vector<ParamRecord*>& records, at::ScalarType
          });
 }
 
+bool Executor::can_read(const std::vector<ParamRecord*>& records) const {
+  return turns_ && std::none_of(records.begin(), records.end(),
+                                [](const ParamRecord* record) { return record->shards.empty(); });
+}
+
+// The same without any other rank. What is wanted in a dtype that nobody keeps is cast here.
+Pending Executor::read(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs) {
+  begin_reading();
+  std::vector<at::Tensor> to;
+  std::vector<const std::vector<at::Tensor>*> from;
+  for (size_t i = 0; i < records.size(); ++i) {
+    const auto& record = *records[i];
+    if (const auto& copies = copies_of(record, outputs[i].scalar_type()); !copies.empty()) {
+      to.push_back(outputs[i]);
+      from.push_back(&copies);
+      continue;
+    }
+    auto whole = at::empty({outputs[i].numel()}, record.shard.options());
+    gather_comm_.copy_group({whole}, {&record.shards}).wait(device_);
+    outputs[i].copy_(whole);
+  }
+  count("copied_weights", static_cast<int64_t>(records.size()));
+  return gather_comm_.copy_group(std::move(to), from);
+}
+
 // Starts to bring whole weights into `outputs`. `sources` must live until they are there.
 Pending Executor::fetch(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                         std::vector<at::Tensor>& sources) {
+  if (can_read(records))
+    return read(records, std::move(outputs));
   const auto dtype = outputs[0].scalar_type();
   const bool alike =
       std::all_of(outputs.begin(), outputs.end(), [&](const auto& o) { return o.scalar_type() == dtype; });

@@ -4,6 +4,9 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
 
 namespace lightning_zero {
 
@@ -22,6 +25,20 @@ at::Tensor as_parameter(const at::Tensor& flat, const ParamRecord& record) {
   }
   auto full = as_parameter(flat, record.numel, stored);
   return std::is_sorted(inverse.begin(), inverse.end()) ? full : full.permute(inverse);
+}
+
+// Of all bytes, by four sums that go on side by side; FNV-1a's prime over words.
+uint64_t digest_of(const at::Tensor& flat) {
+  constexpr uint64_t kPrime = 1099511628211ULL;
+  std::array<uint64_t, 4> sums{1, 2, 3, 4};
+  const auto* bytes = static_cast<const char*>(flat.const_data_ptr());
+  const auto step = sizeof(sums), size = flat.nbytes();
+  for (size_t at = 0; at < size; at += step) {
+    std::array<uint64_t, 4> words{};
+    std::memcpy(words.data(), bytes + at, std::min(step, size - at));
+    for (size_t i = 0; i < sums.size(); ++i) sums[i] = (std::rotl(sums[i], 29) ^ words[i]) * kPrime;
+  }
+  return ((sums[0] * kPrime ^ sums[1]) * kPrime ^ sums[2]) * kPrime ^ sums[3];
 }
 
 }  // namespace
@@ -60,6 +77,10 @@ at::Tensor Executor::gather_into(ParamRecord& record, at::ScalarType dtype, Pend
                                  at::Tensor output) {
   output = allocate(record, dtype, std::move(output));
   touch(record);
+  if (can_read({&record})) {
+    pending = read({&record}, {output});
+    return output;
+  }
   const auto source = source_in(record, dtype);
   pending = source.defined() ? gather_comm_.all_gather(output, source)
                              : gather_comm_.all_gather(output, record.shard, dtype);
@@ -93,8 +114,12 @@ at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType
   gathered_.add(full, index);
   if (again) {
     held->given.push_back(full);
+    if (turns_)
+      held->digest = digest_of(flat);
   } else if (dtype == record.shard.scalar_type()) {
     tracked_.push_back({flat, index, static_cast<uint32_t>(record.param._version()), {full}});
+    if (turns_)
+      tracked_.back().digest = digest_of(flat);
   }
   return full;
 }
@@ -247,21 +272,53 @@ void Executor::refuse_late_edits() {
   }
 }
 
+void Executor::copy_edit(const Tracked& weight) {
+  auto& record = at(weight.index);
+  const auto width = record.shard_numel(), begin = rank() * width;
+  const auto valid = std::clamp<int64_t>(record.numel - begin, 0, width);
+  if (valid > 0)
+    record.shard.narrow(0, 0, valid).copy_(weight.flat.narrow(0, begin, valid));
+  record.shadow_epoch = -1;
+}
+
+// Where ranks take turns, edits are a turn to write, and weights that nobody edited must not begin one.
+// Returns whether there were some.
+bool Executor::take_edits() {
+  std::vector<Tracked*> edited;
+  for (auto& weight : tracked_) {
+    if (at(weight.index).param._version() != weight.version)
+      continue;
+    take_assigned(weight);
+    if (const auto digest = digest_of(weight.flat); digest != weight.digest) {
+      weight.digest = digest;
+      edited.push_back(&weight);
+    }
+  }
+  if (edited.empty())
+    return false;
+  if (!turns_->writing()) {
+    ++epoch_;
+    published_ = false;
+    drop_ahead();
+    turns_->begin_writing();
+  }
+  for (const auto* weight : edited) copy_edit(*weight);
+  return true;
+}
+
 void Executor::sync_edits(bool forget) {
   std::lock_guard lock(mutex_);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   refuse_late_edits();
+  if (turns_)
+    take_edits();
   for (auto it = tracked_.begin(); it != tracked_.end();) {
     auto& record = at(it->index);
     // A newer parameter (an optimizer step, a loaded state) wins over a copy taken before it.
     const bool current = record.param._version() == it->version;
-    if (current) {
+    if (current && !turns_) {
       take_assigned(*it);
-      const auto width = record.shard_numel(), begin = rank() * width;
-      const auto valid = std::clamp<int64_t>(record.numel - begin, 0, width);
-      if (valid > 0)
-        record.shard.narrow(0, 0, valid).copy_(it->flat.narrow(0, begin, valid));
-      record.shadow_epoch = -1;
+      copy_edit(*it);
     }
     const bool held = it->held();
     if (held && (forget || !current)) {

@@ -33,7 +33,8 @@ struct ParamRecord {
   // shadow: shards themselves change at times of which peers know nothing.
   at::Tensor exact;
   std::vector<at::Tensor> exact_peers;
-  int64_t shadow_epoch = -1;  // as Executor::epoch_ and param._version() were when it was written
+  std::vector<at::Tensor> shards;  // every rank's, where ranks take turns to read and write them
+  int64_t shadow_epoch = -1;       // as Executor::epoch_ and param._version() were when it was written
   int64_t shadow_version = -1;
   // Memory for the whole parameter, padded, in which it stays until the optimizer steps; undefined where it
   // does not.

@@ -11,8 +11,8 @@
 namespace lightning_zero {
 
 // Kinds of meetings; within one, ranks meet in the same order. DEVICE lanes: barriers that run on a device.
-enum class Lane : int { CONTROL, WORLD, GATHER, REDUCE, DEVICE_REDUCE, DEVICE_GATHER };
-constexpr int LANES = 6;
+enum class Lane : int { CONTROL, WORLD, GATHER, REDUCE, TURN, DEVICE_REDUCE, DEVICE_GATHER };
+constexpr int LANES = 7;
 constexpr int DEVICE_LANES = 2;
 
 enum class Phase : int { OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION };

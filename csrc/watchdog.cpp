@@ -63,17 +63,21 @@ int64_t Watchdog::meet(Lane lane) {
   return met_[static_cast<size_t>(lane)].fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
+void Watchdog::reach(Lane lane, int64_t number) {
+  activity_.fetch_add(1, std::memory_order_relaxed);
+  met_[static_cast<size_t>(lane)].store(number, std::memory_order_relaxed);
+}
+
+Watchdog::Waiting::Waiting(Watchdog& watchdog, Lane lane, int64_t number, const char* what)
+    : watchdog_(watchdog), id_(watchdog.note_wait(static_cast<int>(lane), number, what)) {}
+
 void Watchdog::wait(c10d::Work& work, Lane lane, int64_t number, const char* what) {
   if (size_ == 1) {
     work.wait();
     return;
   }
   check();
-  struct Scope {
-    Watchdog& dog;
-    int64_t wait;
-    ~Scope() { dog.end_wait(wait); }
-  } scope{*this, note_wait(static_cast<int>(lane), number, what)};
+  const Waiting waiting(*this, lane, number, what);
   for (;;) {
     try {
       work.wait(kSlice);

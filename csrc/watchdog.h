@@ -54,8 +54,22 @@ class Watchdog : public torch::CustomClassHolder {
   void forget_names();
   // This rank has begun, or will take part in, its next meeting of this lane; returns its number.
   int64_t meet(Lane lane);
+  // The same for a lane whose numbers somebody else counts.
+  void reach(Lane lane, int64_t number);
   // Waits for it. Throws what has gone wrong, see on_end().
   void wait(c10d::Work& work, Lane lane, int64_t number, const char* what);
+  // Surrounds a wait for the others to come to that number.
+  class Waiting {
+   public:
+    Waiting(Watchdog& watchdog, Lane lane, int64_t number, const char* what);
+    ~Waiting() { watchdog_.end_wait(id_); }
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+
+   private:
+    Watchdog& watchdog_;
+    int64_t id_;
+  };
   // A wait of somebody else's, that cannot be ended from here. `lane`: -1 where ranks do not come in step.
   // Returns what end_wait() is given.
   int64_t begin_wait(int64_t lane, std::string what);

@@ -116,13 +116,14 @@ class Engine(OptimizerSteps, NotCopied):
         self.peers = Peers.of(self.config, self.gather_group, self.control_group, device)
         patience_s, check = self.config.agreement_timeout_s, self.watchdog.check
         self._agreement = Agreement(store, self.rank, self.world_size, patience_s, self._timeout_s, check=check)
+        self._agreement.needed = lambda: not self.executor.takes_turns
         observers = [observe] if observe is not None else []
         self._supervisor = Supervisor(self._agreement, observers, say, self.watchdog.native.busy)
         self._budget = MeasuredBudget(self._supervisor, self.executor, self.control_group, MemoryGauge(device))
         ready, say = self._budget.settled, self._supervisor.say
         self.replays = Replays(self.executor, device, self.config, ready, self._lasting, say, self.peers.missing)
         self._compile_arguments = self._compiler_arguments()
-        self.sharder = Sharder(self.executor, self.gather_group, self.control_group)
+        self.sharder = Sharder(self.executor, self.gather_group, self.control_group, self.peers)
         self.sharder.classes.engine = weakref.ref(self)
         self._copies = Copies(self.sharder)
         self.module: nn.Module | None = None
@@ -338,7 +339,7 @@ class Engine(OptimizerSteps, NotCopied):
         self._budget.optimizer_steps()
         self.buffers.stepped()
         self.executor.sync_edits(forget=True)
-        self.executor.expire_shadows()
+        self.executor.begin_writing()
 
     def eval_step(self) -> None:
         """Must come before a forward outside of training: weights may have been exchanged since the last one."""

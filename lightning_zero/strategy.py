@@ -266,6 +266,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if not self._prepared:
             self._prepare(trainer)
         engine = self._require_engine()
+        engine.executor.begin_stage()
         # Shards must not become inference tensors, which training could not use afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False

@@ -139,6 +139,10 @@ class Executor:
         words = torch.zeros(8, dtype=torch.int32, pin_memory=True)
         self._native.set_barrier(code, rows, words)
 
+    def begin_stage(self) -> None:
+        """A stage begins, on every rank, wherever an exception may have ended the one before. Collective."""
+        self._native.begin_stage()
+
     def begin_epoch(self) -> None:
         """A training step begins, on every rank: what a rank missed in an interrupted one is not waited for."""
         self._native.begin_epoch()
@@ -162,8 +166,35 @@ class Executor:
         """Memory for the shard's values in another dtype, 1-D, of the shard's size; what gathers in that dtype read."""
         self._native.set_shadow(index, shadow)
 
+    def take_turns(self, numbers: list[Tensor]) -> None:
+        """Shards will lie in memory that all ranks can read (:meth:`set_shards`); ranks take turns to read and to write
+        them. ``numbers``: of each rank, one int64 zero in such memory. On every rank."""
+        self._native.take_turns(numbers)
+
+    def set_shards(self, index: int, shards: list[Tensor]) -> None:
+        """The parameter's shard on each rank, in memory that this process can read; after :meth:`take_turns`."""
+        self._native.set_shards(index, shards)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a gather needs no other rank."""
+        return bool(self._native.takes_turns())
+
+    def begin_writing(self) -> None:
+        """Must come before shards change, on every rank: whoever still reads them is waited for. Harmless when
+        repeated."""
+        self._native.expire_shadows()
+        self._native.begin_writing()
+
+    def end_writing(self) -> None:
+        """Should come once they have changed: other ranks, which may want to read, wait for it. The next gather on this
+        rank does it, too."""
+        self._native.expire_shadows()
+        self._native.end_writing()
+
     def expire_shadows(self) -> None:
-        """Shards may have changed without a trace: each shadow is written again before it is next read."""
+        """Shards may have changed without :meth:`begin_writing`: each shadow is written again before it is next read.
+        Where ranks take turns nothing happens."""
         self._native.expire_shadows()
 
     def add_shadow_memory(self, copies: Tensor, shards: Tensor) -> None:

@@ -18,13 +18,17 @@ class Arena:
     Args:
         pieces: layout and dtype of each piece; neighbours of one dtype are neighbours in memory.
         device: where.
+        memory: zeros of the right sizes (:meth:`sizes`), if they are to lie somewhere else.
     """
 
-    def __init__(self, pieces: Sequence[tuple[ShardLayout, torch.dtype]], device: torch.device) -> None:
-        totals: dict[torch.dtype, int] = {}
-        for layout, dtype in pieces:
-            totals[dtype] = totals.get(dtype, 0) + layout.shard_numel
-        self.flat: dict[torch.dtype, Tensor] = {
+    def __init__(
+        self,
+        pieces: Sequence[tuple[ShardLayout, torch.dtype]],
+        device: torch.device,
+        memory: dict[torch.dtype, Tensor] | None = None,
+    ) -> None:
+        totals = self.sizes(pieces)
+        self.flat: dict[torch.dtype, Tensor] = memory or {
             dtype: torch.zeros(total, dtype=dtype, device=device) for dtype, total in totals.items()
         }
         self.views: list[Tensor] = []
@@ -33,6 +37,14 @@ class Arena:
             begin = offsets[dtype]
             offsets[dtype] = begin + layout.shard_numel
             self.views.append(self.flat[dtype][begin : offsets[dtype]])
+
+    @staticmethod
+    def sizes(pieces: Sequence[tuple[ShardLayout, torch.dtype]]) -> dict[torch.dtype, int]:
+        """Elements of each dtype."""
+        totals: dict[torch.dtype, int] = {}
+        for layout, dtype in pieces:
+            totals[dtype] = totals.get(dtype, 0) + layout.shard_numel
+        return totals
 
     @property
     def nbytes(self) -> int:

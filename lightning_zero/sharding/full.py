@@ -48,7 +48,7 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
     finally:
         for record in records:
             if writeback:
-                sharder.executor.expire_shadows()
+                sharder.executor.begin_writing()
                 with torch.no_grad():
                     record.layout.write(record.shard, record.param, sharder.executor.rank)
             record.param.grad = None

@@ -52,7 +52,8 @@ class Peers:
         self.for_gradients = for_gradients
         self._config = config
         self._rank = rank
-        self._staged = self._barrier = False
+        self._staged = self._barrier = self._shadowed = False
+        self._told = self._ways
 
     @classmethod
     def of(
@@ -68,11 +69,11 @@ class Peers:
             UnsupportedError: ``"copy"`` where that is impossible.
         """
         shadows = _has_shadows(config)
-        wanted = [_wanted(config.gather_by, device, shadows), _wanted(config.reduce_by, device, True)]
+        wanted = [_wanted(config.gather_by, device, shadows, True), _wanted(config.reduce_by, device, True, False)]
         memory, reason = PeerMemory.of(group, control_group, device) if any(wanted) else (None, "")
         for name, choice in (("gather_by", config.gather_by), ("reduce_by", config.reduce_by)):
             here = reason
-            if name == "gather_by" and not shadows:
+            if name == "gather_by" and not shadows and device.type != "cpu":
                 here = "only compiled code with mixed precision keeps weights where others can read them"
             if choice == "copy" and here:
                 raise _impossible(name, here)
@@ -87,10 +88,10 @@ class Peers:
             UnsupportedError: it is to be otherwise.
         """
         shadows = _has_shadows(config)
-        ways = {"gather_by": (self.for_weights, shadows), "reduce_by": (self.for_gradients, True)}
-        for name, (memory, usable) in ways.items():
+        ways = {"gather_by": (self.for_weights, shadows, True), "reduce_by": (self.for_gradients, True, False)}
+        for name, (memory, usable, on_cpu) in ways.items():
             before, now = getattr(self._config, name), getattr(config, name)
-            copies = now == "copy" or (now == "auto" and _wanted(now, device, usable))
+            copies = _wanted(now, device, usable, on_cpu)
             if now != before and copies != (memory is not None):
                 raise UnsupportedError(
                     f"The model was sharded with {name}={before!r}, and what lies where was settled then: "
@@ -107,19 +108,51 @@ class Peers:
         Raises:
             UnsupportedError: on every rank, when there is not enough for what must be copied.
         """
-        before = self.for_weights, self.for_gradients
         self._set_barrier(sharder.executor)
         memory = self.for_gradients
         if memory is not None and not self._staged:
             self._staged = self._tried("reduce_by", lambda: self._stage(sharder.executor, timeout_s))
             self.for_gradients = memory if self._staged else None
-        dtype, weights = self._config.compute_dtype, self.for_weights
-        if dtype is None or not self._config.compile.enabled:
-            return before != (self.for_weights, self.for_gradients)
-        if weights is None or not self._tried("gather_by", lambda: sharder.allocate_shadows(dtype, weights)):
+        if self._config.compute_dtype is not None and self._config.compile.enabled and not self._shadowed:
+            self._shadowed = True
+            self._allocate_shadows(sharder, self._config.compute_dtype)
+        before, self._told = self._told, self._ways
+        return before != self._told
+
+    @property
+    def _ways(self) -> tuple[bool, bool]:
+        return self.for_weights is not None, self.for_gradients is not None
+
+    def _allocate_shadows(self, sharder: Sharder, dtype: torch.dtype) -> None:
+        weights = self.for_weights
+        if weights is not None and self._tried("gather_by", lambda: sharder.allocate_shadows(dtype, weights)):
+            return
+        if not sharder.executor.takes_turns:  # otherwise shards are read, and cast
             self.for_weights = None
             sharder.allocate_shadows(dtype)
-        return before != (self.for_weights, self.for_gradients)
+
+    def allocate_shards(
+        self, executor: Executor, sizes: dict[torch.dtype, int]
+    ) -> dict[torch.dtype, tuple[Tensor, list[Tensor]]]:
+        """Memory for the shards themselves, by dtype: this rank's, and that of all ranks. Empty where shards are to lie
+        in memory of their own. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough and weights must be copied.
+        """
+        memory, found = self.for_weights, {}
+        if memory is None or executor.device.type != "cpu":
+            return {}
+
+        def allocate() -> None:
+            found.update({dtype: memory.empty(size, dtype) for dtype, size in sizes.items()})
+            if not executor.takes_turns:
+                executor.take_turns(memory.empty(1, torch.int64)[1])
+
+        if not self._tried("gather_by", allocate):
+            self.for_weights = None
+            return {}
+        return found
 
     def _set_barrier(self, executor: Executor) -> None:
         """Lets ranks meet on their devices by our own kernel."""
@@ -187,7 +220,9 @@ class Peers:
         return sum(memory.nbytes for memory in {self.for_weights, self.for_gradients} if memory is not None)
 
 
-def _wanted(choice: str, device: torch.device, usable: bool) -> bool:
+def _wanted(choice: str, device: torch.device, usable: bool, on_cpu: bool) -> bool:
+    if device.type == "cpu":
+        return choice == "copy" or (choice == "auto" and on_cpu)
     # Before CUDA 13 each piece takes a call of the driver: more of the host's time than copies save on the device.
     one_call = device.type == "cuda" and (torch.version.cuda or "").split(".")[0] == "13"
     return choice == "copy" or (choice == "auto" and usable and one_call)

@@ -137,6 +137,7 @@ def _elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for tensor in written:
             if tensor.shape != layout.visible_shape and tensor.shape != (layout.shard_numel,):
                 refuse(func, args, kwargs)
+            sight.write(tensor)
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
@@ -186,7 +187,11 @@ def _only_sight(func: Any, args: Any, kwargs: dict[str, Any]) -> Sight:
 
 def _lists(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``torch._foreach_*`` and ``torch._fused_*``: lists of tensors, one by one."""
+    in_place = func.__name__.endswith("_")
     with plainly():
+        for value in args[0] if in_place else ():
+            if (sight := next(_sights([value]), None)) is not None:
+                sight.write(value)
         results = func(*args, **kwargs)
     of = [next(_sights([value]), None) for value in args[0]]
     given = {id(value) for value in args[0]}
@@ -224,6 +229,7 @@ def _index(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not single and value.shape != sight.layout.visible_shape:
             refuse(func, args, kwargs)
         with plainly():
+            sight.write(args[0])
             func(*args, **kwargs)
             sight.clear_padding(args[0])
         return None

@@ -22,7 +22,7 @@ from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.native import Executor
 from lightning_zero.sharding.arena import Arena
 from lightning_zero.sharding.layout import ShardLayout, memory_order
-from lightning_zero.sharding.peers import PeerMemory
+from lightning_zero.sharding.peers import PeerMemory, Peers
 from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.sight import Sight
 from lightning_zero.sharding.surgery import KEPT, ORDERS, SHAPES, ClassCache, is_sharded
@@ -49,6 +49,7 @@ class ShardedParameter:
         ``sum(p.numel() for p in model.parameters())`` and Lightning's model summary are for."""
         with plainly():
             self.param.data = self.shard.view(self.layout.visible_shape)
+            self.sight.memory = self.shard.untyped_storage().data_ptr()
         self.param.__dict__["numel"] = self.param.__dict__["nelement"] = partial(int, self.layout.numel)
         self.sight.show(self.param)
 
@@ -67,10 +68,18 @@ class Sharder:
         executor: where shards are registered.
         group: process group over which initial values are broadcast from rank 0.
         control_group: CPU process group on which ranks compare what they are about to shard.
+        peers: lays the shards out where other ranks can read them, if that is possible.
     """
 
-    def __init__(self, executor: Executor, group: dist.ProcessGroup, control_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        group: dist.ProcessGroup,
+        control_group: dist.ProcessGroup,
+        peers: Peers | None = None,
+    ) -> None:
         self.executor = executor
+        self._peers = peers
         self.group = group
         self.control_group = control_group
         self.classes = ClassCache()
@@ -279,12 +288,18 @@ class Sharder:
             self._place(order)
 
     def _place(self, live: list[ShardedParameter]) -> None:
-        arena = Arena([(record.layout, record.param.dtype) for record in live], self.executor.device)
+        pieces = [(record.layout, record.param.dtype) for record in live]
+        everywhere = self._peers.allocate_shards(self.executor, Arena.sizes(pieces)) if self._peers else {}
+        self.executor.begin_writing()
+        arena = Arena(pieces, self.executor.device, {dtype: mine for dtype, (mine, _) in everywhere.items()})
         for record, view in zip(live, arena.views, strict=True):
             view.copy_(record.shard)
             record.shard = view
             self.executor.move_parameter(record.index, view)
             record.show_shard()
+            if everywhere:
+                part = slice(view.storage_offset(), view.storage_offset() + view.numel())
+                self.executor.set_shards(record.index, [memory[part] for memory in everywhere[view.dtype][1]])
         self.arena = arena
 
     def allocate_gradients(self) -> None:
@@ -314,7 +329,7 @@ class Sharder:
             else:
                 copies[masters.dtype] = torch.empty_like(masters, dtype=dtype), []
         shadowed = [record for record in self.live if record.param.dtype in copies]
-        exact = self._allocate_exact(shadowed, peers) if peers is not None else {}
+        exact = self._allocate_exact(shadowed, peers) if peers is not None and not self.executor.takes_turns else {}
         # Made known only now that there is memory for all: half of it would be worse than none.
         for masters in wide:
             self._shadows.append(copies[masters.dtype][0])
@@ -327,6 +342,7 @@ class Sharder:
                 self.executor.set_peers(record.index, [memory[part] for memory in all_ranks])
         for index, (mine, *theirs) in exact.items():
             self.executor.set_exact(index, mine, theirs)
+        self.executor.begin_writing()  # what is to be read first must be written
 
     def _allocate_exact(self, shadowed: list[ShardedParameter], peers: PeerMemory) -> dict[int, tuple[Tensor, ...]]:
         """Autocast leaves norms and embeddings in full precision, so their shadows are not what is gathered. By index:
@@ -384,12 +400,13 @@ class Sharder:
         return [record for record in self.parameters if record.owners]
 
 
-def _tell(sharder: weakref.ref[Sharder]) -> None:
+def _tell(sharder: weakref.ref[Sharder], all_of_it: bool) -> None:
     known = sharder()
     if known is not None:
-        # Weights that were read before are older than what comes.
-        known.executor.sync_edits(forget=True)
-        known.executor.expire_shadows()
+        # Weights that were read before are older than what is assigned.
+        if all_of_it:
+            known.executor.sync_edits(forget=True)
+        known.executor.begin_writing()
 
 
 def _shape(param: nn.Parameter) -> str:

@@ -35,7 +35,8 @@ class Sight:
     executor holds parameters, and a way back from these would keep all forever.
 
     Attributes:
-        changing: called when the parameter itself is about to be given other values.
+        changing: called when the parameter is about to be given other values; with True when all are.
+        memory: address of the storage that its values lie in.
     """
 
     name: str
@@ -43,7 +44,8 @@ class Sight:
     rank: int
     device: torch.device
     group: Callable[[], dist.ProcessGroup | None]
-    changing: Callable[[], None]
+    changing: Callable[[bool], None]
+    memory: int = 0
 
     def show(self, tensor: Tensor) -> Tensor:
         """Makes ``tensor``, with a value for each element of the shard, follow the rule; returns the same object."""
@@ -63,6 +65,11 @@ class Sight:
             with plainly(), torch.no_grad():
                 tensor.detach().view(-1)[end - begin :].zero_()
 
+    def write(self, tensor: Tensor) -> None:
+        """``tensor`` is about to be written to."""
+        if tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() == self.memory:
+            self.changing(False)
+
     def assign(self, tensor: Tensor, value: Any) -> None:
         """``tensor.data = value``: copied to where gathers and optimizer steps see it.
 
@@ -81,7 +88,7 @@ class Sight:
                     "lightning_zero.unshard(module)."
                 )
             if type(tensor) is ShardParameter:
-                self.changing()
+                self.changing(True)
             if value.data_ptr() != tensor.data_ptr():
                 tensor.copy_(value)
             self.clear_padding(tensor)

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_zero.config import EngineConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.profiling.estimate import NOMINAL
 from lightning_zero.sharding import peers
-from lightning_zero.sharding.peers import PeerMemory
+from lightning_zero.sharding.peers import PeerMemory, Peers
 from lightning_zero.sharding.shared_memory import mapped
 from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import assert_close_relative, assert_same_bits, shard_batch
@@ -102,7 +103,8 @@ def copying_by_itself() -> Iterator[None]:
 
 @contextmanager
 def memory_fails(nth: int, rank: int = 1) -> Iterator[None]:
-    """The nth piece of memory that a rank wants: the probe's, gradients', weights', or weights' in full precision."""
+    """The nth piece of memory that a rank wants: the probe's, the shards', that of turns, gradients', or that of
+    weights in the dtype that is computed in."""
     claims, fallocate = 0, os.posix_fallocate
 
     def claimed(*args: Any) -> None:
@@ -140,7 +142,7 @@ def falls_back(nth: int, oracle: dict[str, str]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("nth", "gather_by", "reduce_by"),
-    [(1, "collective", "collective"), (2, "copy", "collective"), (3, "collective", "copy"), (4, "collective", "copy")],
+    [(1, "collective", "collective"), (2, "collective", "copy"), (3, "collective", "copy"), (4, "copy", "collective")],
 )
 def test_where_memory_runs_out_collectives_take_over(ranks: Ranks, nth: int, gather_by: str, reduce_by: str) -> None:
     oracle = {"gather_by": gather_by, "reduce_by": reduce_by}
@@ -152,6 +154,13 @@ def test_where_memory_runs_out_collectives_take_over(ranks: Ranks, nth: int, gat
         assert got[4] == ([gather_by == "copy"] if nth > 1 else []), "compiled code is planned with others' costs"
 
 
+def test_without_memory_for_casts_weights_are_cast_when_they_are_read(ranks: Ranks) -> None:
+    for got, expected in ranks.run(2, falls_back, 5, {"gather_by": "copy", "reduce_by": "copy"}, deadline=240):
+        assert got[0] == expected[0]
+        assert got[2] < expected[2]
+        assert got[3:] == expected[3:] == ("", [])
+
+
 def refused(nth: int, choices: dict[str, str]) -> str:
     try:
         trained(nth, choices)
@@ -160,7 +169,7 @@ def refused(nth: int, choices: dict[str, str]) -> str:
     return "it trained"
 
 
-@pytest.mark.parametrize(("nth", "name"), [(2, "reduce_by"), (3, "gather_by"), (4, "gather_by")])
+@pytest.mark.parametrize(("nth", "name"), [(2, "gather_by"), (3, "gather_by"), (4, "reduce_by"), (5, "gather_by")])
 def test_copies_that_were_asked_for_are_refused_by_name_on_every_rank(ranks: Ranks, nth: int, name: str) -> None:
     for message in ranks.run(2, refused, nth, COPY, deadline=240):
         assert (
@@ -217,7 +226,7 @@ def configured(options: dict[str, Any], other: dict[str, Any]) -> str:
         ({"gather_by": "copy"}, {"gather_by": "collective"}, "sharded with gather_by='copy'"),
         ({"reduce_by": "collective"}, {"reduce_by": "copy"}, "sharded with reduce_by='collective'"),
         ({}, {"reduce_by": "copy"}, "Pass reduce_by='auto', or call lightning_zero.unshard(model) first"),
-        ({}, {"reduce_by": "collective", "gather_by": "collective"}, "25.0"),  # what "auto" has come to
+        ({}, {"reduce_by": "collective", "gather_by": "copy"}, "25.0"),  # what "auto" has come to
         ({}, {"agreement_timeout_s": 7.0}, "7.0"),
     ],
 )
@@ -245,16 +254,19 @@ def test_copying_between_hosts_is_refused_by_name(ranks: Ranks) -> None:
         assert "gather_by='auto'" in message
 
 
-def without_mixed_precision() -> str:
-    try:
-        train_case("OneBlock", "aot_eager", 2, engine_options={"gather_by": "copy"})
-    except UnsupportedError as error:
-        return str(error)
+def on_gpus_without_mixed_precision() -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    with patch.object(PeerMemory, "of", lambda *args: (MagicMock(), "")):
+        try:
+            Peers.of(EngineConfig(gather_by="copy"), group, group, torch.device("cuda", 0))
+        except UnsupportedError as error:
+            return str(error)
     return ""
 
 
-def test_without_mixed_precision_there_is_nothing_to_copy(ranks: Ranks) -> None:
-    for message in ranks.run(2, without_mixed_precision):
+def test_on_gpus_there_is_nothing_to_copy_without_mixed_precision(ranks: Ranks) -> None:
+    for message in ranks.run(2, on_gpus_without_mixed_precision):
         assert "only compiled code with mixed precision" in message
 
 

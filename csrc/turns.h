@@ -1,0 +1,50 @@
+// Ranks read each other's shards out of shared memory, and take turns: a time to read, a time to write, and
+// so on.
+//
+// Each rank has a number that the others read: even while it reads, odd while it writes. It goes on by one
+// whenever this rank begins to do the other, and never back. A rank writes once no other reads any more: all
+// numbers are at least its own, odd one. It reads once all have written: all are at least its own, even one.
+// Who has nothing to read, or nothing to write, waits for nobody, and nobody needs to come along with a
+// reader. What must be the same on every rank is only that its shards are written, and between which reads.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "watchdog.h"
+
+namespace lightning_zero {
+
+class Turns {
+ public:
+  // `numbers`: of each rank, one integer of 64 bits, zero, in memory that all can read.
+  Turns(std::vector<at::Tensor> numbers, int64_t rank);
+  void watch(c10::intrusive_ptr<Watchdog> watchdog) { watchdog_ = std::move(watchdog); }
+
+  bool writing() const { return number_ % 2 != 0; }
+
+  // Returns once this rank may write.
+  void begin_writing();
+  // What was to be written is: others may read it. Returns at once.
+  void end_writing();
+  // Returns once this rank may read; it must not be writing.
+  void wait_to_read();
+
+  // A training step begins, the `step`-th: numbers go on from one that is the same on every rank, whatever
+  // each of them has done since the step before.
+  void begin_step(int64_t step);
+
+ private:
+  void announce(int64_t number);
+  bool all_have_come() const;
+  void wait(const char* what);
+
+  std::vector<at::Tensor> numbers_;
+  int64_t rank_;
+  int64_t number_ = 0;
+  bool readable_ = true;  // all have written what this rank would read now
+  c10::intrusive_ptr<Watchdog> watchdog_;
+};
+
+}  // namespace lightning_zero
