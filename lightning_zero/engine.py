@@ -311,6 +311,7 @@ class Engine(OptimizerSteps, NotCopied):
         self.buffers.before_forward()
         first = self.config.compile.enabled and not (self.calls.modules or self.calls.eager)
         reads = self._count_eager_reads()
+        self.sharder.classes.in_forward = True
         with ExitStack() as stack:
             stack.enter_context(self.calls.step(first))
             # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
@@ -332,6 +333,7 @@ class Engine(OptimizerSteps, NotCopied):
         """Should come after each backward: weights that forward read win over what is then written to
         ``param.data``."""
         self.watchdog.enter(Phase.BETWEEN)
+        self.sharder.classes.in_forward = False
         self.executor.sync_edits()
 
     def before_step(self) -> None:
@@ -358,6 +360,7 @@ class Engine(OptimizerSteps, NotCopied):
         """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
         every call raises, and users must see what came first."""
         self.watchdog.enter(Phase.OUTSIDE)
+        self.sharder.classes.in_forward = False
         try:
             self.reset()
             self.executor.release_buffers()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.gathered import GatheredWeight
 from lightning_zero.sharding.layout import inverse
 
 __all__ = ["KEPT", "ORDERS", "SHAPES", "ClassCache", "engine_of_class", "is_sharded", "refuse_to_copy"]
@@ -76,7 +77,10 @@ def _weight_property(name: str) -> property:
         with torch._C.DisableTorchFunctionSubclass():
             weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
         # While a model is being built, `head.weight = embedding.weight` must see a Parameter.
-        return _Whole(weight.detach(), param.requires_grad) if cache.as_parameters else weight
+        if cache.as_parameters:
+            return _Whole(weight.detach(), param.requires_grad)
+        in_forward = cache.in_forward and torch.is_grad_enabled()
+        return weight if in_forward else GatheredWeight.of(weight, param, cache)
 
     return property(read, doc=f"The whole parameter {name!r}, gathered from its shards.")
 
@@ -121,8 +125,15 @@ class ClassCache:
         self.deepcopy: Callable[..., Any] = refuse_to_copy  # see copying.py; copies.py while a model is being built
         self.reduce: Callable[..., Any] = refuse_to_copy
         self.given = False  # eager code has read a weight that torch.func.functional_call had put in a shard's place
+        self.in_forward = False  # of a training step: what eager code reads is a plain tensor
         self.as_parameters = False  # what eager code reads is an nn.Parameter
         self.as_shards = False  # what eager code reads is the registered nn.Parameter, a shard
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """The parameter's name in the model."""
+        engine = self.engine()
+        record = engine.sharder.find(param) if engine is not None else None
+        return "weight" if record is None else record.name
 
     def swap(self, module: nn.Module, names: tuple[str, ...]) -> None:
         """Gives ``module`` the subclass whose properties read ``names``.

@@ -1,0 +1,83 @@
+"""What ``module.weight`` answers outside of a training step's forward, about the gradient and the flag of the parameter:
+a gathered copy knows nothing of these.
+
+In a forward it is a plain tensor, which costs nothing and surprises nobody's code.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import _C, Tensor, nn
+
+from lightning_zero.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from lightning_zero.sharding.surgery import ClassCache
+
+__all__ = ["GatheredWeight"]
+
+
+class GatheredWeight(Tensor):
+    """A whole weight that says of ``grad`` and ``requires_grad`` what its parameter says. Results computed with it are
+    plain tensors."""
+
+    __torch_function__ = _C._disabled_torch_function_impl  # type: ignore[assignment]
+    _zero_param: nn.Parameter
+    _zero_cache: ClassCache
+
+    @staticmethod
+    def of(weight: Tensor, param: nn.Parameter, cache: ClassCache) -> Tensor:
+        """The same object."""
+        weight.__class__ = GatheredWeight
+        weight.__dict__.update(_zero_param=param, _zero_cache=cache)
+        return weight
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """None where the parameter has none.
+
+        Raises:
+            UnsupportedError: its gradient lies in shards, one on each rank.
+        """
+        with _C.DisableTorchFunctionSubclass():
+            if self._zero_param.grad is None:
+                return None
+        raise self._no_gradient()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        raise self._no_gradient()
+
+    def _no_gradient(self) -> UnsupportedError:
+        name = self._zero_cache.name_of(self._zero_param)
+        return UnsupportedError(
+            f"{name!r} was gathered when it was read, and its gradient is not: each rank has a shard. Take `param.grad` "
+            f"of the registered parameter, `dict(self.named_parameters())[{name!r}].grad`: norms, sums and the like of it "
+            "are those of the whole gradient, and what changes it element by element may be done there, on every rank."
+        )
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        with _C.DisableTorchFunctionSubclass():
+            return self._zero_param.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> GatheredWeight:
+        """Of the parameter."""
+        with _C.DisableTorchFunctionSubclass():
+            self._zero_param.requires_grad_(requires_grad)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy = self.detach().clone()
+        with _C.DisableTorchFunctionSubclass():
+            copy.requires_grad_(self._zero_param.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # a file holds the values, and no engine
