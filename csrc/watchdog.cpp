@@ -12,7 +12,7 @@ using std::chrono::milliseconds;
 using Clock = Watchdog::Clock;
 
 constexpr milliseconds kSlice{250};    // of a wait, between two looks at whether it should end
-constexpr milliseconds kToHear{3000};  // by when it is known who broke a connection
+constexpr milliseconds kToHear{6000};  // by when it is known who broke a connection
 constexpr milliseconds kToLeave{6000};
 
 }  // namespace
@@ -78,15 +78,17 @@ void Watchdog::wait(c10d::Work& work, Lane lane, int64_t number, const char* wha
   }
   check();
   const Waiting waiting(*this, lane, number, what);
-  for (;;) {
+  for (bool completed = false;;) {
     try {
       work.wait(kSlice);
       return;
     } catch (const std::exception&) {
       check();
-      if (!work.isCompleted())
-        continue;  // only the slice is over
+      // Only the slice is over; or was, just before the work ended well: then the next wait returns.
+      if (!std::exchange(completed, work.isCompleted()))
+        continue;
       // A connection broke. Who broke it is better to know than that it is broken.
+      hurry();
       for (const auto begun = Clock::now(); Clock::now() - begun < kToHear;) {
         check();
         std::this_thread::sleep_for(milliseconds(50));
@@ -136,6 +138,7 @@ void Watchdog::begin() {
   std::lock_guard lock(mutex_);
   ++mine_.stage;
   failed_ = false;
+  hurried_ = false;
   if (!ending_)
     let_devices_pass(false);
   ++activity_;
@@ -166,6 +169,10 @@ void Watchdog::tell(const std::string& kind, const std::string& text) {
   } catch (const std::exception&) {
     // The store is gone, and with it whoever could be told.
   }
+}
+
+void Watchdog::hurry() {
+  hurried_.store(true, std::memory_order_relaxed);
 }
 
 void Watchdog::check() {

@@ -86,6 +86,9 @@ class Watchdog : public torch::CustomClassHolder {
   void begin();
   // An exception ends what this rank does. `text` tells the others which.
   void fail(const std::string& text);
+  // A connection to another rank broke: if it is heard that one has failed, that is why, and this rank need
+  // not be given time to fail by itself.
+  void hurry();
   // Throws when this rank must not go on.
   void check();
   // Why; empty while nothing is wrong.
@@ -148,7 +151,7 @@ class Watchdog : public torch::CustomClassHolder {
 
   bool failed_ = false;  // this rank, by itself
   bool told_ = false;    // a wait has thrown, so that somebody knows that this process should end
-  std::atomic<bool> ending_{false};
+  std::atomic<bool> ending_{false}, hurried_{false};
   std::string kind_, text_;  // of the end
 
   // The thread's own.

@@ -173,7 +173,7 @@ bool Watchdog::look_for_failures(const RankStatus& mine) {
     other_failed_ = {Clock::now(), told.substr(0, bar),
                      "Rank " + std::to_string(other) + " failed: " + told.substr(bar + 1)};
   }
-  if (other_failed_ && Clock::now() - other_failed_->at > kToFail)
+  if (other_failed_ && (hurried_ || Clock::now() - other_failed_->at > kToFail))
     end(other_failed_->kind, other_failed_->text + "\nThis is " + mine.describe(seconds_since_epoch()) +
                                  ". It cannot go on alone, and ends, too.");
   return other_failed_.has_value();

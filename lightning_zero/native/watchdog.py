@@ -24,7 +24,7 @@ from lightning_zero.native.load import load
 __all__ = ["Lane", "Phase", "Watchdog"]
 
 
-TO_HEAR_S = 3.0  # by when it is known who broke a connection
+TO_HEAR_S = 6.0  # by when it is known who broke a connection
 
 
 class Phase(enum.IntEnum):
@@ -108,6 +108,7 @@ class Watchdog:
         self.native.fail(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
 
     def _verdict_within(self, seconds: float) -> bool:
+        self.native.hurry()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.native.verdict():

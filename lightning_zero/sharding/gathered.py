@@ -1,4 +1,4 @@
-"""What ``module.weight`` answers outside of a training step's forward, about the gradient and the flag of the parameter:
+"""What ``module.weight`` answers outside of a training step's forward, about gradient and flag of its parameter:
 a gathered copy knows nothing of these.
 
 In a forward it is a plain tensor, which costs nothing and surprises nobody's code.
@@ -52,9 +52,10 @@ class GatheredWeight(Tensor):
     def _no_gradient(self) -> UnsupportedError:
         name = self._zero_cache.name_of(self._zero_param)
         return UnsupportedError(
-            f"{name!r} was gathered when it was read, and its gradient is not: each rank has a shard. Take `param.grad` "
-            f"of the registered parameter, `dict(self.named_parameters())[{name!r}].grad`: norms, sums and the like of it "
-            "are those of the whole gradient, and what changes it element by element may be done there, on every rank."
+            f"{name!r} was gathered when it was read, and its gradient is not: each rank has a shard. Take "
+            f"`param.grad` of the registered parameter, `dict(self.named_parameters())[{name!r}].grad`: norms, sums "
+            "and the like of it are those of the whole gradient; what changes it element by element may be done "
+            "there, on every rank."
         )
 
     @property

@@ -70,7 +70,7 @@ def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_copies_from_peers_bring_the_same_bits(ranks: Ranks, world_size: int) -> None:
-    ways = (ON, COPIED, KEPT)
+    ways = (ON | {"gather_by": "collective"}, COPIED, KEPT)
     for (on, gathered), *others in ranks.run(world_size, all_ways, "TiedBlock", True, ways, deadline=240):
         assert gathered.get("copied_weights", 0) == 0
         assert others[0][1]["groups_ahead"] > 0  # on their way before the graph began

@@ -117,7 +117,8 @@ def test_logged_values_equal_ddps(ranks: Ranks, world_size: int, kind: str) -> N
         assert {"loss_epoch", "mae_epoch", "worst_epoch", "val_mean", "val_loss"} <= set(ddp["metrics"][0])
     ours, ddp = results[0][kind]["lines"], results[0]["ddp"]["lines"]
     assert [(step, sorted(line)) for step, line in ours] == [(step, sorted(line)) for step, line in ddp]
-    assert_close_relative([line for _, line in ours], [line for _, line in ddp], RTOL, what="logged")
+    # the mean of what was predicted is near zero
+    assert_close_relative([line for _, line in ours], [line for _, line in ddp], RTOL, 5e-8, what="logged")
     assert len(results[0]["ddp"]["printed"]) == 10
     assert all(not result["ddp"]["printed"] for result in results[1:])
 

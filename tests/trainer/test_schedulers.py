@@ -98,7 +98,7 @@ def _all_scheduled(names: list[str], *kinds: str) -> dict[str, dict[str, Any]]:
     ids=["three, captured", "all"],
 )
 def test_scheduled_rates_and_what_the_monitor_logs_equal_ddps(ranks: Ranks, names: list[str], kinds: list[str]) -> None:
-    for rank, result in enumerate(ranks.run(2, _all_scheduled, names, "ddp", *kinds)):
+    for rank, result in enumerate(ranks.run(2, _all_scheduled, names, "ddp", *kinds, deadline=240)):
         ddp = result.pop("ddp")
         for name, expected in ddp.items():
             assert len(set(map(tuple, expected["rates"]))) >= 2, f"{name}: the rate never changes"

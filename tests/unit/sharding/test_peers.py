@@ -22,7 +22,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
         ("auto", GPU, "12.8", True, False),
         ("auto", GPU, None, True, False),
         ("auto", GPU, "13.0", False, False),
-        ("auto", CPU, "13.0", True, False),
+        ("auto", CPU, None, False, True),
         ("copy", CPU, None, False, True),  # what is impossible is refused later, with its reason
         ("collective", GPU, "13.0", True, False),
     ],
@@ -31,7 +31,11 @@ def test_copies_are_chosen_where_one_call_makes_many(
     monkeypatch: pytest.MonkeyPatch, choice: str, device: torch.device, cuda: str | None, usable: bool, expected: bool
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert _wanted(choice, device, usable) is expected
+    assert _wanted(choice, device, usable, on_cpu=True) is expected
+
+
+def test_between_cpus_auto_does_what_is_asked_for() -> None:
+    assert not _wanted("auto", CPU, usable=True, on_cpu=False)
 
 
 class Memory:
