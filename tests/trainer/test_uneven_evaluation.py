@@ -1,0 +1,63 @@
+"""Ranks may evaluate other numbers of batches, as under DDP: all of them, and each once."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from tests.helpers.oracle import assert_close_relative
+from tests.ranks.pool import Ranks
+from tests.trainer.helpers import INPUTS, OUTPUTS, RTOL, Regression, close, make_loader, make_trainer, whole_state
+
+
+def uneven_loader() -> DataLoader:
+    """The first rank has five batches of four samples, each other one has two less, and its last is smaller."""
+    rank = dist.get_rank()
+    rng = torch.Generator().manual_seed(11 + rank)
+    count = 4 * (5 - 2 * rank) - rank
+    return DataLoader(
+        TensorDataset(torch.randn(count, INPUTS, generator=rng), torch.randn(count, OUTPUTS, generator=rng)), 4
+    )
+
+
+class Evaluated(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.batches: list[int] = []
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        loss = self.loss(batch)
+        self.batches.append(index)
+        self.mean.update(loss, len(batch[0]))
+        self.log("mean", self.mean)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+
+    test_step = validation_step
+
+
+def _evaluated(kind: str) -> dict[str, Any]:
+    module = Evaluated()
+    trainer = make_trainer(kind, max_epochs=3)
+    trainer.fit(module, make_loader(kind), uneven_loader())
+    out = {"fitted": dict(trainer.callback_metrics)}
+    out["tested"] = trainer.test(module, uneven_loader(), verbose=False)[0]
+    out["batches"] = module.batches
+    out["values"] = whole_state(module)
+    close(module)
+    return out
+
+
+def _both(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _evaluated("ddp"), _evaluated(kind)
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "compiled"), (2, "eager"), (3, "eager")])
+def test_evaluations_with_other_numbers_of_batches_equal_ddps(ranks: Ranks, world_size: int, kind: str) -> None:
+    for rank, (ddp, ours) in enumerate(ranks.run(world_size, _both, kind, deadline=120)):
+        assert ours["batches"] == ddp["batches"] == [*range(5 - 2 * rank)] * 4
+        for what in ("fitted", "tested", "values"):
+            assert_close_relative(ours[what], ddp[what], 3 * RTOL, what=f"{what} on rank {rank}")
