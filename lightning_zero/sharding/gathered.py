@@ -35,14 +35,17 @@ class GatheredWeight(Tensor):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """None where the parameter has none.
+        """None where the parameter has none; with one rank the gradient itself, whole.
 
         Raises:
             UnsupportedError: its gradient lies in shards, one on each rank.
         """
         with _C.DisableTorchFunctionSubclass():
-            if self._zero_param.grad is None:
+            grad, record = self._zero_param.grad, self._zero_cache.record_of(self._zero_param)
+            if grad is None:
                 return None
+            if record is not None and record.layout.world_size == 1:
+                return record.layout.whole(grad.as_subclass(Tensor).view(-1))
         raise self._no_gradient()
 
     @grad.setter
@@ -50,7 +53,8 @@ class GatheredWeight(Tensor):
         raise self._no_gradient()
 
     def _no_gradient(self) -> UnsupportedError:
-        name = self._zero_cache.name_of(self._zero_param)
+        record = self._zero_cache.record_of(self._zero_param)
+        name = "weight" if record is None else record.name
         return UnsupportedError(
             f"{name!r} was gathered when it was read, and its gradient is not: each rank has a shard. Take "
             f"`param.grad` of the registered parameter, `dict(self.named_parameters())[{name!r}].grad`: norms, sums "

@@ -129,11 +129,10 @@ class ClassCache:
         self.as_parameters = False  # what eager code reads is an nn.Parameter
         self.as_shards = False  # what eager code reads is the registered nn.Parameter, a shard
 
-    def name_of(self, param: nn.Parameter) -> str:
-        """The parameter's name in the model."""
+    def record_of(self, param: nn.Parameter) -> Any:
+        """The sharded parameter, or None when its engine is gone."""
         engine = self.engine()
-        record = engine.sharder.find(param) if engine is not None else None
-        return "weight" if record is None else record.name
+        return engine.sharder.find(param) if engine is not None else None
 
     def swap(self, module: nn.Module, names: tuple[str, ...]) -> None:
         """Gives ``module`` the subclass whose properties read ``names``.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
+from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks
 
@@ -52,6 +53,30 @@ def test_the_gradient_of_a_weight_that_was_read_is_none_or_an_error_with_the_lin
         for message in (read, written):
             assert "dict(self.named_parameters())['0.weight'].grad" in message
         assert norm == pytest.approx(float(expected.norm()), rel=1e-5)
+
+
+def on_one_rank() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(19, 25), nn.Tanh(), nn.Linear(25, 25))
+    with engine_for(model, "aot_eager") as engine:
+        with engine.train_step():
+            loss = model(torch.ones(2, 19)).square().mean()
+        loss.backward()
+        engine.after_backward()
+        seen = model[0].weight.grad.clone()
+        model[0].weight.grad.mul_(2)
+        return seen, dict(model.named_parameters())["0.weight"].grad.norm()
+
+
+def test_with_one_rank_it_is_the_gradient_itself(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(19, 25), nn.Tanh(), nn.Linear(25, 25))
+    model(torch.ones(2, 19)).square().mean().backward()
+    expected = model[0].weight.grad
+    assert isinstance(expected, Tensor)
+    ((seen, doubled),) = ranks.run(1, on_one_rank)
+    assert_close_relative(seen, expected, 1e-6)
+    assert_close_relative(doubled, 2 * expected.norm(), 1e-6)
 
 
 def flags() -> tuple[list[bool], list[Any], list[Tensor]]:
