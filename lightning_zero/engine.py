@@ -333,7 +333,6 @@ class Engine(OptimizerSteps, NotCopied):
         """Should come after each backward: weights that forward read win over what is then written to
         ``param.data``."""
         self.watchdog.enter(Phase.BETWEEN)
-        self.sharder.classes.in_forward = False
         self.executor.sync_edits()
 
     def before_step(self) -> None:
@@ -384,6 +383,7 @@ class Engine(OptimizerSteps, NotCopied):
     # -- gradients and optimizers
 
     def _run_gradient_hooks(self) -> None:
+        self.sharder.classes.in_forward = False  # users' hooks come next
         self._gradient_hooks.run(self.executor.attached())
 
     @contextmanager

@@ -62,6 +62,21 @@ class Optimized(Regression):
         return self._make(list(self.parameters()))
 
 
+# -- weights
+
+
+@wrong(
+    r"MisconfigurationException: 'net.0.weight' was gathered when it was read.*"
+    r"dict\(self\.named_parameters\(\)\)\['net\.0\.weight'\]\.grad"
+)
+def the_gradient_of_a_weight_that_was_read() -> None:
+    class Looks(Regression):
+        def on_after_backward(self) -> None:
+            self.log("norm", self.net[0].weight.grad.norm())
+
+    fit(Looks())
+
+
 # -- callbacks
 
 
