@@ -222,7 +222,10 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     @override
     def _waiting(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._engine is None else self._engine.watchdog.waiting(what, Lane.WORLD)
+        if self._engine is None:
+            return nullcontext()
+        self._engine.executor.end_writing()  # whoever comes last may want to read what this rank has written
+        return self._engine.watchdog.waiting(what, Lane.WORLD)
 
     def _require_engine(self) -> Engine:
         if self._engine is None:

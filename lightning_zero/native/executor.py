@@ -189,7 +189,6 @@ class Executor:
     def end_writing(self) -> None:
         """Should come once they have changed: other ranks, which may want to read, wait for it. The next gather on this
         rank does it, too."""
-        self._native.expire_shadows()
         self._native.end_writing()
 
     def expire_shadows(self) -> None:

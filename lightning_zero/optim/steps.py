@@ -63,7 +63,8 @@ class OptimizerSteps:
         self.watchdog.enter(Phase.BETWEEN)
         # Only after a step: in the last of several accumulated micro-batches, kept weights are still good.
         if self.stepper(optimizer).end():
-            self.executor.end_writing()
+            self.executor.expire_shadows()
+        self.executor.end_writing()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no

@@ -56,3 +56,4 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
             record.param.grad = grads[record.index]
             for owner, key in record.owners:
                 owner.__dict__[SHAPES][key] = tuple(record.layout.shape)
+        sharder.executor.end_writing()

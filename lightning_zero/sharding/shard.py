@@ -301,6 +301,7 @@ class Sharder:
                 part = slice(view.storage_offset(), view.storage_offset() + view.numel())
                 self.executor.set_shards(record.index, [memory[part] for memory in everywhere[view.dtype][1]])
         self.arena = arena
+        self.executor.end_writing()
 
     def allocate_gradients(self) -> None:
         """Lays out the gradient arena, in the shards' order, for the parameters that are trainable now; parameters that

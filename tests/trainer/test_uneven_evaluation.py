@@ -61,3 +61,39 @@ def test_evaluations_with_other_numbers_of_batches_equal_ddps(ranks: Ranks, worl
         assert ours["batches"] == ddp["batches"] == [*range(5 - 2 * rank)] * 4
         for what in ("fitted", "tested", "values"):
             assert_close_relative(ours[what], ddp[what], 3 * RTOL, what=f"{what} on rank {rank}")
+
+
+class OneLooks(Regression):
+    """Rank 0 alone reads weights, at times when the others have no reason to wait for it, or to come along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def look(self) -> None:
+        if self.global_rank == 0:
+            self.seen.append(float(self.net[0].weight.abs().sum()))
+
+    on_fit_start = on_train_epoch_start = on_validation_end = on_train_end = look
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.look()
+
+
+def _looked(kind: str) -> tuple[list[float], dict[str, Any]]:
+    module = OneLooks()
+    make_trainer(kind, max_epochs=2).fit(module, make_loader(kind), make_loader(kind, 1, seed=1))
+    out = module.seen, whole_state(module)
+    close(module)
+    return out
+
+
+def _both_looked(kind: str) -> tuple[Any, Any]:
+    return _looked("ddp"), _looked(kind)
+
+
+@pytest.mark.parametrize("kind", ["compiled", "eager"])
+def test_one_rank_may_look_at_weights_in_any_hook(ranks: Ranks, kind: str) -> None:
+    for rank, (ddp, ours) in enumerate(ranks.run(2, _both_looked, kind, deadline=120)):
+        assert len(ddp[0]) == 14 * (rank == 0)
+        assert_close_relative(ours, ddp, 3 * RTOL, what=f"rank {rank}")
