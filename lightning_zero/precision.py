@@ -56,6 +56,13 @@ class _ForShards(WholeNorms):
         self.engine().stepper(plain(optimizer)).clip_norm(clip_val, later=later)
 
     @override
+    def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        calls = self.engine().calls
+        assert calls is not None
+        with calls.explaining():
+            super().backward(*args, **kwargs)
+
+    @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         self.engine().stepper(plain(optimizer)).clip_value(clip_val)
 

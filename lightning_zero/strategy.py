@@ -385,13 +385,6 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             return super().predict_step(*args, **kwargs)
 
     @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        calls = self._require_engine().calls
-        assert calls is not None
-        with calls.explaining():
-            return super().backward(*args, **kwargs)
-
-    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._require_engine().before_backward()
 
