@@ -114,7 +114,8 @@ class Executor : public torch::CustomClassHolder {
   void take_turns(std::vector<at::Tensor> numbers);
   // The parameter's shard on every rank. Only where ranks take turns.
   void set_shards(int64_t index, std::vector<at::Tensor> shards);
-  // Where ranks take turns: something is about to change shards; and it has. Harmless when repeated.
+  // Something is about to change shards; and it has. Harmless when repeated. Where ranks take no turns, the
+  // first is expire_shadows(), and the second nothing.
   void begin_writing();
   void end_writing();
   bool takes_turns() const { return turns_.has_value(); }
@@ -258,9 +259,10 @@ class Executor : public torch::CustomClassHolder {
   at::Tensor gather_into(ParamRecord& record, at::ScalarType dtype, Pending& pending, at::Tensor output = {});
   void take_assigned(Tracked& weight);
   void refuse_late_edits();
-  bool take_edits();
+  void take_edits();
   void copy_edit(const Tracked& weight);
   void begin_reading();
+  void begin_turn_to_write();
   bool is_stale(const ParamRecord& record) const;
   bool is_kept(const ParamRecord& record) const;
   void keep(ParamRecord& record);
@@ -354,7 +356,7 @@ class Executor : public torch::CustomClassHolder {
 
   std::optional<Recording> recording_;
   std::shared_ptr<DeviceBarrier> barrier_;
-  int64_t epochs_ = 0;                  // of the barrier
+  int64_t epochs_ = 0;                  // training steps begun, of the barrier and of turns
   bool interrupted_ = false;            // a backward was, and devices were let through their barriers
   std::map<int64_t, Recorded> graphs_;  // by their numbers
   int64_t graphs_made_ = 0;

@@ -74,9 +74,16 @@ void Executor::set_shards(int64_t index, std::vector<at::Tensor> shards) {
 
 void Executor::begin_writing() {
   std::lock_guard lock(mutex_);
-  if (!turns_ || turns_->writing())
+  if (!turns_)
+    return expire_shadows();
+  if (!turns_->writing())
+    take_edits();
+  begin_turn_to_write();
+}
+
+void Executor::begin_turn_to_write() {
+  if (turns_->writing())
     return;
-  take_edits();  // it may begin the turn itself
   ++epoch_;
   published_ = false;
   drop_ahead();

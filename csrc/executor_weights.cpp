@@ -282,8 +282,7 @@ void Executor::copy_edit(const Tracked& weight) {
 }
 
 // Where ranks take turns, edits are a turn to write, and weights that nobody edited must not begin one.
-// Returns whether there were some.
-bool Executor::take_edits() {
+void Executor::take_edits() {
   std::vector<Tracked*> edited;
   for (auto& weight : tracked_) {
     if (at(weight.index).param._version() != weight.version)
@@ -295,15 +294,9 @@ bool Executor::take_edits() {
     }
   }
   if (edited.empty())
-    return false;
-  if (!turns_->writing()) {
-    ++epoch_;
-    published_ = false;
-    drop_ahead();
-    turns_->begin_writing();
-  }
+    return;
+  begin_turn_to_write();
   for (const auto* weight : edited) copy_edit(*weight);
-  return true;
 }
 
 void Executor::sync_edits(bool forget) {

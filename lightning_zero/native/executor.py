@@ -183,7 +183,6 @@ class Executor:
     def begin_writing(self) -> None:
         """Must come before shards change, on every rank: whoever still reads them is waited for. Harmless when
         repeated."""
-        self._native.expire_shadows()
         self._native.begin_writing()
 
     def end_writing(self) -> None:

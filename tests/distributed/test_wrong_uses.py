@@ -5,7 +5,6 @@ model (tests/trainer/test_full_checkpoints.py), `devices` against torchrun (test
 parameters and copies (test_surgery.py), what may not reach the executor (tests/native/test_backward.py).
 """
 
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -22,23 +21,13 @@ from torch import nn
 from lightning_zero import UnsupportedError, full_parameters, unshard
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.engine import Engine
+from tests.helpers.wrong import WrongUses
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import Regression, close, make_loader, make_strategy, make_trainer, mlp
 
 CPU = torch.device("cpu")
 EAGER = EngineConfig(compile=CompileConfig(enabled=False))
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {}
-
-
-def wrong(words: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """The function does something wrong; what is raised must match ``words``: the error's type, what, where, what to
-    do."""
-
-    def register(function: Callable[[], Any]) -> Callable[[], Any]:
-        WRONG[function.__name__] = (function, words)
-        return function
-
-    return register
+WRONG = wrong = WrongUses()
 
 
 def fit(module: pl.LightningModule, **arguments: Any) -> None:
@@ -376,14 +365,7 @@ def frozen_on_one_rank() -> None:
 
 
 def messages() -> dict[str, str]:
-    found = {}
-    for name, (function, _) in WRONG.items():
-        try:
-            function()
-            found[name] = "nothing was raised"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return WRONG.messages()
 
 
 @pytest.fixture(scope="module")
@@ -394,7 +376,7 @@ def raised(ranks: Ranks) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_use_is_refused_with_what_where_and_what_to_do(raised: list[dict[str, str]], name: str) -> None:
     for found in raised:
-        assert re.search("^" + WRONG[name][1], found[name]), found[name]
+        WRONG.check(name, found)
 
 
 def refused_in_the_end() -> None:

@@ -4,7 +4,6 @@ The first half of the table is in tests/distributed/test_wrong_uses.py; wrong op
 """
 
 import copy
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,20 +17,11 @@ from torch import Tensor, nn
 from lightning_zero import PassSchedule, PassSpec, full_parameters
 from lightning_zero.engine import engine_of
 from tests.distributed import test_wrong_uses as others
+from tests.helpers.wrong import WrongUses
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import Regression, close, make_loader, make_strategy, make_trainer, mlp
 
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {}
-
-
-def wrong(words: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """See tests/distributed/test_wrong_uses.py."""
-
-    def register(function: Callable[[], Any]) -> Callable[[], Any]:
-        WRONG[function.__name__] = (function, words)
-        return function
-
-    return register
+WRONG = wrong = WrongUses()
 
 
 def fit(module: pl.LightningModule, kind: str = "eager", fit: dict[str, Any] | None = None, **arguments: Any) -> None:
@@ -320,14 +310,7 @@ def whole_parameters_of_a_copy() -> None:
 
 
 def messages() -> dict[str, str]:
-    found = {}
-    for name, (function, _) in WRONG.items():
-        try:
-            function()
-            found[name] = "nothing was raised"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return WRONG.messages()
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +321,7 @@ def raised(ranks: Ranks) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_use_is_refused_with_what_where_and_what_to_do(raised: list[dict[str, str]], name: str) -> None:
     for found in raised:
-        assert re.search("^" + WRONG[name][1], found[name]), found[name]
+        WRONG.check(name, found)
 
 
 def test_the_table_is_long() -> None:
