@@ -42,7 +42,12 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
   if (buffers_.size() < depth_)
     return grow(chunk, stats);
   auto oldest = std::find_if(buffers_.begin(), buffers_.end(), [](const auto& b) { return !b->filling; });
-  if (oldest == buffers_.end() || !(*oldest)->pending.ready_within(kPeerPatience))
+  if (oldest == buffers_.end())
+    return grow(chunk, stats);
+  // A peer that has not come is waited for once: not again for each buffer.
+  peer_is_late_ =
+      !(*oldest)->pending.ready_within(peer_is_late_ ? std::chrono::milliseconds(0) : kPeerPatience);
+  if (peer_is_late_)
     return grow(chunk, stats);
   (*oldest)->pending.wait(device_);
   (*oldest)->apart.clear();

@@ -65,6 +65,7 @@ class BufferPool {
   int64_t capacity_;
   int64_t expected_ = 0;
   size_t depth_;
+  bool peer_is_late_ = false;
   std::deque<std::unique_ptr<BucketBuffer>> buffers_;  // oldest use first
 };
 

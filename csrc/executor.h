@@ -21,11 +21,12 @@
 // (first barrier), stale shadows are written, and all ranks have written theirs (second barrier). Eager code,
 // which may find a stale shadow anywhere, casts the shard instead and gathers through the process group.
 //
-// [Note: turns] Where all ranks can read the shards themselves (of CPUs, so far), everybody reads what it
+// [Note: turns] Where all ranks can read the shards themselves, everybody reads what it
 // wants when it wants, out of shadows and shards, and ranks need not read the same: what changes shards says
 // so before (begin_writing), and ranks take turns. See turns.h. There are no meetings where graphs begin, and
-// eager code copies, too. Weights that eager code was given and edited are told by a digest of their values,
-// since assignments to `.data` leave no other trace, and must be told alike on every rank.
+// eager code copies, too. Whether eager code has edited a weight that it was given must be told alike on
+// every rank, and without a look at values on a device: its memory is marked as copy-on-write, with nobody to
+// share it, so that whoever may write to it takes the mark away. Only then values are compared.
 //
 // [Note: gradients pushed to peers] Likewise, where ranks can write into each other's memory, a bucket is not
 // reduce-scattered: each rank copies every peer's part into that peer's staging memory, all meet (a barrier),
@@ -59,8 +60,8 @@
 
 #include "bucket.h"
 #include "comm.h"
+#include "device_turns.h"
 #include "param_registry.h"
-#include "turns.h"
 
 namespace lightning_zero {
 
@@ -112,13 +113,16 @@ class Executor : public torch::CustomClassHolder {
   // Shards lie in memory that all ranks can read, from now on: each rank's number of its turn. On every rank,
   // which meet before the next gather. See [Note: turns].
   void take_turns(std::vector<at::Tensor> numbers);
+  // The same on devices: the kernels of turns.cu, and of each rank a number for each rank. After
+  // set_barrier().
+  void take_device_turns(const at::Tensor& code, std::vector<at::Tensor> rows);
   // The parameter's shard on every rank. Only where ranks take turns.
   void set_shards(int64_t index, std::vector<at::Tensor> shards);
   // Something is about to change shards; and it has. Harmless when repeated. Where ranks take no turns, the
   // first is expire_shadows(), and the second nothing.
   void begin_writing();
   void end_writing();
-  bool takes_turns() const { return turns_.has_value(); }
+  bool takes_turns() const { return turns_ != nullptr; }
   // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again
   // before use.
   void expire_shadows();
@@ -209,8 +213,7 @@ class Executor : public torch::CustomClassHolder {
     uint32_t version;  // of the parameter when it was gathered
     // What code was given: views of `flat`, until somebody assigns other memory to one's `data`.
     std::vector<at::Tensor> given;
-    uint64_t edits = 0;   // edits() when its shard changed, after which edits come too late
-    uint64_t digest = 0;  // of its values, as they were gathered or have reached the shard
+    uint64_t edits = 0;  // edits() when its shard changed, after which edits come too late
     bool held();
     uint64_t edits_seen() const;
   };
@@ -260,6 +263,7 @@ class Executor : public torch::CustomClassHolder {
   void take_assigned(Tracked& weight);
   void refuse_late_edits();
   void take_edits();
+  bool is_edited(const Tracked& weight);
   void copy_edit(const Tracked& weight);
   void begin_reading();
   void begin_turn_to_write();
@@ -327,7 +331,7 @@ class Executor : public torch::CustomClassHolder {
   std::vector<Tracked> outdated_;  // still held although their shards have changed
 
   std::vector<std::pair<at::Tensor, at::Tensor>> shadow_memory_;
-  std::optional<Turns> turns_;
+  std::unique_ptr<Turns> turns_;
   bool shared_ = false;     // some shadow is read by peers
   bool published_ = false;  // every rank's shadows may be read, until the next point where they change
   // The first groups that a training step's compiled code fetches, as the last step showed, and those on the

@@ -194,10 +194,11 @@ void Executor::meet_peers() {
   std::lock_guard lock(mutex_);
   if (!tracked_.empty())
     sync_edits(/*forget=*/false);
-  if (turns_)
-    return begin_reading();
   drop_ahead();
-  publish(/*everything=*/false, /*wait=*/true);
+  if (!turns_)
+    return publish(/*everything=*/false, /*wait=*/true);
+  begin_reading();
+  gather_comm_.catch_up();  // the graph reads on streams of its own, which follow the current one
 }
 
 void Executor::before_replay(int64_t index) {

@@ -62,8 +62,14 @@ void Executor::set_exact(int64_t index, at::Tensor copy, std::vector<at::Tensor>
 void Executor::take_turns(std::vector<at::Tensor> numbers) {
   std::lock_guard lock(mutex_);
   TORCH_INTERNAL_ASSERT(!turns_ && static_cast<int64_t>(numbers.size()) == size());
-  turns_.emplace(std::move(numbers), rank());
+  turns_ = std::make_unique<HostTurns>(std::move(numbers), rank());
   turns_->watch(watchdog_);
+}
+
+void Executor::take_device_turns(const at::Tensor& code, std::vector<at::Tensor> rows) {
+  std::lock_guard lock(mutex_);
+  TORCH_INTERNAL_ASSERT(!turns_ && barrier_ && static_cast<int64_t>(rows.size()) == size());
+  turns_ = std::make_unique<DeviceTurns>(code, std::move(rows), barrier_->words(), rank(), gather_comm_);
 }
 
 void Executor::set_shards(int64_t index, std::vector<at::Tensor> shards) {

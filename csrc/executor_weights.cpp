@@ -2,11 +2,9 @@
 #include "executor.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/COW.h>
 
 #include <algorithm>
-#include <array>
-#include <bit>
-#include <cstring>
 
 namespace lightning_zero {
 
@@ -27,18 +25,15 @@ at::Tensor as_parameter(const at::Tensor& flat, const ParamRecord& record) {
   return std::is_sorted(inverse.begin(), inverse.end()) ? full : full.permute(inverse);
 }
 
-// Of all bytes, by four sums that go on side by side; FNV-1a's prime over words.
-uint64_t digest_of(const at::Tensor& flat) {
-  constexpr uint64_t kPrime = 1099511628211ULL;
-  std::array<uint64_t, 4> sums{1, 2, 3, 4};
-  const auto* bytes = static_cast<const char*>(flat.const_data_ptr());
-  const auto step = sizeof(sums), size = flat.nbytes();
-  for (size_t at = 0; at < size; at += step) {
-    std::array<uint64_t, 4> words{};
-    std::memcpy(words.data(), bytes + at, std::min(step, size - at));
-    for (size_t i = 0; i < sums.size(); ++i) sums[i] = (std::rotl(sums[i], 29) ^ words[i]) * kPrime;
-  }
-  return ((sums[0] * kPrime ^ sums[1]) * kPrime ^ sums[2]) * kPrime ^ sums[3];
+// Marks memory that nobody has written to since; see [Note: turns]. Memory of another make is not marked.
+void mark(const at::Tensor& flat) {
+  auto& storage = *flat.storage().unsafeGetStorageImpl();
+  if (c10::impl::cow::has_simple_data_ptr(storage))
+    c10::impl::cow::lazy_clone_storage(storage);  // the clone goes at once
+}
+
+bool is_marked(const at::Tensor& flat) {
+  return c10::impl::cow::is_cow_data_ptr(flat.storage().data_ptr());
 }
 
 }  // namespace
@@ -114,13 +109,11 @@ at::Tensor Executor::gather(int64_t index, at::IntArrayRef shape, at::ScalarType
   gathered_.add(full, index);
   if (again) {
     held->given.push_back(full);
-    if (turns_)
-      held->digest = digest_of(flat);
   } else if (dtype == record.shard.scalar_type()) {
     tracked_.push_back({flat, index, static_cast<uint32_t>(record.param._version()), {full}});
-    if (turns_)
-      tracked_.back().digest = digest_of(flat);
   }
+  if (turns_)
+    mark(flat);
   return full;
 }
 
@@ -281,6 +274,19 @@ void Executor::copy_edit(const Tracked& weight) {
   record.shadow_epoch = -1;
 }
 
+// Whether its values are others than those of the shards. While shards are written nobody can tell, and it
+// does not matter for whose turn it is.
+bool Executor::is_edited(const Tracked& weight) {
+  auto& record = at(weight.index);
+  if (turns_->writing() || !can_read({&record}))
+    return true;
+  auto now = at::empty({weight.flat.numel()}, weight.flat.options());
+  read({&record}, {now}).wait(device_);
+  const auto numel = record.numel;
+  // Bit by bit: NaN is no edit.
+  return !at::equal(now.narrow(0, 0, numel).view(at::kByte), weight.flat.narrow(0, 0, numel).view(at::kByte));
+}
+
 // Where ranks take turns, edits are a turn to write, and weights that nobody edited must not begin one.
 void Executor::take_edits() {
   std::vector<Tracked*> edited;
@@ -288,15 +294,20 @@ void Executor::take_edits() {
     if (at(weight.index).param._version() != weight.version)
       continue;
     take_assigned(weight);
-    if (const auto digest = digest_of(weight.flat); digest != weight.digest) {
-      weight.digest = digest;
+    if (is_marked(weight.flat))
+      continue;
+    if (is_edited(weight))
       edited.push_back(&weight);
-    }
+    else
+      mark(weight.flat);
   }
   if (edited.empty())
     return;
   begin_turn_to_write();
-  for (const auto* weight : edited) copy_edit(*weight);
+  for (const auto* weight : edited) {
+    copy_edit(*weight);
+    mark(weight->flat);
+  }
 }
 
 void Executor::sync_edits(bool forget) {

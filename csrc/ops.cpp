@@ -130,6 +130,7 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("set_peers", &Executor::set_peers)
       .def("set_exact", &Executor::set_exact)
       .def("take_turns", &Executor::take_turns)
+      .def("take_device_turns", &Executor::take_device_turns)
       .def("set_shards", &Executor::set_shards)
       .def("takes_turns", &Executor::takes_turns)
       .def("begin_writing", &Executor::begin_writing)

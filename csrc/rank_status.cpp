@@ -1,13 +1,12 @@
 #include "rank_status.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+
+#include "process_on_host.h"
 
 namespace lightning_zero {
 
@@ -44,49 +43,6 @@ std::string seconds(double since, double now) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.0f s", std::max(0.0, now - since));
   return text;
-}
-
-// Not by streams: where a compiler links its library statically they find another copy's locales, and crash.
-std::string read(const std::string& path) {
-  std::string text;
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0)
-    return text;
-  char part[1024];
-  for (ssize_t length; (length = ::read(file, part, sizeof(part))) > 0;)
-    text.append(part, static_cast<size_t>(length));
-  ::close(file);
-  while (!text.empty() && text.back() == '\n') text.pop_back();
-  return text;
-}
-
-std::vector<std::string> split(const std::string& text, char by) {
-  std::vector<std::string> parts;
-  for (size_t begin = 0; begin <= text.size();) {
-    const auto end = std::min(text.find(by, begin), text.size());
-    parts.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return parts;
-}
-
-std::string link(const std::string& path) {
-  char target[256];
-  const auto length = ::readlink(path.c_str(), target, sizeof(target));
-  return length > 0 ? std::string(target, static_cast<size_t>(length)) : std::string();
-}
-
-// State and start time of a process; empty when there is none.
-std::pair<char, std::string> state_of(int64_t pid) {
-  const auto text = read("/proc/" + std::to_string(pid) + "/stat");
-  const auto end_of_name = text.rfind(')');  // the name may hold anything
-  if (end_of_name == std::string::npos)
-    return {};
-  // Behind the name and a space: the state, and 19 fields later the start time.
-  const auto fields = split(text.substr(std::min(end_of_name + 2, text.size())), ' ');
-  if (fields.size() < 20 || fields[0].empty())
-    return {};
-  return {fields[0][0], fields[19]};
 }
 
 std::string of_ranks(const std::vector<int64_t>& ranks) {
@@ -216,26 +172,6 @@ std::string report(const std::vector<RankStatus>& all, int64_t rank, double now)
       others += (others.empty() ? " " : "; ") + other.describe(now);
   }
   return text + (others.empty() ? "" : " The others:" + others + ".");
-}
-
-std::string ProcessOnHost::own() {
-  const auto pid = ::getpid();
-  return read("/proc/sys/kernel/random/boot_id") + "|" + link("/proc/self/ns/pid") + "|" +
-         std::to_string(pid) + "|" + state_of(pid).second;
-}
-
-std::optional<ProcessOnHost> ProcessOnHost::find(const std::string& what) {
-  const auto theirs = split(what, '|'), ours = split(own(), '|');
-  // The machine, and the namespace in which the number counts.
-  if (theirs.size() != 4 || theirs[0].empty() || theirs[1].empty() || theirs[0] != ours[0] ||
-      theirs[1] != ours[1])
-    return std::nullopt;
-  return ProcessOnHost{std::strtoll(theirs[2].c_str(), nullptr, 10), theirs[3]};
-}
-
-bool ProcessOnHost::is_alive() const {
-  const auto [state, start] = state_of(pid);
-  return state != 0 && state != 'Z' && state != 'X' && start == started;
 }
 
 }  // namespace lightning_zero

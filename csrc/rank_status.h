@@ -53,15 +53,6 @@ bool is_deadlock(const std::vector<RankStatus>& all);
 // Who is missing, where it was last, and where the others wait.
 std::string report(const std::vector<RankStatus>& all, int64_t rank, double now);
 
-// A process of this host, or none that can be seen from here.
-struct ProcessOnHost {
-  int64_t pid = 0;
-  std::string started;       // by which a later process of the same number is told apart
-  static std::string own();  // what others need to find this one
-  static std::optional<ProcessOnHost> find(const std::string& what);
-  bool is_alive() const;
-};
-
 double seconds_since_epoch();
 
 }  // namespace lightning_zero

@@ -18,9 +18,8 @@ namespace lightning_zero {
 
 class Turns {
  public:
-  // `numbers`: of each rank, one integer of 64 bits, zero, in memory that all can read.
-  Turns(std::vector<at::Tensor> numbers, int64_t rank);
-  void watch(c10::intrusive_ptr<Watchdog> watchdog) { watchdog_ = std::move(watchdog); }
+  virtual ~Turns() = default;
+  virtual void watch(c10::intrusive_ptr<Watchdog> watchdog) {}
 
   bool writing() const { return number_ % 2 != 0; }
 
@@ -35,15 +34,31 @@ class Turns {
   // each of them has done since the step before.
   void begin_step(int64_t step);
 
+ protected:
+  // What this rank has read, or written, is over when the others see the number.
+  virtual void announce(int64_t number) = 0;
+  // What comes next, reads or writes, comes when all have announced that number.
+  virtual void wait_for(int64_t number, bool to_read) = 0;
+
  private:
-  void announce(int64_t number);
-  bool all_have_come() const;
-  void wait(const char* what);
+  int64_t number_ = 0;
+  bool readable_ = true;  // all have written what this rank would read now
+};
+
+// Of processes on CPUs, whose reads and writes are over when the call that does them returns.
+class HostTurns : public Turns {
+ public:
+  // `numbers`: of each rank, one integer of 64 bits, zero, in memory that all can read.
+  HostTurns(std::vector<at::Tensor> numbers, int64_t rank);
+  void watch(c10::intrusive_ptr<Watchdog> watchdog) override { watchdog_ = std::move(watchdog); }
+
+ private:
+  void announce(int64_t number) override;
+  void wait_for(int64_t number, bool to_read) override;
+  bool all_have_come_to(int64_t number) const;
 
   std::vector<at::Tensor> numbers_;
   int64_t rank_;
-  int64_t number_ = 0;
-  bool readable_ = true;  // all have written what this rank would read now
   c10::intrusive_ptr<Watchdog> watchdog_;
 };
 

@@ -210,6 +210,7 @@ void Watchdog::leave() {
     return close();
   std::thread([] {
     std::this_thread::sleep_for(kToLeave);
+    end_forked_children();
     std::_Exit(1);
   }).detach();
 }

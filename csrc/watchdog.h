@@ -31,6 +31,7 @@
 #include <thread>
 #include <vector>
 
+#include "process_on_host.h"
 #include "rank_status.h"
 
 namespace lightning_zero {

@@ -59,6 +59,7 @@ void Watchdog::run() {
         lock.unlock();
         say("This process did not end by itself within " + std::to_string(kToEnd.count() / 1000) +
             " s and is ended now.");
+        end_forked_children();
         std::_Exit(1);
       }
     }

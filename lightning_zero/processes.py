@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lightning_zero.startup import StartupWatch
+
 __all__ = ["ProcessStrategy"]
 
 
@@ -37,6 +39,7 @@ class ProcessStrategy(ParallelStrategy):
     Args:
         process_group_backend: by default ``"nccl"`` on CUDA and ``"gloo"`` on the CPU.
         timeout: how long ranks wait for each other.
+        report_stall_after_s: after how long a rank that waits for others to join says for which.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class ProcessStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        report_stall_after_s: float = 30.0,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -59,6 +63,8 @@ class ProcessStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._report_s = report_stall_after_s
+        self._startup: StartupWatch | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -101,8 +107,21 @@ class ProcessStrategy(ParallelStrategy):
         self.set_world_ranks()
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         device = self.root_device if self.root_device.type != "cpu" else None
-        assert self.cluster_environment is not None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+        cluster = self.cluster_environment
+        assert cluster is not None
+        if self.world_size > 1 and not _distributed_is_initialized():
+            self._startup = StartupWatch(
+                cluster.main_address, cluster.main_port, self.global_rank, self.world_size, self._report_s
+            )
+        _init_dist_connection(cluster, backend, timeout=self._timeout, device_id=device)
+        if self._startup is not None:
+            self._startup.joined()
+
+    def _end_startup(self) -> None:
+        """Something else watches over the ranks."""
+        if self._startup is not None:
+            self._startup.close()
+            self._startup = None
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:

@@ -182,6 +182,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            report_stall_after_s=report_stall_after_s,
         )
 
     # -- what the Trainer asks before anything runs
@@ -219,6 +220,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         engine = (module is not None and engine_of(module)) or self._require_engine()
         engine.watchdog.begin()
         engine.watchdog.enter(Phase.SETUP)
+        self._end_startup()
 
     @override
     def _waiting(self, what: str) -> AbstractContextManager[None]:
@@ -407,6 +409,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._startup is not None:
+            self._startup.fail(exception)
         if self._engine is not None:
             self._engine.watchdog.fail(exception)
             self._engine.tidy_up()

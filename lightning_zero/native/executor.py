@@ -168,8 +168,18 @@ class Executor:
 
     def take_turns(self, numbers: list[Tensor]) -> None:
         """Shards will lie in memory that all ranks can read (:meth:`set_shards`); ranks take turns to read and to write
-        them. ``numbers``: of each rank, one int64 zero in such memory. On every rank."""
-        self._native.take_turns(numbers)
+        them. ``numbers``: of each rank, zeros in memory that all ranks can write, one int64, or on an accelerator
+        ``ranks`` int32. On every rank; there, after :meth:`set_barrier`.
+
+        Raises:
+            RuntimeError: the kernels of an accelerator cannot be compiled or loaded here.
+        """
+        if self.device.type == "cpu":
+            self._native.take_turns(numbers)
+            return
+        capability = torch.cuda.get_device_capability(self.device)
+        code = compile_cuda(source_directory() / "turns.cu", capability, [f"-DRANKS={self.world_size}"])
+        self._native.take_device_turns(code, numbers)
 
     def set_shards(self, index: int, shards: list[Tensor]) -> None:
         """The parameter's shard on each rank, in memory that this process can read; after :meth:`take_turns`."""

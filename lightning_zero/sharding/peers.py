@@ -141,18 +141,36 @@ class Peers:
             UnsupportedError: on every rank, when there is not enough and weights must be copied.
         """
         memory, found = self.for_weights, {}
-        if memory is None or executor.device.type != "cpu":
+        if memory is None:
             return {}
 
         def allocate() -> None:
             found.update({dtype: memory.empty(size, dtype) for dtype, size in sizes.items()})
+            for mine, _ in found.values():
+                mine.zero_()
             if not executor.takes_turns:
-                executor.take_turns(memory.empty(1, torch.int64)[1])
+                self._take_turns(executor, memory)
 
         if not self._tried("gather_by", allocate):
             self.for_weights = None
             return {}
         return found
+
+    def _take_turns(self, executor: Executor, memory: PeerMemory) -> None:
+        if executor.device.type == "cpu":
+            executor.take_turns(memory.empty(1, torch.int64)[1])
+            return
+        self._set_barrier(executor)
+        mine, all_ranks = memory.empty(executor.world_size, torch.int32)
+        mine.zero_()
+        torch.cuda.synchronize(executor.device)
+        error = None
+        try:
+            executor.take_turns(_in_order(mine, all_ranks, executor.rank))
+        except RuntimeError as failure:
+            error = str(failure)
+        if error := memory.first_error(error):  # and nobody begins before all numbers are zero
+            raise UnsupportedError(f"the kernels by which ranks take turns cannot be compiled ({error})")
 
     def _set_barrier(self, executor: Executor) -> None:
         """Lets ranks meet on their devices by our own kernel."""
@@ -164,7 +182,7 @@ class Peers:
         mine, all_ranks = memory.empty(size, torch.int32)
         mine.zero_()
         torch.cuda.synchronize(executor.device)
-        rows = [mine if rank == executor.rank else other for rank, other in enumerate(all_ranks)]
+        rows = _in_order(mine, all_ranks, executor.rank)
         error = None
         try:
             executor.set_barrier(rows)
@@ -218,6 +236,10 @@ class Peers:
     def nbytes(self) -> int:
         """Of this rank's memory that peers read or write."""
         return sum(memory.nbytes for memory in {self.for_weights, self.for_gradients} if memory is not None)
+
+
+def _in_order(mine: Tensor, all_ranks: list[Tensor], own: int) -> list[Tensor]:
+    return [mine if rank == own else other for rank, other in enumerate(all_ranks)]
 
 
 def _wanted(choice: str, device: torch.device, usable: bool, on_cpu: bool) -> bool:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--forked", action="store_true", help="fork ranks from a process that has imported everything")
     parser.add_argument("--patience", type=float, default=1.0, help="factor on all limits, where cores are scarce")
     parser.add_argument("--list", action="store_true", help="print the names only")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time, where cores are plenty; none is forked")
     parser.add_argument("--keep", type=Path, help="folder for what the ranks of bad cases wrote")
     chosen = parser.parse_args(arguments)
     cases = GPU_CASES if chosen.device == "cuda" else CASES
@@ -86,29 +88,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for c in cases
         if (c.quick or not chosen.quick) and (not chosen.only or any(part in str(c) for part in chosen.only))
     )
-    forked = chosen.forked and chosen.device == "cpu"  # what has touched CUDA cannot be forked
+    forked = chosen.forked and chosen.jobs == 1 and chosen.device == "cpu"  # what has touched CUDA cannot be forked
     if chosen.list:
         print("\n".join(map(str, cases)))
         return 0
-    resumed = None
+    resumed = checkpoint(chosen.device, forked).home if any(case.training.resume for case in cases) else None
+
+    def look(number: int, case: Case, turn: int) -> tuple[str, bool]:
+        outcome, complaints = attempt(case, forked, str(resumed / "last.ckpt") if resumed else "")
+        if outcome is None and chosen.keep:
+            (chosen.keep / f"{number}-{turn}.txt").write_text("\n".join(complaints))
+        if outcome is not None:
+            if complaints and chosen.keep:
+                shutil.copytree(outcome.home, chosen.keep / f"{number}-{turn}", dirs_exist_ok=True)
+            shutil.rmtree(outcome.home, ignore_errors=True)
+        return row(case, outcome, complaints), bool(complaints)
+
     bad = 0
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
-    for number, case in enumerate(cases):
-        if case.training.resume and resumed is None:
-            resumed = checkpoint(chosen.device, forked).home
-        for turn in range(chosen.repeat):
-            outcome, complaints = attempt(case, forked, str(resumed / "last.ckpt") if resumed else "")
-            print(row(case, outcome, complaints), flush=True)
-            bad += bool(complaints)
-            if outcome is None and chosen.keep:
-                (chosen.keep / f"{number}-{turn}.txt").write_text("\n".join(complaints))
-            if outcome is not None:
-                if complaints and chosen.keep:
-                    shutil.copytree(outcome.home, chosen.keep / f"{number}-{turn}", dirs_exist_ok=True)
-                shutil.rmtree(outcome.home, ignore_errors=True)
+    tries = [(number, case, turn) for number, case in enumerate(cases) for turn in range(chosen.repeat)]
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        for text, failed in pool.map(lambda each: look(*each), tries):
+            print(text, flush=True)
+            bad += failed
     if resumed is not None:
         shutil.rmtree(resumed, ignore_errors=True)
-    print(f"\n{bad} of {len(cases) * chosen.repeat} not as expected.", file=sys.stderr)
+    print(f"\n{bad} of {len(tries)} not as expected.", file=sys.stderr)
     return 1 if bad else 0
 
 

@@ -1,0 +1,32 @@
+// Turns on devices: kernels announce them and wait for them, the host does neither.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "comm.h"
+#include "turns.h"
+
+namespace lightning_zero {
+
+class DeviceTurns : public Turns {
+ public:
+  // `code`: bytes that the device's driver loads, of turns.cu. `rows`: of each rank, a number for each rank,
+  // 32 bits, zero, that all ranks can write. `words`: as DeviceBarrier's, whose lane of weights they use.
+  // Weights are read on the stream of `readers`, and written on the current one.
+  DeviceTurns(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words, int64_t rank,
+              Communicator& readers);
+
+ private:
+  void announce(int64_t number) override;
+  void wait_for(int64_t number, bool to_read) override;
+  void launch(void* kernel, int64_t number, const c10::Stream& stream) const;
+
+  void *announce_, *wait_for_;
+  std::vector<at::Tensor> rows_;
+  at::Tensor words_;
+  int64_t rank_;
+  Communicator& readers_;
+};
+
+}  // namespace lightning_zero
