@@ -306,8 +306,7 @@ void Communicator::all_reduce_max(at::Tensor& values, const char* what) {
   std::vector<at::Tensor> tensors{values};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
-  auto met = launch(what,
-                    [&](bool) { return Works{group_->allreduce(tensors, options)}; }, {});
+  auto met = launch(what, [&](bool) { return Works{group_->allreduce(tensors, options)}; }, {});
   met.wait(device_);
 }
 

@@ -153,6 +153,12 @@ bool is_deadlock(const std::vector<RankStatus>& all) {
   return any;
 }
 
+bool is_still(const std::vector<RankStatus>& all) {
+  return std::all_of(all.begin(), all.end(), [](const RankStatus& status) {
+    return status.known && !status.left && status.busy.empty() && status.phase != Phase::OUTSIDE;
+  });
+}
+
 std::string report(const std::vector<RankStatus>& all, int64_t rank, double now) {
   const auto& mine = all[static_cast<size_t>(rank)];
   auto missing = held_up_by(mine, all);

@@ -11,6 +11,7 @@
 namespace lightning_zero {
 
 // Kinds of meetings; within one, ranks meet in the same order. DEVICE lanes: barriers that run on a device.
+// Each is a process group, or what is like one, except for WORLD: Lightning's own meetings.
 enum class Lane : int { CONTROL, WORLD, GATHER, REDUCE, TURN, DEVICE_REDUCE, DEVICE_GATHER };
 constexpr int LANES = 7;
 constexpr int DEVICE_LANES = 2;
@@ -49,6 +50,9 @@ std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<Ran
 
 // Whether no rank can ever go on: each waits for one that does not come, or has left.
 bool is_deadlock(const std::vector<RankStatus>& all);
+
+// Whether every rank is where it should be doing something.
+bool is_still(const std::vector<RankStatus>& all);
 
 // Who is missing, where it was last, and where the others wait.
 std::string report(const std::vector<RankStatus>& all, int64_t rank, double now);

@@ -167,7 +167,8 @@ class Watchdog : public torch::CustomClassHolder {
   int64_t seen_activity_ = -1, looked_stage_ = -1;
   Clock::time_point quiet_since_{}, next_look_{}, stuck_since_{}, store_lost_{}, deadline_{};
   double reported_after_ = 0;
-  std::vector<int64_t> stuck_at_;
+  Clock::time_point still_since_{};
+  std::vector<int64_t> stuck_at_, all_at_;
   struct Failure {
     Clock::time_point at;
     std::string kind, text;

@@ -20,6 +20,7 @@ constexpr milliseconds kTick{500};
 constexpr milliseconds kToFail{3000};        // that a rank gets to fail by itself once another has
 constexpr milliseconds kToEnd{4000};         // and then to end
 constexpr milliseconds kStuck{4000};         // for which nothing moves before a deadlock is called one
+constexpr milliseconds kStill{2000};         // for which no rank has moved, nor waits where that is seen
 constexpr milliseconds kDeviceStuck{60000};  // the same where devices wait: their hosts may still come round
 constexpr milliseconds kStoreGone{5000};
 constexpr double kLookAfter = 2;     // seconds of a wait after which the others are looked at
@@ -236,9 +237,21 @@ void Watchdog::look_at_waits(const RankStatus& mine) {
   const bool missed = std::any_of(all.begin(), all.end(), [&](const RankStatus& other) {
     return other.rank != rank_ && other.waits() && wall - other.wait_since > report_.count();
   });
-  if (std::max(waited, missed ? quiet : 0) > reported_after_) {
+  std::vector<int64_t> at;
+  bool devices = false;
+  for (const auto& status : all) {
+    at.push_back(status.activity);
+    devices = devices || status.on_device;
+  }
+  if (std::exchange(all_at_, at) != at)
+    still_since_ = now;
+  // A collective of the module's own, or of a callback's, is nothing that anybody here sees.
+  const bool still = is_still(all) && quiet > report_.count() && now - still_since_ > kStill;
+  if (std::max(waited, missed || still ? quiet : 0) > reported_after_) {
     reported_after_ = kReportAgain * std::max(waited, quiet);
-    say("No progress. This is " + report(all, rank_, wall));
+    say(std::string("No progress. ") +
+        (mine.waits() || missed ? "" : "Every rank computes, or waits in something that is not watched. ") +
+        "This is " + report(all, rank_, wall));
   }
   if (waited > timeout_.count())
     return end("timeout", "A wait took longer than the timeout of " +
@@ -247,12 +260,6 @@ void Watchdog::look_at_waits(const RankStatus& mine) {
   if (!is_deadlock(all)) {
     stuck_at_.clear();
     return;
-  }
-  std::vector<int64_t> at;
-  bool devices = false;
-  for (const auto& status : all) {
-    at.push_back(status.activity);
-    devices = devices || status.on_device;
   }
   if (at != stuck_at_) {
     stuck_at_ = std::move(at);

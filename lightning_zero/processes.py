@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -109,6 +110,8 @@ class ProcessStrategy(ParallelStrategy):
         device = self.root_device if self.root_device.type != "cpu" else None
         cluster = self.cluster_environment
         assert cluster is not None
+        # After an error on the device NCCL's own watchdog would abort the process before it has shown its traceback.
+        os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         if self.world_size > 1 and not _distributed_is_initialized():
             self._startup = StartupWatch(
                 cluster.main_address, cluster.main_port, self.global_rank, self.world_size, self._report_s

@@ -12,7 +12,7 @@ nobody takes part, and the job hangs. Here the handler only notes it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,12 @@ _METHOD = "_broadcast_sigterm_tensor"
 _HANDLER = "_sigterm_notifier_fn"
 
 
-def ask_on_cpu(trainer: pl.Trainer, group: dist.ProcessGroup) -> Callable[[], None]:
+def ask_on_cpu(
+    trainer: pl.Trainer, group: dist.ProcessGroup, waiting: Callable[[str], AbstractContextManager[Any]] = nullcontext
+) -> Callable[[], None]:
     """From now on the training loop asks over ``group``, of all ranks on CPUs. Returns what undoes this.
+
+    waiting: surrounds the wait for the others, given what it is for.
 
     The loop raises ``SIGTERMException`` on all ranks before the next batch once one of them has got a SIGTERM (with
     Lightning's own question: once rank 0 has).
@@ -39,7 +43,8 @@ def ask_on_cpu(trainer: pl.Trainer, group: dist.ProcessGroup) -> Callable[[], No
 
     def ask() -> None:
         received = torch.tensor([int(trainer.received_sigterm)])
-        dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
+        with waiting("the question before each batch whether to stop for a SIGTERM"):
+            dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
         if received.item():
             with suppress(Exception):
                 dist.barrier(group=group)  # all have heard before the first of them ends

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -223,11 +224,11 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self._end_startup()
 
     @override
-    def _waiting(self, what: str) -> AbstractContextManager[None]:
+    def _waiting(self, what: str, lane: Lane = Lane.WORLD) -> AbstractContextManager[None]:
         if self._engine is None:
             return nullcontext()
         self._engine.executor.end_writing()  # whoever comes last may want to read what this rank has written
-        return self._engine.watchdog.waiting(what, Lane.WORLD)
+        return self._engine.watchdog.waiting(what, lane)
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -281,7 +282,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._ask_again = ask_on_cpu(trainer, engine.control_group)
+            self._ask_again = ask_on_cpu(trainer, engine.control_group, partial(self._waiting, lane=Lane.CONTROL))
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

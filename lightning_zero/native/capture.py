@@ -16,6 +16,8 @@ __all__ = ["capturing"]
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """What is queued inside, on the current stream, goes to ``graph``, and what is allocated comes from ``pool``."""
+    # What has failed on the device is raised here: a graph whose capture fails to begin ends the process.
+    torch.cuda.synchronize()
     with _no_collector():
         # Other threads, such as NCCL's watchdog, go on: hence the error mode.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -38,12 +40,23 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
+        if _is_lost():
+            raise
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*is empty")
             empty = torch.cuda.CUDAGraph()
             empty.capture_begin(capture_error_mode="thread_local")
             empty.capture_end()
         raise
+
+
+def _is_lost() -> bool:
+    """Whether nothing can be done on the device any more."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return "captur" not in str(error)
+    return False
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.native.build import source_directory
 from lightning_zero.native.load import load
 from lightning_zero.native.nvrtc import compile_cuda
-from lightning_zero.native.watchdog import Watchdog
+from lightning_zero.native.watchdog import Lane, Watchdog
 
 __all__ = ["Executor"]
 
@@ -53,12 +54,24 @@ class Executor:
         self.rank: int = self._native.rank()
         self.configure(config)
         self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
+        self._watchdog = watchdog
         if watchdog is not None:
             self._native.watch(watchdog.native)
         if on_backward_end is not None:
             self._native.on_backward_end(self._define("on_backward_end", "()", on_backward_end))
         if on_new_plan is not None:
             self._native.on_new_plan(self._define("on_new_plan", "(str digest, str plan)", on_new_plan))
+
+    def waiting(self, what: str, lane: Lane) -> AbstractContextManager[None]:
+        """Surrounds a collective called ``what``, of the process group of that lane, that Python starts."""
+        return nullcontext() if self._watchdog is None else self._watchdog.waiting(what, lane)
+
+    def collective(self, what: str, lane: Lane, start: Callable[[bool], dist.Work | None]) -> None:
+        """The same for one that ``start`` starts, asynchronously if it is given True: a wait that can be ended."""
+        if self._watchdog is None:
+            start(False)
+            return
+        self._watchdog.collective(what, lane, start, lane is Lane.CONTROL or self.device.type == "cpu")
 
     def configure(self, config: EngineConfig) -> None:
         """Applies options; legal only outside a backward pass."""

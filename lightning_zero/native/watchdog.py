@@ -11,8 +11,9 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_zero.native.load import load
 __all__ = ["Lane", "Phase", "Watchdog"]
 
 
+SPINS, NAP_S = 200, 0.0005  # of a wait
 TO_HEAR_S = 6.0  # by when it is known who broke a connection
 
 
@@ -34,9 +36,10 @@ class Phase(enum.IntEnum):
 
 
 class Lane(enum.IntEnum):
-    """Collectives that come in one order on all ranks, so that they can be counted."""
+    """Collectives that come in one order on all ranks, those of one process group, so that they can be counted. The
+    first ones of the C++ enum of that name."""
 
-    UNCOUNTED, CONTROL, WORLD = range(-1, 2)
+    UNCOUNTED, CONTROL, WORLD, GATHER, REDUCE = range(-1, 4)
 
 
 class Watchdog:
@@ -85,6 +88,25 @@ class Watchdog:
             yield
         finally:
             self.native.end_wait(wait)
+
+    def collective(self, what: str, lane: Lane, start: Callable[[bool], dist.Work | None], waits: bool) -> None:
+        """Starts a collective and waits for it. ``start`` is given whether to start it asynchronously.
+
+        waits: whether the host waits, and not only the device
+
+        Raises:
+            RankFailedError, RankMismatchError: this rank must not go on, or wait any longer.
+        """
+        with self.waiting(what, lane):
+            work = start(waits)
+            if work is None:
+                return
+            for tries in count():
+                if work.is_completed():
+                    break
+                self.check()
+                time.sleep(0 if tries < SPINS else NAP_S)
+            work.wait()
 
     def begin(self) -> None:
         """A stage begins, on all ranks: what failed before is over."""

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.native.watchdog import Lane
 from lightning_zero.optim.clip import clip_factor, norm_dtype
 from lightning_zero.optim.graphed import GraphedSequence
 from lightning_zero.optim.kernel import StepKernel
@@ -121,7 +122,11 @@ class OptimizerStepper:
         """
         plan = self._plan()
         (plan.norm if self._graphs else plan.sum_squares)()
-        dist.all_reduce(plan.squared, group=self._group)
+        self._sharder.executor.collective(
+            "norms of gradients",
+            Lane.REDUCE,
+            lambda later: dist.all_reduce(plan.squared, group=self._group, async_op=later),
+        )
         norm = plan.squared.sqrt()
         self._clip = plan, max_norm
         if not later or self._kernel(plan) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.native import Executor
-from lightning_zero.native.watchdog import Phase, Watchdog
+from lightning_zero.native.watchdog import Lane, Phase, Watchdog
 from lightning_zero.optim.clip import clip_by_norm, global_norm
 from lightning_zero.optim.formulas import rule_for
 from lightning_zero.optim.norms import norms_of_each
@@ -84,7 +85,8 @@ class OptimizerSteps:
 
     def grad_norm(self, params: Iterable[Tensor]) -> Tensor:
         """2-norm over all ranks' shards of the gradients: a scalar on the device. Collective."""
-        return global_norm(params, self.reduce_group, self.device)
+        with self._waiting_for_norms():
+            return global_norm(params, self.reduce_group, self.device)
 
     def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
         """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the
@@ -92,9 +94,14 @@ class OptimizerSteps:
         live = self.sharder.live
         with plainly():
             shards = [record.param.grad for record in live]
-        norms = norms_of_each(shards, norm_type, self.reduce_group, self.device)
+        with self._waiting_for_norms():
+            norms = norms_of_each(shards, norm_type, self.reduce_group, self.device)
         return dict(zip([record.index for record in live], norms, strict=True))
 
     def clip_grad_norm(self, params: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scales gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
-        return clip_by_norm(params, max_norm, self.reduce_group, self.device)
+        with self._waiting_for_norms():
+            return clip_by_norm(params, max_norm, self.reduce_group, self.device)
+
+    def _waiting_for_norms(self) -> AbstractContextManager[None]:
+        return self.executor.waiting("norms of gradients", Lane.REDUCE)

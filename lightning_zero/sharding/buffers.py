@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.native import Executor
+from lightning_zero.native.watchdog import Lane
 
 __all__ = ["BufferBroadcast"]
 
@@ -184,7 +185,12 @@ class BufferBroadcast:
     def _send(self, piece: _Piece) -> bool:
         rank_0 = self._executor.rank == 0
         fits = piece.exchange(receive=False) if rank_0 else True
-        dist.broadcast(piece.memory, group=self._groups[piece.device != self._executor.device], group_src=0)
+        other = piece.device != self._executor.device
+        self._executor.collective(
+            "rank 0's buffers",
+            Lane.CONTROL if other else Lane.GATHER,
+            lambda later: dist.broadcast(piece.memory, group=self._groups[other], group_src=0, async_op=later),
+        )
         return fits if rank_0 else piece.exchange(receive=True)
 
     def _compare(self) -> None:
@@ -203,7 +209,8 @@ class BufferBroadcast:
         digest = hashlib.sha256("\n".join(listed).encode()).hexdigest()
         mine = digest, {n for n, buffer in enumerate(self._buffers) if buffer.changes or first}
         everyones: list[Any] = [None] * self._executor.world_size
-        dist.all_gather_object(everyones, mine, group=self._groups[1])
+        with self._executor.waiting("the comparison of buffers", Lane.CONTROL):
+            dist.all_gather_object(everyones, mine, group=self._groups[1])
         if any(other != digest for other, _ in everyones):
             self._refuse(listed)
         changing = {self._buffers[n].module for _, found in everyones for n in found}

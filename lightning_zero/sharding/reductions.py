@@ -54,7 +54,7 @@ def _exchange(numbers: Tensor, sight: Sight) -> Tensor:
             "here. Take norms, sums and the like before the strategy is closed, or of whole values."
         )
     ranks = [torch.empty_like(own) for _ in range(sight.layout.world_size)]
-    dist.all_gather(ranks, own, group=group)
+    sight.collective(lambda later: dist.all_gather(ranks, own, group=group, async_op=later))
     return torch.stack(ranks).to(numbers.device)
 
 

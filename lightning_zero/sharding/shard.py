@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.native import Executor
+from lightning_zero.native.watchdog import Lane
 from lightning_zero.sharding.arena import Arena
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 from lightning_zero.sharding.peers import PeerMemory, Peers
@@ -150,7 +151,13 @@ class Sharder:
         index = self.executor.add_parameter(name, param, shard, layout.shape, layout.order)
         device = self.executor.device
         sight = Sight(
-            name, layout, self.executor.rank, device, weakref.ref(self.group), partial(_tell, weakref.ref(self))
+            name,
+            layout,
+            self.executor.rank,
+            device,
+            weakref.ref(self.group),
+            partial(_tell, weakref.ref(self)),
+            partial(_reduce, weakref.ref(self), name),
         )
         record = ShardedParameter(index, name, param, layout, shard, sight)
         record.show_shard()
@@ -408,6 +415,12 @@ def _tell(sharder: weakref.ref[Sharder], all_of_it: bool) -> None:
         if all_of_it:
             known.executor.sync_edits(forget=True)
         known.executor.begin_writing()
+
+
+def _reduce(sharder: weakref.ref[Sharder], name: str, start: Callable[[bool], dist.Work | None]) -> None:
+    known = sharder()
+    assert known is not None  # its process group was there
+    known.executor.collective(f"a reduction over all of {name!r}, such as its norm", Lane.GATHER, start)
 
 
 def _shape(param: nn.Parameter) -> str:

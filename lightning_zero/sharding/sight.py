@@ -36,6 +36,7 @@ class Sight:
 
     Attributes:
         changing: called when the parameter is about to be given other values; with True when all are.
+        collective: starts one over ``group``, see :meth:`Executor.collective`, and waits for it.
         memory: address of the storage that its values lie in.
     """
 
@@ -45,6 +46,7 @@ class Sight:
     device: torch.device
     group: Callable[[], dist.ProcessGroup | None]
     changing: Callable[[bool], None]
+    collective: Callable[[Callable[[bool], dist.Work | None]], None]
     memory: int = 0
 
     def show(self, tensor: Tensor) -> Tensor:

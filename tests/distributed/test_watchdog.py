@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.engine import Engine
-from lightning_zero.errors import RankFailedError
+from lightning_zero.errors import RankFailedError, RankMismatchError
+from lightning_zero.native.watchdog import Phase
 from tests.ranks.pool import Ranks
 
 WIDTH = 64
@@ -35,9 +36,11 @@ class Two(nn.Module):
 
 
 @contextmanager
-def watched(report_s: float = 1.0, timeout_s: float = 60.0) -> Iterator[tuple[Engine, nn.Module]]:
+def watched(
+    report_s: float = 1.0, timeout_s: float = 60.0, gather_by: str = "collective"
+) -> Iterator[tuple[Engine, nn.Module]]:
     torch.manual_seed(0)
-    config = EngineConfig(compile=CompileConfig(enabled=False), report_stall_after_s=report_s, gather_by="collective")
+    config = EngineConfig(compile=CompileConfig(enabled=False), report_stall_after_s=report_s, gather_by=gather_by)
     engine = Engine(torch.device("cpu"), config, timedelta(seconds=timeout_s))
     model = Two()
     engine.shard(model)
@@ -75,6 +78,43 @@ def late() -> str:
             time.sleep(3)
         step(engine, model)
         return said.read_text()
+
+
+def late_to_nothing_watched() -> str:
+    with watched() as (engine, model), stderr() as said:
+        step(engine, model)
+        engine.watchdog.enter(Phase.BETWEEN)
+        if dist.get_rank() == 1:
+            time.sleep(5)
+        dist.barrier()  # as a callback may
+        step(engine, model)
+        return said.read_text()
+
+
+def test_ranks_that_wait_in_a_collective_of_somebody_elses_are_told_where_all_are(ranks: Ranks) -> None:
+    for rank, text in enumerate(ranks.run(2, late_to_nothing_watched, deadline=40)):
+        assert f"Every rank computes, or waits in something that is not watched. This is rank {rank}" in text
+        assert f"The others: rank {1 - rank}: between two steps" in text
+
+
+def one_takes_a_norm() -> tuple[str, float]:
+    with watched(gather_by="auto") as (engine, model):
+        step(engine, model)
+        began = time.monotonic()
+        try:
+            if dist.get_rank() == 0:
+                model.first._parameters["weight"].norm()
+            step(engine, model)
+            step(engine, model)
+        except (RankMismatchError, RankFailedError) as error:
+            return str(error), time.monotonic() - began
+        return "trained on", 0.0
+
+
+def test_a_norm_of_shards_on_one_rank_only_ends_soon(ranks: Ranks) -> None:
+    for text, seconds in ranks.run(2, one_takes_a_norm, deadline=40):
+        assert "a reduction over all of 'first.weight'" in text
+        assert seconds < 20
 
 
 def test_a_rank_that_is_late_is_named_on_every_rank_and_waited_for(ranks: Ranks) -> None:

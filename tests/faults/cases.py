@@ -36,8 +36,8 @@ CATCHING: dict[str, Any] = {"ranks": (0, 1), "catches": True, "ends": "finishes"
 
 def _raises() -> Iterator[Case]:
     """An exception, everywhere; a rank that is just killed, everywhere."""
-    quick_raise = {"first_forward", "backward", "in_step", "validation_step", "checkpoint_gather", "shard"}
-    quick_kill = {"forward", "compiled_backward", "data_loader", "checkpoint_write"}
+    quick_raise = {"first_forward", "backward", "in_step", "validation_step", "checkpoint_gather", "shard", "join"}
+    quick_kill = {"forward", "compiled_backward", "data_loader", "checkpoint_write", "build"}
     for name in POINTS:
         if name not in ("data_worker",):
             # the others may have ended already, and well, when one fails to clean up
@@ -93,7 +93,16 @@ def _more() -> Iterator[Case]:
     # who waits for ever is named, and ended by the timeout
     for action in ("hang", "hang_busily", "hang_in_c", "hang_holding_the_gil"):
         yield case(action, "forward", **AFTER_TIMEOUT)
-    for point in ("data_loader", "compile", "validation_step", "checkpoint_write", "compiled_backward", "in_step"):
+    for point in (
+        "data_loader",
+        "compile",
+        "validation_step",
+        "checkpoint_write",
+        "compiled_backward",
+        "in_step",
+        "clip",
+        "log",
+    ):
         yield case("hang", point, **AFTER_TIMEOUT)
     # the others fail while one cannot run Python, or not for long
     yield case("sleep", "forward", **GOES_ON)

@@ -24,6 +24,7 @@ FLOORS = {
     "processes": 6,
     "saving": 6,
     "sigterm": 6,
+    "startup": 6,
     "uncompile": 6,
     "strategy": 6,
     "checks": 6,

@@ -1,0 +1,91 @@
+"""Ranks that set up hear of each other over the store by which they will meet. How processes end: tests/faults."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+from torch.distributed import TCPStore
+
+from lightning_zero import startup
+from lightning_zero.startup import StartupWatch
+
+Said = list[str]
+
+
+@contextmanager
+def watching(rank: int, port: int, report_s: float = 60.0) -> Iterator[tuple[StartupWatch, Said, Said]]:
+    """What it says, and what it would end the process with."""
+    said: Said = []
+    ended: Said = []
+
+    class Watch(StartupWatch):
+        def _say(self, text: str) -> None:
+            said.append(text)
+
+        def _end(self, text: str) -> None:
+            ended.append(text)
+
+    with patch.object(startup, "TO_FAIL_S", 0.2), patch.object(startup, "TICK_S", 0.05):
+        watch = Watch("127.0.0.1", port, rank, 2, report_s)
+        try:
+            yield watch, said, ended
+        finally:
+            watch.close()
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def until(texts: Said, seconds: float = 5.0) -> str:
+    end = time.monotonic() + seconds
+    while not texts and time.monotonic() < end:
+        time.sleep(0.02)
+    return texts[0] if texts else ""
+
+
+def test_who_is_not_there_is_named_once_and_joining_ends_that(store: TCPStore) -> None:
+    with watching(0, store.port, report_s=0.3) as (watch, said, ended):
+        assert "Not there yet: rank 1." in until(said)
+        assert f"127.0.0.1:{store.port}" in said[0]
+        time.sleep(0.5)
+        assert len(said) == 1
+    with watching(0, store.port, report_s=0.3) as (watch, said, ended):
+        watch.joined()
+        time.sleep(0.6)
+        assert not said
+        assert not ended
+
+
+def test_a_store_that_nobody_serves_is_said() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with watching(0, taken.getsockname()[1], report_s=0.2) as (_, said, _):
+            assert "The store there does not answer" in until(said)
+
+
+def test_a_failure_of_another_rank_ends_this_one_by_name(store: TCPStore) -> None:
+    with watching(0, store.port) as (_, _, ended), watching(1, store.port) as (other, _, _):
+        other.fail(ValueError("no such file\nas this"))
+        assert until(ended) == "Rank 1 failed: ValueError: no such file"
+
+
+def test_a_process_that_is_gone_is_missed_and_one_that_has_left_is_not(store: TCPStore) -> None:
+    gone = startup._process() | {"pid": 2**22 + 1}
+    with patch.object(startup, "_process", lambda: gone), watching(1, store.port):
+        pass  # it leaves
+    with watching(0, store.port) as (_, _, ended):
+        assert not until(ended, 0.5)
+    store.delete_key("lightning_zero/startup/0/left/1")
+    with watching(0, store.port) as (_, _, ended):
+        assert "The process of rank 1" in until(ended)
+
+
+def test_ranks_that_come_say_nothing(store: TCPStore) -> None:
+    with watching(0, store.port, 0.3) as (_, said, ended), watching(1, store.port, 0.3) as (_, others, ends):
+        time.sleep(0.8)
+        assert not said + others + ended + ends
