@@ -111,7 +111,8 @@ class ProcessStrategy(ParallelStrategy):
         cluster = self.cluster_environment
         assert cluster is not None
         # After an error on the device NCCL's own watchdog would abort the process before it has shown its traceback.
-        os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+        if device is not None:
+            os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         if self.world_size > 1 and not _distributed_is_initialized():
             self._startup = StartupWatch(
                 cluster.main_address, cluster.main_port, self.global_rank, self.world_size, self._report_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -77,6 +78,7 @@ def main() -> None:
             os.close(file)
     dump_stacks_on_signal(open(output_of(home, rank, "stacks"), "a"))  # noqa: SIM115 - open as long as this rank lives
     faulthandler.disable()  # users have none
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may ignore
     injector = Injector(orders, rank)
     injector.count_batches()
     for fault in filter(None, (orders.fault, orders.meanwhile)):

@@ -21,6 +21,10 @@ ROUNDS = 3  # of CHOICES; replays begin after a few steps
 autocast = partial(torch.autocast, "cuda", BF16, cache_enabled=False)
 
 
+def here() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -44,7 +48,7 @@ def train_plain(device: torch.device, world_size: int, same: bool) -> dict[str, 
 def train(
     options: dict[str, Any], compile: dict[str, Any], same: bool
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = here()
     torch.manual_seed(1)
     model = Parts()
     config = EngineConfig(
@@ -89,7 +93,7 @@ def test_ranks_that_call_other_modules_train_as_if_they_had_no_gradients_there(
 
 def late_readers(late: int) -> list[torch.Tensor]:
     """A rank that comes late still reads what was there when it should have come."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = here()
     torch.manual_seed(1)
     model = Experts()
     engine = Engine(device, EngineConfig(compile=CompileConfig(enabled=True, backend="aot_eager"), compute_dtype=BF16))
