@@ -8,6 +8,7 @@ namespace {
 
 // How long a host may wait for a reduce-scatter that some peer has not joined before it takes new memory.
 constexpr std::chrono::milliseconds kPeerPatience{2000};
+constexpr std::chrono::milliseconds kMorePatience{100};  // with one that has been waited for so long
 
 const char* name(ReduceBucket::State state) {
   switch (state) {
@@ -44,10 +45,10 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
   auto oldest = std::find_if(buffers_.begin(), buffers_.end(), [](const auto& b) { return !b->filling; });
   if (oldest == buffers_.end())
     return grow(chunk, stats);
-  // A peer that has not come is waited for once: not again for each buffer.
-  peer_is_late_ =
-      !(*oldest)->pending.ready_within(peer_is_late_ ? std::chrono::milliseconds(0) : kPeerPatience);
-  if (peer_is_late_)
+  // A peer that has not come is waited for at length once, and not again for each buffer.
+  const auto patience = oldest->get() == late_ ? kMorePatience : kPeerPatience;
+  late_ = (*oldest)->pending.ready_within(patience) ? nullptr : oldest->get();
+  if (late_ != nullptr)
     return grow(chunk, stats);
   (*oldest)->pending.wait(device_);
   (*oldest)->apart.clear();

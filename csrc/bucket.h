@@ -65,7 +65,7 @@ class BufferPool {
   int64_t capacity_;
   int64_t expected_ = 0;
   size_t depth_;
-  bool peer_is_late_ = false;
+  const BucketBuffer* late_ = nullptr;                 // which was not ready when it was wanted
   std::deque<std::unique_ptr<BucketBuffer>> buffers_;  // oldest use first
 };
 

@@ -276,6 +276,19 @@ void Executor::launch(ReduceBucket& bucket) {
   });
 }
 
+// Devices wait for their peers' parts of what has left, and this rank's host may wait for its device (a
+// kernel is tuned at its first run, memory is freed, a hook reads a value), and then does not come to the
+// agreement. So nothing that a peer's device waits for may come after it: a rank that lacks gradients sends
+// zeros instead.
+void Executor::launch_all() {
+  if (!has_streams(device_) || options_.sync_collectives || size() == 1)
+    return;
+  for (; next_launch_ < buckets_.size(); ++next_launch_) {
+    open(buckets_[next_launch_], /*adding=*/false);
+    launch(buckets_[next_launch_]);
+  }
+}
+
 std::vector<int64_t> Executor::agree() {
   // Per trainable parameter: 1 a gradient arrived, 2 one arrived after its bucket had left. And twice a
   // digest of the order of arrival, to see whether it was the same everywhere.
@@ -320,6 +333,7 @@ void Executor::end_backward() {
   {
     std::lock_guard lock(mutex_);
     at::NoGradGuard no_grad;
+    launch_all();
     const auto flags = agree();
     std::vector<int64_t> wanted(buckets_.size(), 0);
     for (size_t i = 0; i < order_.size(); ++i) {

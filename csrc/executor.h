@@ -300,6 +300,7 @@ class Executor : public torch::CustomClassHolder {
   void launch(ReduceBucket& bucket);
   void push(ReduceBucket& bucket);
   void launch_complete();
+  void launch_all();
   std::vector<int64_t> agree();
   void learn_order(const std::vector<int64_t>& agreed);
   void attach(const std::vector<int64_t>& flags);

@@ -96,6 +96,7 @@ TORCH_LIBRARY(lightning_zero, m) {
       .def("on_end", &Watchdog::on_end)
       .def("begin", &Watchdog::begin)
       .def("fail", &Watchdog::fail)
+      .def("watch_group", &Watchdog::watch_group)
       .def("hurry", &Watchdog::hurry)
       .def("check", &Watchdog::check)
       .def("verdict", &Watchdog::verdict)

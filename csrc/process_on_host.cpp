@@ -48,6 +48,11 @@ std::vector<std::string> state_of(int64_t pid) {
   return fields.size() > kStarted && !fields[0].empty() ? fields : std::vector<std::string>();
 }
 
+// Whether /proc is that of the namespace in which this process has its number.
+bool sees_itself() {
+  return link("/proc/self") == std::to_string(::getpid());
+}
+
 }  // namespace
 
 std::vector<std::string> split(const std::string& text, char by) {
@@ -63,14 +68,18 @@ std::vector<std::string> split(const std::string& text, char by) {
 std::string ProcessOnHost::own() {
   const auto pid = ::getpid();
   const auto state = state_of(pid);
-  return read("/proc/sys/kernel/random/boot_id") + "|" + link("/proc/self/ns/pid") + "|" +
-         std::to_string(pid) + "|" + (state.empty() ? "" : state[kStarted]);
+  if (!sees_itself() || state.empty())
+    return "";
+  char host[256] = {};
+  ::gethostname(host, sizeof(host) - 1);  // hosts that were started from one image may share what follows
+  return std::string(host) + "/" + read("/proc/sys/kernel/random/boot_id") + "|" + link("/proc/self/ns/pid") +
+         "|" + std::to_string(pid) + "|" + state[kStarted];
 }
 
 std::optional<ProcessOnHost> ProcessOnHost::find(const std::string& what) {
   const auto theirs = split(what, '|'), ours = split(own(), '|');
   // The machine, and the namespace in which the number counts.
-  if (theirs.size() != 4 || theirs[0].empty() || theirs[1].empty() || theirs[0] != ours[0] ||
+  if (theirs.size() != 4 || ours.size() != 4 || theirs[1].empty() || theirs[0] != ours[0] ||
       theirs[1] != ours[1])
     return std::nullopt;
   return ProcessOnHost{std::strtoll(theirs[2].c_str(), nullptr, 10), theirs[3]};
@@ -83,7 +92,7 @@ bool ProcessOnHost::is_alive() const {
 
 void end_forked_children() {
   auto* processes = ::opendir("/proc");
-  if (processes == nullptr)
+  if (processes == nullptr || !sees_itself())
     return;
   const auto own = std::to_string(::getpid());
   const auto command = of_process(::getpid(), "cmdline"), environment = of_process(::getpid(), "environ");
@@ -95,7 +104,7 @@ void end_forked_children() {
     if (state.empty() || state[kParent] != own)
       continue;
     const auto theirs = of_process(pid, "cmdline");
-    if (theirs.find("multiprocessing") != std::string::npos ||
+    if (theirs.find("--multiprocessing-fork") != std::string::npos ||
         (theirs == command && of_process(pid, "environ") == environment))
       ::kill(static_cast<pid_t>(pid), SIGKILL);
   }

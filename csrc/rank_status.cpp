@@ -128,12 +128,20 @@ std::string RankStatus::describe(double now) const {
   return text;
 }
 
+// Devices count with 32 bits, over and over.
+static bool is_behind(int64_t met, int64_t number, int lane) {
+  if (lane < static_cast<int>(Lane::DEVICE_REDUCE))
+    return met < number;
+  return static_cast<int32_t>(static_cast<uint32_t>(met) - static_cast<uint32_t>(number)) < 0;
+}
+
 std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<RankStatus>& all) {
   std::vector<int64_t> missing;
   if (!waiting.waits() || waiting.wait_lane < 0)
     return missing;
   for (const auto& other : all) {
-    if (other.rank != waiting.rank && (!other.known || other.met[waiting.wait_lane] < waiting.wait_number))
+    if (other.rank != waiting.rank &&
+        (!other.known || is_behind(other.met[waiting.wait_lane], waiting.wait_number, waiting.wait_lane)))
       missing.push_back(other.rank);
   }
   return missing;
@@ -155,7 +163,8 @@ bool is_deadlock(const std::vector<RankStatus>& all) {
 
 bool is_still(const std::vector<RankStatus>& all) {
   return std::all_of(all.begin(), all.end(), [](const RankStatus& status) {
-    return status.known && !status.left && status.busy.empty() && status.phase != Phase::OUTSIDE;
+    return status.known && !status.left && status.busy.empty() && status.phase != Phase::OUTSIDE &&
+           !status.waits();
   });
 }
 

@@ -51,7 +51,7 @@ std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<Ran
 // Whether no rank can ever go on: each waits for one that does not come, or has left.
 bool is_deadlock(const std::vector<RankStatus>& all);
 
-// Whether every rank is where it should be doing something.
+// Whether every rank should be doing something, and none waits where that is seen.
 bool is_still(const std::vector<RankStatus>& all);
 
 // Who is missing, where it was last, and where the others wait.

@@ -120,6 +120,19 @@ void Watchdog::forget_names() {
   last_ = nullptr;
 }
 
+void Watchdog::watch_group(const std::string& group_name) {
+  const auto group = c10d::resolve_process_group(group_name);
+  if (!group->hasBackends())
+    return;
+  for (const auto& device : group->getDeviceTypes()) {
+    auto backend = group->getBackend(device.type());
+    if (backend->getBackendName() != "nccl")
+      continue;
+    std::lock_guard lock(mutex_);
+    backends_.emplace_back(group_name, std::move(backend));
+  }
+}
+
 void Watchdog::watch_device(const at::Tensor& words) {
   std::lock_guard lock(mutex_);
   TORCH_INTERNAL_ASSERT(words.device().is_cpu() && words.scalar_type() == at::kInt &&

@@ -17,6 +17,7 @@
 #pragma once
 
 #include <torch/custom_class.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -78,6 +79,8 @@ class Watchdog : public torch::CustomClassHolder {
   // Barriers on a device, which write to memory of the host, for each of DEVICE_LANES: how many this device
   // has come to, and how many it has passed. `abort`: where it reads that it must not wait any more.
   void watch_device(const at::Tensor& words);
+  // Errors that the group's own watchdog finds, where it has one: NCCL's.
+  void watch_group(const std::string& group_name);
 
   // -- how it ends
 
@@ -120,6 +123,7 @@ class Watchdog : public torch::CustomClassHolder {
   void publish(const RankStatus& mine);
   bool look_for_failures(const RankStatus& mine);
   bool look_for_deaths(const RankStatus& mine);
+  bool look_at_backends(const RankStatus& mine);
   void look_at_waits(const RankStatus& mine);
   RankStatus own();
   void add_device_wait(RankStatus& status);
@@ -149,6 +153,7 @@ class Watchdog : public torch::CustomClassHolder {
   std::atomic<int64_t> activity_{0};
 
   at::Tensor device_words_;
+  std::vector<std::pair<std::string, c10::intrusive_ptr<c10d::Backend>>> backends_;  // that know of errors
 
   bool failed_ = false;  // this rank, by itself
   bool told_ = false;    // a wait has thrown, so that somebody knows that this process should end
@@ -166,7 +171,7 @@ class Watchdog : public torch::CustomClassHolder {
   std::vector<bool> known_, asked_;
   int64_t seen_activity_ = -1, looked_stage_ = -1;
   Clock::time_point quiet_since_{}, next_look_{}, stuck_since_{}, store_lost_{}, deadline_{};
-  double reported_after_ = 0;
+  double reported_after_ = 0, still_after_ = 0;
   Clock::time_point still_since_{};
   std::vector<int64_t> stuck_at_, all_at_;
   struct Failure {

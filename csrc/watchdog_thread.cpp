@@ -27,7 +27,7 @@ constexpr double kLookAfter = 2;     // seconds of a wait after which the others
 constexpr double kReportAgain = 10;  // times the time until the first report
 
 constexpr const char* kDeviceWaits[DEVICE_LANES] = {"a barrier before gradients are added up",
-                                                    "a barrier around the writing of compute copies"};
+                                                    "its turn to read or to write parameters"};
 
 }  // namespace
 
@@ -77,7 +77,7 @@ void Watchdog::run() {
 void Watchdog::look() {
   const auto mine = own();
   publish(mine);
-  if (ending_ || look_for_failures(mine) || look_for_deaths(mine))
+  if (ending_ || look_for_failures(mine) || look_for_deaths(mine) || look_at_backends(mine))
     return;
   look_at_waits(mine);
 }
@@ -218,6 +218,23 @@ bool Watchdog::look_for_deaths(const RankStatus& mine) {
   return false;
 }
 
+// NCCL's own watchdog is kept from ending the process (TORCH_NCCL_RETHROW_CUDA_ERRORS), also for what it
+// alone knows: collectives of the module's own that take too long, and broken links.
+bool Watchdog::look_at_backends(const RankStatus& mine) {
+  for (const auto& [name, backend] : backends_) {
+    const auto error = backend->getError();
+    if (error == c10d::ErrorType::SUCCESS)
+      continue;
+    end("failed",
+        "NCCL reports " +
+            std::string(error == c10d::ErrorType::TIMEOUT ? "that a collective took longer than its timeout"
+                                                          : "an error of communication") +
+            " in process group " + name + ". This is " + mine.describe(seconds_since_epoch()) + ".");
+    return true;
+  }
+  return false;
+}
+
 void Watchdog::look_at_waits(const RankStatus& mine) {
   const auto now = Clock::now();
   const auto wall = seconds_since_epoch();
@@ -245,13 +262,16 @@ void Watchdog::look_at_waits(const RankStatus& mine) {
   }
   if (std::exchange(all_at_, at) != at)
     still_since_ = now;
-  // A collective of the module's own, or of a callback's, is nothing that anybody here sees.
-  const bool still = is_still(all) && quiet > report_.count() && now - still_since_ > kStill;
-  if (std::max(waited, missed || still ? quiet : 0) > reported_after_) {
+  // A collective of the module's own, or of a callback's, is nothing that anybody here sees. Long
+  // computations look the same, so this is said less and less often.
+  const bool still = is_still(all) && quiet > still_after_ && now - still_since_ > kStill;
+  if (still)
+    still_after_ = kReportAgain * quiet;
+  if (still || std::max(waited, missed ? quiet : 0) > reported_after_) {
     reported_after_ = kReportAgain * std::max(waited, quiet);
     say(std::string("No progress. ") +
-        (mine.waits() || missed ? "" : "Every rank computes, or waits in something that is not watched. ") +
-        "This is " + report(all, rank_, wall));
+        (still ? "Every rank computes, or waits in something that is not watched. " : "") + "This is " +
+        report(all, rank_, wall));
   }
   if (waited > timeout_.count())
     return end("timeout", "A wait took longer than the timeout of " +
@@ -269,8 +289,9 @@ void Watchdog::look_at_waits(const RankStatus& mine) {
         "Ranks wait for each other at different places, and would for ever. This is " +
             report(all, rank_, wall) +
             " Every rank must read the same modules in the same order where weights are all-gathered, and "
-            "run as many forward and backward passes: look for branches that depend on the data or on the "
-            "rank.");
+            "run as many forward and backward passes, and take norms and sums of parameters on every rank: "
+            "look "
+            "for branches that depend on the data or on the rank.");
   }
 }
 

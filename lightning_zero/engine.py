@@ -99,6 +99,9 @@ class Engine(OptimizerSteps, NotCopied):
         self.control_group = dist.new_group(ranks, backend="gloo", timeout=timeout)
         self._timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
         self.watchdog = Watchdog(self.control_group, self.config.report_stall_after_s, self._timeout_s)
+        for watched in (group or dist.group.WORLD, self.gather_group, self.reduce_group):
+            assert watched is not None
+            self.watchdog.watch_group(watched)
         self.executor = Executor(
             self.gather_group,
             self.reduce_group,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +32,23 @@ from typing_extensions import override
 
 from lightning_zero.startup import StartupWatch
 
-__all__ = ["ProcessStrategy"]
+__all__ = ["ProcessStrategy", "nccl_lets_errors_show"]
+
+_RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+
+
+@contextmanager
+def nccl_lets_errors_show() -> Iterator[None]:
+    """Process groups that are made inside do not abort the process after an error on the device: NCCL's own watchdog
+    would do so before the traceback is there. What else that one finds, ours looks at (``Watchdog.watch_group``)."""
+    if _RETHROW in os.environ:
+        yield
+        return
+    os.environ[_RETHROW] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_RETHROW]
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -103,20 +120,19 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-        device = self.root_device if self.root_device.type != "cpu" else None
         cluster = self.cluster_environment
         assert cluster is not None
-        # After an error on the device NCCL's own watchdog would abort the process before it has shown its traceback.
-        if device is not None:
-            os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         if self.world_size > 1 and not _distributed_is_initialized():
+            first = self.node_rank * self.num_processes
+            neighbours = range(first, first + self.num_processes)
             self._startup = StartupWatch(
-                cluster.main_address, cluster.main_port, self.global_rank, self.world_size, self._report_s
+                cluster.main_address, cluster.main_port, self.global_rank, self.world_size, neighbours, self._report_s
             )
+        super().setup_environment()
+        reset_seed()
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        device = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(cluster, backend, timeout=self._timeout, device_id=device)
         if self._startup is not None:
             self._startup.joined()

@@ -12,7 +12,7 @@ nobody takes part, and the job hangs. Here the handler only notes it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,16 +23,22 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 __all__ = ["ask_on_cpu", "note_sigterm"]
 
+Start = Callable[[bool], dist.Work | None]
+
 _METHOD = "_broadcast_sigterm_tensor"
 _HANDLER = "_sigterm_notifier_fn"
 
 
+def _at_once(start: Start) -> None:
+    start(False)
+
+
 def ask_on_cpu(
-    trainer: pl.Trainer, group: dist.ProcessGroup, waiting: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    trainer: pl.Trainer, group: dist.ProcessGroup, collective: Callable[[Start], None] = _at_once
 ) -> Callable[[], None]:
     """From now on the training loop asks over ``group``, of all ranks on CPUs. Returns what undoes this.
 
-    waiting: surrounds the wait for the others, given what it is for.
+    collective: starts one, asynchronously or not, and waits for it.
 
     The loop raises ``SIGTERMException`` on all ranks before the next batch once one of them has got a SIGTERM (with
     Lightning's own question: once rank 0 has).
@@ -43,8 +49,7 @@ def ask_on_cpu(
 
     def ask() -> None:
         received = torch.tensor([int(trainer.received_sigterm)])
-        with waiting("the question before each batch whether to stop for a SIGTERM"):
-            dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
+        collective(lambda later: dist.all_reduce(received, dist.ReduceOp.MAX, group=group, async_op=later))
         if received.item():
             with suppress(Exception):
                 dist.barrier(group=group)  # all have heard before the first of them ends

@@ -10,12 +10,15 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
+
+from lightning_zero.native.build import MARK
 
 __all__ = ["StartupWatch"]
 
@@ -24,6 +27,7 @@ TO_FAIL_S = 3.0  # that a rank gets to fail by itself once another has
 TO_COME_S = 1.0  # to the store, before anything else is done: who was never seen cannot be missed at once
 TO_TELL_S = 2.0
 STORE_GONE_S = 5.0
+EARLIER_TICKS = 200  # of 10 ms; ranks that a launcher starts together start within this time
 CONNECTION_S = 10.0
 
 
@@ -35,19 +39,27 @@ class StartupWatch:
 
     Args:
         address, port: where the store is served, or will be.
+        neighbours: the ranks of this host, whose processes can be seen.
         report_s: seconds after which a rank that waits for others to join says for which.
     """
 
-    def __init__(self, address: str, port: int, rank: int, world_size: int, report_s: float) -> None:
+    def __init__(
+        self, address: str, port: int, rank: int, world_size: int, neighbours: Iterable[int], report_s: float
+    ) -> None:
         self._address, self._port = address, port
+        self._neighbours = set(neighbours) - {rank}
         self._rank, self._world_size, self._report_s = rank, world_size, report_s
         self._over, self._here, self._told = threading.Event(), threading.Event(), threading.Event()
         self._failure: str | None = None
         self._joined = False
+        self._process = _process()
+        self._of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._began = time.monotonic()
+        self._seen: dict[int, dict[str, Any]] = {}
+        self._gone: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="lightning_zero-startup", daemon=True)
         self._thread.start()
-        if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # otherwise this rank is to serve it
+        if rank != 0 or self._of_launcher:  # otherwise this rank is to serve it
             self._here.wait(TO_COME_S)
 
     def joined(self) -> None:
@@ -71,13 +83,12 @@ class StartupWatch:
             store = self._connect()
             if store is None:
                 return
-            store.set(f"here/{self._rank}", json.dumps(_process()))
+            self._tell(store, f"here/{self._rank}")
             self._here.set()
-            others = {rank: _Other() for rank in range(self._world_size) if rank != self._rank}
             lost_since = None
             while not self._over.wait(TICK_S):
                 try:
-                    self._look(store, others)
+                    self._look(store)
                     lost_since = None
                 except RuntimeError:  # what a store raises whose server is gone
                     now = time.monotonic()
@@ -87,8 +98,11 @@ class StartupWatch:
                             "The key-value store through which ranks find each other is gone: the process that serves "
                             "it, rank 0's or the launcher, has ended. Look for its error first."
                         )
-            what, text = ("left", "") if self._failure is None else ("failed", self._failure)
-            store.set(f"{what}/{self._rank}", text)
+            if self._failure is None:
+                self._tell(store, f"left/{self._rank}")
+            else:
+                self._tell(store, f"failed/{self._rank}", self._failure)
+                store.add("failures", 1)
         except RuntimeError:
             pass  # nobody is left to be told
         finally:
@@ -116,61 +130,90 @@ class StartupWatch:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives an attempt
         return PrefixStore(f"lightning_zero/startup/{attempt}", store)
 
-    def _look(self, store: Store, others: dict[int, _Other]) -> None:
-        for rank, other in list(others.items()):
-            if store.check([f"left/{rank}"]):
-                del others[rank]
-            elif store.check([f"failed/{rank}"]):
+    def _look(self, store: Store) -> None:
+        if store.add("failures", 0) > 0:
+            for rank in range(self._world_size):
+                failed = self._told_of(store, f"failed/{rank}")
+                if failed is None or rank == self._rank:
+                    continue
                 if not self._over.wait(TO_FAIL_S):
-                    self._end(f"Rank {rank} failed: {store.get(f'failed/{rank}').decode()}")
+                    self._end(f"Rank {rank} failed: {failed['text']}")
                 return
-            else:
-                if other.process is None and store.check([f"here/{rank}"]):
-                    other.process = json.loads(store.get(f"here/{rank}"))
-                if other.process is not None and _is_gone(other.process):
-                    if store.check([f"left/{rank}"]) or store.check([f"failed/{rank}"]):
-                        continue  # it has said so a moment ago
-                    self._end(
-                        f"The process of rank {rank} (number {other.process['pid']}) is gone without a word, while "
-                        "ranks were setting up. It was killed (SIGKILL, out of host memory), it crashed, or it called "
-                        "exit()."
-                    )
-        self._report(sorted(rank for rank, other in others.items() if other.process is None))
+        for rank in self._neighbours - self._gone:
+            process = self._seen.get(rank) or self._told_of(store, f"here/{rank}")
+            if process is None:
+                continue
+            self._seen[rank] = process
+            if not _is_gone(process):
+                continue
+            self._gone.add(rank)
+            # One that has left is not missed, and one that failed has said so, both perhaps a moment ago.
+            if self._told_of(store, f"left/{rank}") is None and self._told_of(store, f"failed/{rank}") is None:
+                self._end(
+                    f"The process of rank {rank} (number {process['pid']}) is gone without a word, while ranks were "
+                    "setting up. It was killed (SIGKILL, out of host memory), it crashed, or it called exit()."
+                )
+        self._report(store)
 
-    def _report(self, missing: list[int] | None) -> None:
+    def _tell(self, store: Store, key: str, text: str = "") -> None:
+        store.set(key, json.dumps(self._process | {"text": text}))
+
+    def _told_of(self, store: Store, key: str) -> dict[str, Any] | None:
+        """What a rank has said. A launcher's store outlives its ranks when it starts them anew: only those count that
+        it started about when it started this one, on the same host."""
+        if not store.check([key]):
+            return None
+        told = json.loads(store.get(key))
+        if not self._of_launcher:
+            return told
+        own = self._process
+        together = told["host"] == own["host"] and int(told["started"]) > int(own["started"]) - EARLIER_TICKS
+        return told if together else None
+
+    def _report(self, store: Store | None) -> None:
         waited = time.monotonic() - self._began
-        if self._joined or waited < self._report_s or missing == []:
+        if self._joined or waited < self._report_s:
             return
         self._report_s *= 10
         who = "The store there does not answer: rank 0, or the launcher, which serves it, has not come."
-        if missing:
+        if store is not None:
+            missing = [rank for rank in range(self._world_size) if not self._has_come(store, rank)]
+            if not missing:
+                return
             who = f"Not there yet: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}."
         self._say(
             f"No progress. This is rank {self._rank}, which has waited for {waited:.0f} s for {self._world_size} ranks "
             f"to join the process group at {self._address}:{self._port}. {who}"
         )
 
+    def _has_come(self, store: Store, rank: int) -> bool:
+        here = f"here/{rank}"
+        return store.check([here]) if rank not in self._neighbours else self._told_of(store, here) is not None
+
     def _say(self, text: str) -> None:
         os.write(2, f"[lightning_zero, rank {self._rank}] {text}\n".encode())  # one call, so that lines do not mix
 
     def _end(self, text: str) -> None:
         self._say(f"{text}\nThis is rank {self._rank}, setting up. It cannot go on alone, and ends, too.")
-        _end_descendants()
+        _end_compilers()
         os._exit(1)
 
 
-class _Other:
-    process: dict[str, Any] | None = None
-
-
 def _process() -> dict[str, Any]:
-    """What others need to find this process: machine, namespace, number, and when it was started."""
-    pid = os.getpid()
+    """What others need to find this process: host, namespace, number, and when it was started, in ticks since boot.
+    Empty where /proc does not show it under its own number."""
+    pid, unknown = os.getpid(), {"host": "", "pid": os.getpid(), "started": "0"}
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         stat = _stat(pid)
-        return {"host": boot + os.readlink("/proc/self/ns/pid"), "pid": pid, "started": stat[19] if stat else ""}
-    return {"host": "", "pid": pid, "started": ""}
+        if stat is None or os.readlink("/proc/self") != str(pid):
+            return unknown
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # which copies of one image may share
+        return {
+            "host": f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}",
+            "pid": pid,
+            "started": stat[19],
+        }
+    return unknown
 
 
 def _is_gone(process: dict[str, Any]) -> bool:
@@ -187,27 +230,22 @@ def _stat(pid: int) -> list[str] | None:
     return None
 
 
-def _end_descendants() -> None:
-    """Kills what this process has started, compilers above all. Not the ranks that Lightning's launcher has started."""
+def _end_compilers() -> None:
+    """Kills the compilers of the C++ executor that this process has started, and what they have started."""
     children: dict[int, list[int]] = {}
     with suppress(OSError):
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and (stat := _stat(int(entry.name))) is not None:
                 children.setdefault(int(stat[1]), []).append(int(entry.name))
-    own = _local_rank(os.getpid())
-    waiting = [os.getpid()]
+    waiting = [child for child in children.get(os.getpid(), []) if _is_compiler(child)]
     while waiting:
-        for child in children.get(waiting.pop(), []):
-            if _local_rank(child) == own:
-                waiting.append(child)
-                with suppress(OSError):
-                    os.kill(child, signal.SIGKILL)
+        process = waiting.pop()
+        waiting += children.get(process, [])
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
 
 
-def _local_rank(pid: int) -> bytes | None:
-    """As it was when the process was started."""
+def _is_compiler(pid: int) -> bool:
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if line.startswith(b"LOCAL_RANK="):
-                return line
-    return None
+        return MARK.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -39,9 +38,9 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.inspection import Inspection
 from lightning_zero.native.watchdog import Lane, Phase
 from lightning_zero.precision import ZeroMixedPrecision, for_shards
-from lightning_zero.processes import ProcessStrategy
+from lightning_zero.processes import ProcessStrategy, nccl_lets_errors_show
 from lightning_zero.saving import Saving
-from lightning_zero.sigterm import ask_on_cpu, note_sigterm
+from lightning_zero.sigterm import Start, ask_on_cpu, note_sigterm
 from lightning_zero.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 
 __all__ = ["ZeroStrategy"]
@@ -215,20 +214,26 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
+        with nccl_lets_errors_show():
+            super().setup_environment()
+            module = self.lightning_module
+            engine = (module is not None and engine_of(module)) or self._require_engine()
         # From here on, so that whatever keeps a rank away in one of the user's hooks is seen by the others.
-        module = self.lightning_module
-        engine = (module is not None and engine_of(module)) or self._require_engine()
         engine.watchdog.begin()
         engine.watchdog.enter(Phase.SETUP)
         self._end_startup()
 
     @override
-    def _waiting(self, what: str, lane: Lane = Lane.WORLD) -> AbstractContextManager[None]:
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
         if self._engine is None:
             return nullcontext()
         self._engine.executor.end_writing()  # whoever comes last may want to read what this rank has written
-        return self._engine.watchdog.waiting(what, lane)
+        return self._engine.watchdog.waiting(what, Lane.WORLD)
+
+    def _ask_for_sigterms(self, start: Start) -> None:
+        executor = self._require_engine().executor
+        executor.end_writing()
+        executor.collective("the question before each batch whether to stop for a SIGTERM", Lane.CONTROL, start)
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -282,7 +287,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._ask_again = ask_on_cpu(trainer, engine.control_group, partial(self._waiting, lane=Lane.CONTROL))
+            self._ask_again = ask_on_cpu(trainer, engine.control_group, self._ask_for_sigterms)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

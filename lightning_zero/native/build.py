@@ -31,7 +31,8 @@ __all__ = ["build", "source_directory"]
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
+MARK = "-DLIGHTNING_ZERO"  # by which our compilers are known among the processes that a rank has started
+FLAGS = (MARK, "-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 LOCK_DEADLINE_S = 900.0
 
@@ -142,7 +143,7 @@ def _compile(compiler: list[str], version: str, sources: Path, library: Path) ->
         libraries = torch_directory / "lib"
         linked = temporary / library.name
         _run(
-            [*compiler, "-shared", *map(str, objects), f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES]
+            [*compiler, MARK, "-shared", *map(str, objects), f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES]
             + ["-o", str(linked)]
         )
         linked.chmod(0o755)  # whatever the umask: others would be refused a library that more than its owner can write

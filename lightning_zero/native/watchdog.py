@@ -36,8 +36,8 @@ class Phase(enum.IntEnum):
 
 
 class Lane(enum.IntEnum):
-    """Collectives that come in one order on all ranks, those of one process group, so that they can be counted. The
-    first ones of the C++ enum of that name."""
+    """Collectives that come in one order on all ranks, so that they can be counted: those of one process group, and
+    Lightning's own (WORLD). The first ones of the C++ enum of that name."""
 
     UNCOUNTED, CONTROL, WORLD, GATHER, REDUCE = range(-1, 4)
 
@@ -107,6 +107,10 @@ class Watchdog:
                 self.check()
                 time.sleep(0 if tries < SPINS else NAP_S)
             work.wait()
+
+    def watch_group(self, group: dist.ProcessGroup) -> None:
+        """Ends this rank when the group's own watchdog, NCCL's, has found an error."""
+        self.native.watch_group(group.group_name)
 
     def begin(self) -> None:
         """A stage begins, on all ranks: what failed before is over."""

@@ -125,7 +125,7 @@ class OptimizerStepper:
         self._sharder.executor.collective(
             "norms of gradients",
             Lane.REDUCE,
-            lambda later: dist.all_reduce(plan.squared, group=self._group, async_op=later),
+            lambda asynchronously: dist.all_reduce(plan.squared, group=self._group, async_op=asynchronously),
         )
         norm = plan.squared.sqrt()
         self._clip = plan, max_norm

@@ -20,7 +20,7 @@ from lightning_zero.sharding.refusals import plainly, refuse_for, sight_of
 if TYPE_CHECKING:
     from lightning_zero.sharding.sight import Sight
 
-__all__ = ["BY_NAME", "norms", "reduce"]
+__all__ = ["engine_is_gone", "BY_NAME", "norms", "reduce"]
 
 INF = math.inf
 
@@ -45,14 +45,18 @@ class _Part:
         return reduce(self.values) if self.values.numel() else torch.tensor(empty, device=self.values.device)
 
 
+def engine_is_gone(name: str) -> str:
+    return (
+        f"The engine that sharded {name!r} is gone, and with it the other ranks' parts of what is reduced here. Take "
+        "norms, sums and the like before the strategy is closed, or of whole values."
+    )
+
+
 def _exchange(numbers: Tensor, sight: Sight) -> Tensor:
     own = numbers.to(sight.device)
     group = sight.group()
     if group is None:
-        raise UnsupportedError(
-            f"The engine that sharded {sight.name!r} is gone, and with it the other ranks' parts of what is reduced "
-            "here. Take norms, sums and the like before the strategy is closed, or of whole values."
-        )
+        raise UnsupportedError(engine_is_gone(sight.name))
     ranks = [torch.empty_like(own) for _ in range(sight.layout.world_size)]
     sight.collective(lambda later: dist.all_gather(ranks, own, group=group, async_op=later))
     return torch.stack(ranks).to(numbers.device)

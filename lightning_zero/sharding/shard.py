@@ -24,6 +24,7 @@ from lightning_zero.native.watchdog import Lane
 from lightning_zero.sharding.arena import Arena
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 from lightning_zero.sharding.peers import PeerMemory, Peers
+from lightning_zero.sharding.reductions import engine_is_gone
 from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.sight import Sight
 from lightning_zero.sharding.surgery import KEPT, ORDERS, SHAPES, ClassCache, is_sharded
@@ -419,7 +420,8 @@ def _tell(sharder: weakref.ref[Sharder], all_of_it: bool) -> None:
 
 def _reduce(sharder: weakref.ref[Sharder], name: str, start: Callable[[bool], dist.Work | None]) -> None:
     known = sharder()
-    assert known is not None  # its process group was there
+    if known is None:
+        raise UnsupportedError(engine_is_gone(name))
     known.executor.collective(f"a reduction over all of {name!r}, such as its norm", Lane.GATHER, start)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from tests.faults.job import Outcome
 from tests.faults.points import POINTS
@@ -66,8 +67,10 @@ class Case:
         busy = self.meanwhile
         others = "" if busy is None else f", while rank {busy.ranks[0]}: {busy.action} at {busy.point}"
         needed = POINTS[self.fault.point].training
-        more = {key: getattr(self.training, key) for key in ("accumulate", "workers", "catches")}
-        told = (key for key, value in more.items() if value != needed.get(key, getattr(Training, key)))
+        more: dict[str, Any] = {key: getattr(self.training, key) for key in ("accumulate", "workers", "catches")}
+        if "options" not in needed:
+            more |= self.training.options
+        told = (key for key, value in more.items() if value != needed.get(key, getattr(Training, key, None)))
         place = f"{self.fault.action} at {self.fault.point}, {ranks}{world}{step}{others}"
         return ", ".join([f"{place}{strategy}{device}{extra}", *(f"{key}={more[key]}" for key in told)])
 

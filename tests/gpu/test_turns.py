@@ -46,7 +46,7 @@ def train_plain(device: torch.device, world_size: int, same: bool) -> dict[str, 
 
 
 def train(
-    options: dict[str, Any], compile: dict[str, Any], same: bool
+    options: dict[str, Any], compile: dict[str, Any], same: bool, waits: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
     device = here()
     torch.manual_seed(1)
@@ -60,8 +60,12 @@ def train(
         optimizer, losses = sgd(model), []
         for _ in range(ROUNDS):
             for batch, choices in zip(batches(engine.world_size).to(device), CHOICES, strict=True):
+                mine = batch[engine.rank]
+                if waits and engine.rank == 0:  # at the end of its backward, for its device
+                    mine = mine.detach().requires_grad_()
+                    mine.register_hook(lambda grad: torch.cuda.synchronize())
                 with engine.train_step(), autocast():
-                    loss = model.loss(batch[engine.rank], *choices[0 if same else engine.rank])
+                    loss = model.loss(mine, *choices[0 if same else engine.rank])
                 loss.backward()
                 engine.begin_step(optimizer)
                 optimizer.step()
@@ -88,6 +92,16 @@ def test_ranks_that_call_other_modules_train_as_if_they_had_no_gradients_there(
     ):
         assert counters["copied_weights"] > 0
         assert_close_relative(got["losses"], expected["losses"], 2e-2, what="losses")
+        assert_close_relative(got["params"], expected["params"], 1e-2, what="weights")
+
+
+@pytest.mark.parametrize("reduce_by", ["auto", "collective"])
+def test_a_host_that_waits_for_its_device_in_backward_does_not_wait_for_ever(ranks: Ranks, reduce_by: str) -> None:
+    """Its device waits for gradients of the other rank, which has none, and comes to the agreement without this host."""
+    options = {"capture_graphs": False, "reduce_by": reduce_by}
+    for got, expected, _ in ranks.run(
+        2, train, options, {"backend": "aot_eager"}, False, True, backend="nccl", deadline=55
+    ):
         assert_close_relative(got["params"], expected["params"], 1e-2, what="weights")
 
 

@@ -29,7 +29,7 @@ def watching(rank: int, port: int, report_s: float = 60.0) -> Iterator[tuple[Sta
             ended.append(text)
 
     with patch.object(startup, "TO_FAIL_S", 0.2), patch.object(startup, "TICK_S", 0.05):
-        watch = Watch("127.0.0.1", port, rank, 2, report_s)
+        watch = Watch("127.0.0.1", port, rank, 2, range(2), report_s)
         try:
             yield watch, said, ended
         finally:
@@ -83,6 +83,20 @@ def test_a_process_that_is_gone_is_missed_and_one_that_has_left_is_not(store: TC
     store.delete_key("lightning_zero/startup/0/left/1")
     with watching(0, store.port) as (_, _, ended):
         assert "The process of rank 1" in until(ended)
+
+
+def test_what_was_said_in_an_earlier_start_is_not_heard(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    gone = startup._process() | {"pid": 2**22 + 1}
+    gone["started"] = str(int(gone["started"]) - 1000)
+    with (
+        patch.object(startup, "_process", lambda: gone),
+        watching(1, store.port) as (watch, _, _),
+    ):
+        watch.fail(ValueError("long ago"))
+    with watching(0, store.port, report_s=0.4) as (_, said, ended):
+        assert "Not there yet: rank 1." in until(said)
+        assert not ended
 
 
 def test_ranks_that_come_say_nothing(store: TCPStore) -> None:

@@ -119,6 +119,8 @@ class CapturedPair:
         beside = job.beside if isinstance(job.beside, CapturedPair) else None
         stream = beside._stream if beside is not None else torch.cuda.Stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
+        if executor.takes_turns:
+            executor.meet_peers()  # or the graph would hold the wait, of one step for all
         torch.cuda.empty_cache()  # graphs cannot use what is cached for others
         stream.wait_stream(current)
         self._executor = executor
