@@ -30,21 +30,30 @@ def checkpoint(device: str = "cpu", forked: bool = False) -> Outcome:
     return outcome
 
 
-def run(case: Case, forked: bool, resumed: str = "", start_s: float = START_S) -> Outcome:
-    """The caller deletes the outcome's ``home``.
+def run(
+    case: Case, forked: bool, resumed: str = "", start_s: float = START_S, running: set[Job] | None = None
+) -> Outcome:
+    """The caller deletes the outcome's ``home``. ``running``: holds the job while it runs.
 
     Raises:
         NeverReached: see :meth:`Job.run`.
     """
     with Job(case.training, case.fault, case.world, case.how, forked, resumed, case.meanwhile) as job:
         watch(case, job.ranks)
-        return job.run(case.limit_s, start_s)
+        running = set() if running is None else running
+        running.add(job)
+        try:
+            return job.run(case.limit_s, start_s)
+        finally:
+            running.discard(job)
 
 
-def attempt(case: Case, forked: bool, resumed: str = "") -> tuple[Outcome | None, list[str]]:
+def attempt(
+    case: Case, forked: bool, resumed: str = "", running: set[Job] | None = None
+) -> tuple[Outcome | None, list[str]]:
     """The outcome, and what is wrong with it."""
     try:
-        outcome = run(case, forked, resumed)
+        outcome = run(case, forked, resumed, running=running)
     except NeverReached as error:
         return None, [str(error)]
     return outcome, judge(case, outcome)
@@ -94,8 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     resumed = checkpoint(chosen.device, forked).home if any(case.training.resume for case in cases) else None
 
+    running: set[Job] = set()
+
     def look(number: int, case: Case, turn: int) -> tuple[str, bool]:
-        outcome, complaints = attempt(case, forked, str(resumed / "last.ckpt") if resumed else "")
+        outcome, complaints = attempt(case, forked, str(resumed / "last.ckpt") if resumed else "", running)
         if outcome is None and chosen.keep:
             (chosen.keep / f"{number}-{turn}.txt").write_text("\n".join(complaints))
         if outcome is not None:
@@ -108,9 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     tries = [(number, case, turn) for number, case in enumerate(cases) for turn in range(chosen.repeat)]
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        for text, failed in pool.map(lambda each: look(*each), tries):
-            print(text, flush=True)
-            bad += failed
+        try:
+            for text, failed in pool.map(lambda each: look(*each), tries):
+                print(text, flush=True)
+                bad += failed
+        except BaseException:  # a SIGTERM: the pool would wait for what runs, and ranks would outlive a SIGKILL
+            pool.shutdown(wait=False, cancel_futures=True)
+            for job in list(running):
+                job.kill()
+            raise
     if resumed is not None:
         shutil.rmtree(resumed, ignore_errors=True)
     print(f"\n{bad} of {len(tries)} not as expected.", file=sys.stderr)
