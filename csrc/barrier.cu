@@ -1,24 +1,10 @@
 // Ranks meet on their devices. Compiled at run time, for RANKS ranks and LANES lanes, by lightning_zero/native/nvrtc.py; launched by
-// barrier.cpp. Without headers: CUDA's need not be installed.
+// barrier.cpp. Without CUDA's headers, which need not be installed.
 //
-// Each rank has a row of numbers that its peers write: number `peer` tells how far that peer has come. Numbers only
-// grow, so plain stores and loads are enough, which also cross links that have no atomics; and who is far behind is let
-// through by whoever is ahead. Where the n-th meeting is counted is memory of the device, so that a CUDA graph that
+// Who is far behind is let through by whoever is ahead. Where the n-th meeting is counted is memory of the device, so that a CUDA graph that
 // holds this kernel meets once more at each replay.
 
-struct Rows {
-  unsigned* of[RANKS];
-};
-
-__device__ void put(unsigned* at, unsigned value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-
-__device__ unsigned get(const unsigned* at) {
-  unsigned value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-  return value;
-}
+#include "rows.cuh"
 
 // A rank begins an epoch, on LANES lanes at once: it counts on from `first`, and whoever waits for less than that is let
 // through.
@@ -41,15 +27,7 @@ extern "C" __global__ void __launch_bounds__(32)
   __syncthreads();
   __threadfence_system();
   for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x) put(rows.of[peer] + rank, number);
-  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x) {
-    // The host is asked rarely: its memory is a microsecond away.
-    for (unsigned tries = 1; static_cast<int>(get(rows.of[rank] + peer) - number) < 0; ++tries) {
-      if (tries % 512 == 0 && get(host) != 0)
-        break;
-    }
-  }
-  __syncthreads();
-  __threadfence_system();
+  wait_for_all(rows.of[rank], number, host);
   if (threadIdx.x == 0)
     put(host + passed, number);
 }

@@ -1,7 +1,6 @@
 // Turns on devices: kernels announce them and wait for them, the host does neither.
 #pragma once
 
-#include <functional>
 #include <vector>
 
 #include "comm.h"

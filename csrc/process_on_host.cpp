@@ -91,8 +91,8 @@ bool ProcessOnHost::is_alive() const {
 }
 
 void end_forked_children() {
-  auto* processes = ::opendir("/proc");
-  if (processes == nullptr || !sees_itself())
+  auto* processes = sees_itself() ? ::opendir("/proc") : nullptr;
+  if (processes == nullptr)
     return;
   const auto own = std::to_string(::getpid());
   const auto command = of_process(::getpid(), "cmdline"), environment = of_process(::getpid(), "environ");

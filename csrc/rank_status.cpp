@@ -45,6 +45,13 @@ std::string seconds(double since, double now) {
   return text;
 }
 
+// Devices count with 32 bits, over and over.
+bool is_behind(int64_t met, int64_t number, int lane) {
+  if (lane < static_cast<int>(Lane::DEVICE_REDUCE))
+    return met < number;
+  return static_cast<int32_t>(static_cast<uint32_t>(met) - static_cast<uint32_t>(number)) < 0;
+}
+
 std::string of_ranks(const std::vector<int64_t>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
@@ -126,13 +133,6 @@ std::string RankStatus::describe(double now) const {
   if (!last.empty())
     text += ", last used parameter '" + last + "'";
   return text;
-}
-
-// Devices count with 32 bits, over and over.
-static bool is_behind(int64_t met, int64_t number, int lane) {
-  if (lane < static_cast<int>(Lane::DEVICE_REDUCE))
-    return met < number;
-  return static_cast<int32_t>(static_cast<uint32_t>(met) - static_cast<uint32_t>(number)) < 0;
 }
 
 std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<RankStatus>& all) {

@@ -290,8 +290,7 @@ void Watchdog::look_at_waits(const RankStatus& mine) {
             report(all, rank_, wall) +
             " Every rank must read the same modules in the same order where weights are all-gathered, and "
             "run as many forward and backward passes, and take norms and sums of parameters on every rank: "
-            "look "
-            "for branches that depend on the data or on the rank.");
+            "look for branches that depend on the data or on the rank.");
   }
 }
 

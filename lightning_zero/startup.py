@@ -70,8 +70,7 @@ class StartupWatch:
         """An exception ends this rank: the others hear of it."""
         lines = str(error).strip().splitlines()
         self._failure = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        self._over.set()
-        self._told.wait(TO_TELL_S)
+        self.close()
 
     def close(self) -> None:
         """Something else looks after the ranks from now on."""
@@ -118,15 +117,7 @@ class StartupWatch:
                 return None
             self._report(None)
         patience = timedelta(seconds=CONNECTION_S)
-        store = TCPStore(
-            self._address,
-            self._port,
-            None,
-            is_master=False,
-            timeout=patience,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = TCPStore(self._address, self._port, is_master=False, timeout=patience, wait_for_workers=False)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives an attempt
         return PrefixStore(f"lightning_zero/startup/{attempt}", store)
 

@@ -146,9 +146,7 @@ class Executor:
         Raises:
             RuntimeError: the kernel cannot be compiled or loaded here.
         """
-        source = source_directory() / "barrier.cu"
-        capability = torch.cuda.get_device_capability(self.device)
-        code = compile_cuda(source, capability, [f"-DRANKS={self.world_size}", "-DLANES=2"])
+        code = self._kernels("barrier.cu", RANKS=self.world_size, LANES=2)
         words = torch.zeros(8, dtype=torch.int32, pin_memory=True)
         self._native.set_barrier(code, rows, words)
 
@@ -166,9 +164,11 @@ class Executor:
         Raises:
             RuntimeError: it cannot be compiled or loaded here.
         """
-        source = source_directory() / "means.cu"
+        self._native.use_means(self._kernels("means.cu", ROWS=self.world_size))
+
+    def _kernels(self, source: str, **macros: int) -> Tensor:
         capability = torch.cuda.get_device_capability(self.device)
-        self._native.use_means(compile_cuda(source, capability, [f"-DROWS={self.world_size}"]))
+        return compile_cuda(source_directory() / source, capability, [f"-D{n}={value}" for n, value in macros.items()])
 
     def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
         """Writes, or adds, the mean over dimension 0 of ``rows`` to ``to`` (1-D, contiguous, float32); returns whether
@@ -189,10 +189,8 @@ class Executor:
         """
         if self.device.type == "cpu":
             self._native.take_turns(numbers)
-            return
-        capability = torch.cuda.get_device_capability(self.device)
-        code = compile_cuda(source_directory() / "turns.cu", capability, [f"-DRANKS={self.world_size}"])
-        self._native.take_device_turns(code, numbers)
+        else:
+            self._native.take_device_turns(self._kernels("turns.cu", RANKS=self.world_size), numbers)
 
     def set_shards(self, index: int, shards: list[Tensor]) -> None:
         """The parameter's shard on each rank, in memory that this process can read; after :meth:`take_turns`."""

@@ -1,4 +1,4 @@
-"""Compiles CUDA code at run time with NVRTC, which torch brings along: no toolkit, and no headers."""
+"""Compiles CUDA code at run time with NVRTC, which torch brings along: no toolkit, and none of its headers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def compile_cuda(source: Path, capability: tuple[int, int], options: Sequence[st
     """
     nvrtc = _library()
     architecture = "--gpu-architecture=sm_{}{}".format(*capability)
-    flags = [option.encode() for option in (architecture, "--std=c++17", *options)]
+    beside = f"--include-path={source.parent}"
+    flags = [option.encode() for option in (architecture, "--std=c++17", beside, *options)]
     program = ctypes.c_void_p()
     made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
     _check(nvrtc, made)

@@ -161,15 +161,7 @@ class Peers:
             executor.take_turns(memory.empty(1, torch.int64)[1])
             return
         self._set_barrier(executor)
-        mine, all_ranks = memory.empty(executor.world_size, torch.int32)
-        mine.zero_()
-        torch.cuda.synchronize(executor.device)
-        error = None
-        try:
-            executor.take_turns(_in_order(mine, all_ranks, executor.rank))
-        except RuntimeError as failure:
-            error = str(failure)
-        if error := memory.first_error(error):  # and nobody begins before all numbers are zero
+        if error := _given_rows(memory, executor, executor.world_size, executor.take_turns):
             raise UnsupportedError(f"the kernels by which ranks take turns cannot be compiled ({error})")
 
     def _set_barrier(self, executor: Executor) -> None:
@@ -178,18 +170,7 @@ class Peers:
         if memory is None or self._barrier or executor.device.type != "cuda":
             return
         self._barrier = True
-        size = LANES * executor.world_size
-        mine, all_ranks = memory.empty(size, torch.int32)
-        mine.zero_()
-        torch.cuda.synchronize(executor.device)
-        rows = _in_order(mine, all_ranks, executor.rank)
-        error = None
-        try:
-            executor.set_barrier(rows)
-        except RuntimeError as failure:
-            error = str(failure)
-        # Ranks meet in one way or in another, and nobody before all rows are zero.
-        if error := memory.first_error(error):
+        if error := _given_rows(memory, executor, LANES * executor.world_size, executor.set_barrier):
             raise UnsupportedError(
                 f"The kernel by which ranks meet on their devices cannot be compiled ({error}). Pass "
                 "gather_by='collective' and reduce_by='collective' to the strategy."
@@ -238,8 +219,18 @@ class Peers:
         return sum(memory.nbytes for memory in {self.for_weights, self.for_gradients} if memory is not None)
 
 
-def _in_order(mine: Tensor, all_ranks: list[Tensor], own: int) -> list[Tensor]:
-    return [mine if rank == own else other for rank, other in enumerate(all_ranks)]
+def _given_rows(memory: PeerMemory, executor: Executor, numel: int, use: Callable[[list[Tensor]], None]) -> str | None:
+    """Gives ``use`` zeros of each rank, int32 that all ranks can write; returns a rank's error. Ranks meet in one way
+    or in another, and nobody before all rows are zero. Collective."""
+    mine, all_ranks = memory.empty(numel, torch.int32)
+    mine.zero_()
+    torch.cuda.synchronize(executor.device)
+    error = None
+    try:
+        use([mine if rank == executor.rank else other for rank, other in enumerate(all_ranks)])
+    except RuntimeError as failure:
+        error = str(failure)
+    return memory.first_error(error)
 
 
 def _wanted(choice: str, device: torch.device, usable: bool, on_cpu: bool) -> bool:

@@ -20,7 +20,7 @@ from lightning_zero.sharding.refusals import plainly, refuse_for, sight_of
 if TYPE_CHECKING:
     from lightning_zero.sharding.sight import Sight
 
-__all__ = ["engine_is_gone", "BY_NAME", "norms", "reduce"]
+__all__ = ["BY_NAME", "engine_is_gone", "norms", "reduce"]
 
 INF = math.inf
 

@@ -31,6 +31,17 @@ def test_means_compile_for_any_number_of_ranks(rows: int, capability: tuple[int,
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(
+    ("source", "kernels"), [("barrier.cu", ["meet", "begin_epoch"]), ("turns.cu", ["announce", "wait_for"])]
+)
+@pytest.mark.parametrize("ranks", [2, 72])
+def test_kernels_by_which_ranks_wait_compile_with_what_they_share(source: str, kernels: list[str], ranks: int) -> None:
+    code = nvrtc.compile_cuda(source_directory() / source, HOPPER, [f"-DRANKS={ranks}", "-DLANES=2"])
+    for kernel in kernels:
+        assert kernel.encode() in bytes(code.tolist())
+
+
+@needs_nvrtc
 def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
     source = tmp_path / "wrong.cu"
     source.write_text("int declared() { return nothing; }")
