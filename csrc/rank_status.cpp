@@ -147,7 +147,30 @@ std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<Ran
   return missing;
 }
 
+std::vector<int64_t> left_behind(const std::vector<RankStatus>& all) {
+  const auto& first = all.front();
+  const bool together =
+      first.waits() && first.wait_lane >= 0 && std::all_of(all.begin(), all.end(), [&](const auto& status) {
+        return status.known && !status.left && status.waits() && status.wait_lane == first.wait_lane &&
+               status.wait_number == first.wait_number;
+      });
+  std::vector<int64_t> missing;
+  for (const auto lane : {static_cast<size_t>(Lane::GATHER), static_cast<size_t>(Lane::REDUCE)}) {
+    if (!together || !missing.empty())
+      break;
+    int64_t most = 0;
+    for (const auto& status : all) most = std::max(most, status.met[lane]);
+    for (const auto& status : all) {
+      if (status.met[lane] < most)
+        missing.push_back(status.rank);
+    }
+  }
+  return missing;
+}
+
 bool is_deadlock(const std::vector<RankStatus>& all) {
+  if (!left_behind(all).empty())
+    return std::all_of(all.begin(), all.end(), [](const RankStatus& status) { return status.busy.empty(); });
   bool any = false;
   for (const auto& status : all) {
     if (!status.known || !status.busy.empty())
@@ -170,7 +193,8 @@ bool is_still(const std::vector<RankStatus>& all) {
 
 std::string report(const std::vector<RankStatus>& all, int64_t rank, double now) {
   const auto& mine = all[static_cast<size_t>(rank)];
-  auto missing = held_up_by(mine, all);
+  const auto behind = left_behind(all);
+  auto missing = behind.empty() ? held_up_by(mine, all) : behind;
   if (missing.empty()) {
     for (const auto& other : all) {
       if (other.rank != rank && !other.waits())
@@ -179,7 +203,9 @@ std::string report(const std::vector<RankStatus>& all, int64_t rank, double now)
   }
   std::string text = mine.describe(now) + ".";
   if (mine.waits() && !missing.empty()) {
-    text += " Missing: " + of_ranks(missing) + ".";
+    text +=
+        " Missing: " + of_ranks(missing) +
+        (behind.empty() ? "." : ", which took no part in collectives that the devices of others wait for.");
   }
   std::string others;
   for (const auto& other : all) {

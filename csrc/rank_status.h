@@ -48,6 +48,10 @@ struct RankStatus {
 // be told.
 std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<RankStatus>& all);
 
+// The ranks that began fewer collectives than others, although all wait at the same place: devices wait for
+// those that never come, and hosts for their devices. Empty: there are none, or it cannot be told.
+std::vector<int64_t> left_behind(const std::vector<RankStatus>& all);
+
 // Whether no rank can ever go on: each waits for one that does not come, or has left.
 bool is_deadlock(const std::vector<RankStatus>& all);
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.errors import RankFailedError, RankMismatchError
-from lightning_zero.native.watchdog import Phase
+from lightning_zero.native.watchdog import Lane, Phase
 from tests.ranks.pool import Ranks
 
 WIDTH = 64
@@ -114,6 +114,31 @@ def one_takes_a_norm() -> tuple[str, float]:
 def test_a_norm_of_shards_on_one_rank_only_ends_soon(ranks: Ranks) -> None:
     for text, seconds in ranks.run(2, one_takes_a_norm, deadline=40):
         assert "a reduction over all of 'first.weight'" in text
+        assert seconds < 20
+
+
+def one_gathers_and_all_meet(seconds: float) -> tuple[str, float]:
+    """As with collectives of a device: the host goes on from an all-gather, and waits in what comes after it."""
+    with watched() as (engine, model):
+        step(engine, model)
+        if dist.get_rank() == 0:
+            with engine.watchdog.waiting("an all-gather of parameters", Lane.GATHER):
+                pass
+        began = time.monotonic()
+        try:
+            with engine.watchdog.waiting("a barrier", Lane.WORLD):
+                while time.monotonic() < began + seconds:
+                    engine.watchdog.check()
+                    time.sleep(0.01)
+        except RankMismatchError as error:
+            return str(error), time.monotonic() - began
+        return "", seconds
+
+
+def test_hosts_that_wait_together_while_a_device_waits_alone_are_told_who_is_missing(ranks: Ranks) -> None:
+    for text, seconds in ranks.run(2, one_gathers_and_all_meet, 25.0, deadline=60):
+        assert "Ranks wait for each other at different places" in text
+        assert "Missing: rank 1, which took no part in collectives that the devices of others wait for" in text
         assert seconds < 20
 
 

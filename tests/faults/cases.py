@@ -177,7 +177,8 @@ def _on_gpus() -> Iterator[Case]:
     yield case("hang_holding_the_gil", "batch_end", step=10, **compiled, **AFTER_TIMEOUT)
     yield case("sleep", "batch_end", step=10, **compiled, **GOES_ON, quick=True)
     yield case("sleep", "forward", **eager, **GOES_ON)
-    yield case("skip", "validation_step", **compiled, **OTHER_COLLECTIVES)
+    yield case("skip", "validation_step", **compiled, **GOES_ON | {"named": False, "named_within_s": None})
+    yield case("skip", "validation_step", **compiled, options={"gather_by": "collective"}, **OTHER_COLLECTIVES)
 
 
 CASES: tuple[Case, ...] = (*_raises(), *_more())
