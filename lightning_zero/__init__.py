@@ -13,14 +13,14 @@ from contextlib import AbstractContextManager
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_zero.callbacks.report import PlanReport
-from lightning_zero.callbacks.schedule import PassSchedule
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import NativeBuildError, RankFailedError, RankMismatchError, UnsupportedError
-from lightning_zero.norms import grad_norm
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.integrations.trainer.norms import grad_norm
+from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
+from lightning_zero.integrations.trainer.strategy import ZeroStrategy
+from lightning_zero.report.plan_report import PlanReport
 
 __all__ = [
     "NativeBuildError",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_zero
-from lightning_zero.sigterm import ask_on_cpu
+from lightning_zero.integrations.trainer.sigterm import ask_on_cpu
 
 SIZES = {  # width, layers, heads, hidden
     "tiny": (128, 4, 4, 352),

@@ -215,7 +215,7 @@ def unsharding_a_plain_module() -> None:
     r"MisconfigurationException: .*sharded by an earlier Trainer over 2 ranks on cpu.*on 2 ranks on meta.*lightning_zero\.unshard"
 )
 def another_device_without_unsharding() -> None:
-    from lightning_zero.checks import check_adopted
+    from lightning_zero.integrations.trainer.checks import check_adopted
 
     module = mlp()
     engine = sharded(module)

@@ -81,7 +81,7 @@ class Injector:
 
             return training_step
 
-        wrap("lightning_zero.strategy:ZeroStrategy.training_step", counting)
+        wrap("lightning_zero.integrations.trainer.strategy:ZeroStrategy.training_step", counting)
 
     def reach(self, point: str, least: int) -> None:
         """``point`` is reached; ``least`` is the step before which nothing happens there unless the fault names one."""

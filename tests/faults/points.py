@@ -137,7 +137,7 @@ def _first_to_build(point: Point, injector: Injector) -> None:
     wrap(build, make)
 
 
-STRATEGY = "lightning_zero.strategy:ZeroStrategy"
+STRATEGY = "lightning_zero.integrations.trainer.strategy:ZeroStrategy"
 ENGINE = "lightning_zero.engine:Engine"
 LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
 PEERS = "lightning_zero.sharding.peers:PeerMemory"
@@ -150,7 +150,9 @@ COPIED = COMPILED | {"precision": "bf16-mixed", "options": {"gather_by": "copy",
 REPLAYED = COMPILED | {"emulate": True, "steps": 12}
 
 _ALL = (
-    Point("join", "joins the process group", ("lightning_zero.processes:_init_dist_connection",), -1),
+    Point(
+        "join", "joins the process group", ("lightning_zero.integrations.trainer.processes:_init_dist_connection",), -1
+    ),
     Point(
         "build",
         "builds the C++ executor",
@@ -263,7 +265,7 @@ _ALL = (
     Point(
         "log",
         "averages what was logged",
-        ("lightning_zero.processes:ProcessStrategy.reduce",),
+        ("lightning_zero.integrations.trainer.processes:ProcessStrategy.reduce",),
         skipped=lambda strategy, value, *args, **kwargs: value,
     ),
     Point("validation_end", "ends a validation", (f"{LOOP}.on_run_end",)),
@@ -283,7 +285,12 @@ _ALL = (
         ("lightning.fabric.plugins.io.torch_io:TorchCheckpointIO.save_checkpoint",),
         ranks=(0,),
     ),
-    Point("barrier", "waits until all have come", ("lightning_zero.processes:ProcessStrategy.barrier",), 3),
+    Point(
+        "barrier",
+        "waits until all have come",
+        ("lightning_zero.integrations.trainer.processes:ProcessStrategy.barrier",),
+        3,
+    ),
     Point("teardown", "cleans up after the training", (f"{STRATEGY}.teardown",)),
 )
 

@@ -6,7 +6,7 @@ import torch
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.headroom import MARGIN, MemoryGauge
-from lightning_zero.profiling.stopwatch import Stopwatch
+from lightning_zero.report.stopwatch import Stopwatch
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(2)

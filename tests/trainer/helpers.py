@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
-from lightning_zero.precision import plain
+from lightning_zero.integrations.trainer.precision import plain
 from tests.helpers.spread import check_spread
 
 # Neither 2 nor 3 divides any of them, so there is padding; and of a matrix with two of them for its sides each of 2 or 3

@@ -27,7 +27,7 @@ class Parts(Regression):
 def _lines(make: type[Regression]) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("lightning_zero.strategy.rank_zero_info", said.append)
+        monkeypatch.setattr("lightning_zero.integrations.trainer.strategy.rank_zero_info", said.append)
         with fitted("compiled", make, 2) as (module, trainer):
             trainer.validate(module, make_loader("compiled", 1), verbose=False)
     return [line for line in said if line.startswith("Compiling")]

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.callbacks import PlanReport
 from lightning_zero.compile.plan import Plan
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.stopwatch import BATCHES
+from lightning_zero.report import PlanReport
+from lightning_zero.report.stopwatch import BATCHES
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import fitted
 

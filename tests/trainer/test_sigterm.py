@@ -10,7 +10,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.engine import engine_of
-from lightning_zero.sigterm import ask_on_cpu
+from lightning_zero.integrations.trainer.sigterm import ask_on_cpu
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import Regression, close, make_loader, make_trainer
 

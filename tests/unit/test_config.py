@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 
 # What is built, with which arguments, and what the message says.
 WRONG = [

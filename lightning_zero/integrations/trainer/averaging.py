@@ -18,8 +18,13 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.full import gather_value
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.integrations.trainer.uncompile import (
+    keep_compiled_names,
+    plain_name,
+    read_compiled_names,
+    take_apart_compiled,
+)
 from lightning_zero.sharding.copying import NotCopied
-from lightning_zero.uncompile import keep_compiled_names, plain_name, read_compiled_names, take_apart_compiled
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.precision import true_dtype
+from lightning_zero.integrations.trainer.precision import true_dtype
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.callbacks.step import NOT_YET, Step, correct, step_graphs
-from lightning_zero.callbacks.summary import GraphSummary
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
-from lightning_zero.profiling.correction import Measured
-from lightning_zero.profiling.memory import MemoryPoint, MemoryTimeline
-from lightning_zero.profiling.timeline import Compute, Streams
+from lightning_zero.report.correction import Measured
+from lightning_zero.report.memory import MemoryPoint, MemoryTimeline
+from lightning_zero.report.step import NOT_YET, Step, correct, step_graphs
+from lightning_zero.report.summary import GraphSummary
+from lightning_zero.report.timeline import Compute, Streams
 
 MIB = 2**20
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lightning_zero.profiling.correction import Measured, compute_factor, estimated_bytes, memory_shift, shifted
-from lightning_zero.profiling.memory import Alive, MemoryPoint, MemoryTimeline
-from lightning_zero.profiling.timeline import Compute, Gather, Reduce, Streams
+from lightning_zero.report.correction import Measured, compute_factor, estimated_bytes, memory_shift, shifted
+from lightning_zero.report.memory import Alive, MemoryPoint, MemoryTimeline
+from lightning_zero.report.timeline import Compute, Gather, Reduce, Streams
 
 # A gather of 2 s is waited for by the second node; the first hides one of them.
 HALF_HIDDEN = Streams((Compute("a", 1.0), Compute("b", 3.0)), (Gather("w", 0, 1, 2.0),), ())

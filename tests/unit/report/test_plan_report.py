@@ -15,13 +15,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.fx import Graph
 
-from lightning_zero.callbacks import PlanReport, report
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import Costs
-from lightning_zero.profiling.stopwatch import BATCHES
+from lightning_zero.report import PlanReport, report
+from lightning_zero.report.stopwatch import BATCHES
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten

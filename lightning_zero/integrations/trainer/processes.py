@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_zero.startup import StartupWatch
+from lightning_zero.native.startup import StartupWatch
 
 __all__ = ["ProcessStrategy", "nccl_lets_errors_show"]
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from lightning_zero.callbacks.summary import readable, streams, summarise
 from lightning_zero.compile.passes.announce import announce_plan, read_plan
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed, NodeCost
-from lightning_zero.profiling.timeline import Interval
+from lightning_zero.report.summary import readable, streams, summarise
+from lightning_zero.report.timeline import Interval
 from tests.unit.compile.graphs import Builder
 from tests.unit.profiling.test_tensors import traced
 

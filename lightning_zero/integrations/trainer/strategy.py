@@ -28,20 +28,20 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_zero.callbacks.averaging import average_shards
-from lightning_zero.callbacks.finetuning import tell_shards_apart
-from lightning_zero.checks import check_adopted, check_trainable, refuse_callbacks
 from lightning_zero.compile.backend import GraphObserver
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.inspection import Inspection
+from lightning_zero.integrations.trainer.averaging import average_shards
+from lightning_zero.integrations.trainer.checks import check_adopted, check_trainable, refuse_callbacks
+from lightning_zero.integrations.trainer.finetuning import tell_shards_apart
+from lightning_zero.integrations.trainer.inspection import Inspection
+from lightning_zero.integrations.trainer.precision import ZeroMixedPrecision, for_shards
+from lightning_zero.integrations.trainer.processes import ProcessStrategy, nccl_lets_errors_show
+from lightning_zero.integrations.trainer.saving import Saving
+from lightning_zero.integrations.trainer.sigterm import Start, ask_on_cpu, note_sigterm
+from lightning_zero.integrations.trainer.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.watchdog import Lane, Phase
-from lightning_zero.precision import ZeroMixedPrecision, for_shards
-from lightning_zero.processes import ProcessStrategy, nccl_lets_errors_show
-from lightning_zero.saving import Saving
-from lightning_zero.sigterm import Start, ask_on_cpu, note_sigterm
-from lightning_zero.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 
 __all__ = ["ZeroStrategy"]
 

@@ -10,8 +10,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_zero.profiling.memory import MemoryTimeline
-from lightning_zero.profiling.timeline import Interval, Timeline
+from lightning_zero.report.memory import MemoryTimeline
+from lightning_zero.report.timeline import Interval, Timeline
 
 __all__ = ["memory_picture", "overlap_picture"]
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_zero import startup
-from lightning_zero.startup import StartupWatch
+from lightning_zero.native import startup
+from lightning_zero.native.startup import StartupWatch
 
 Said = list[str]
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.precision import plain
+from lightning_zero.integrations.trainer.precision import plain
 
 __all__ = ["Saving"]
 

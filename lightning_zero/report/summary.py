@@ -16,8 +16,8 @@ from lightning_zero.compile.graph import kind_of
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed, NodeCost, graph_costs
-from lightning_zero.profiling.memory import MemoryTimeline, memory_timeline
-from lightning_zero.profiling.timeline import Compute, Gather, Reduce, Streams, Timeline
+from lightning_zero.report.memory import MemoryTimeline, memory_timeline
+from lightning_zero.report.timeline import Compute, Gather, Reduce, Streams, Timeline
 
 __all__ = ["GraphSummary", "readable", "streams", "summarise"]
 

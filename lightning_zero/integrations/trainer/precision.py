@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine
-from lightning_zero.norms import WholeNorms
+from lightning_zero.integrations.trainer.norms import WholeNorms
 from lightning_zero.sharding.surgery import is_sharded
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_zero.profiling.memory import Alive, MemoryPoint, MemoryTimeline, memory_timeline
+from lightning_zero.report.memory import Alive, MemoryPoint, MemoryTimeline, memory_timeline
 from tests.unit.compile.graphs import Builder
 from tests.unit.profiling.test_tensors import traced
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.profiling import stopwatch
+from lightning_zero.report import stopwatch
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
-from lightning_zero.profiling.stopwatch import BATCHES, Stopwatch
+from lightning_zero.report.stopwatch import BATCHES, Stopwatch
 
 CPU = torch.device("cpu")
 

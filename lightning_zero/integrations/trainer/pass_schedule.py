@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_zero.callbacks.strategy import zero_strategy
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.schedule import Schedule
+from lightning_zero.integrations.trainer.lookup import zero_strategy
 
 __all__ = ["PassSchedule"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_zero.profiling.memory import MemoryPoint, MemoryTimeline
-from lightning_zero.profiling.timeline import Streams
+from lightning_zero.report.memory import MemoryPoint, MemoryTimeline
+from lightning_zero.report.timeline import Streams
 
 __all__ = ["Measured", "compute_factor", "memory_shift", "shifted"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_zero.profiling.timeline import Compute, Gather, Interval, Reduce, simulate
+from lightning_zero.report.timeline import Compute, Gather, Interval, Reduce, simulate
 
 
 def nodes(*seconds: float) -> list[Compute]:

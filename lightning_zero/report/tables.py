@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_zero.callbacks.page import Table
-from lightning_zero.callbacks.summary import GraphSummary
-from lightning_zero.profiling.memory import MemoryTimeline
-from lightning_zero.profiling.timeline import Timeline
+from lightning_zero.report.memory import MemoryTimeline
+from lightning_zero.report.page import Table
+from lightning_zero.report.summary import GraphSummary
+from lightning_zero.report.timeline import Timeline
 
 __all__ = ["graph_tables"]
 

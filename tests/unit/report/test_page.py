@@ -3,8 +3,8 @@
 import re
 from html.parser import HTMLParser
 
-from lightning_zero.callbacks.page import Section, Table, page
 from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
+from lightning_zero.report.page import Section, Table, page
 
 NASTY = "<script src='x'>&amp;\"</pre>"
 VOID = {"meta", "img"}

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_zero.callbacks.page import Table
-from lightning_zero.callbacks.summary import GraphSummary
-from lightning_zero.profiling.correction import Measured, compute_factor, estimated_bytes, memory_shift, shifted
-from lightning_zero.profiling.memory import MemoryTimeline
-from lightning_zero.profiling.timeline import Timeline
+from lightning_zero.report.correction import Measured, compute_factor, estimated_bytes, memory_shift, shifted
+from lightning_zero.report.memory import MemoryTimeline
+from lightning_zero.report.page import Table
+from lightning_zero.report.summary import GraphSummary
+from lightning_zero.report.timeline import Timeline
 
 __all__ = ["Step", "correct", "step_graphs"]
 

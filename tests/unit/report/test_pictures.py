@@ -4,9 +4,9 @@ import struct
 
 import pytest
 
-from lightning_zero.callbacks.pictures import memory_picture, overlap_picture
-from lightning_zero.profiling.memory import Alive, MemoryPoint, MemoryTimeline
-from lightning_zero.profiling.timeline import Compute, Gather, Reduce, simulate
+from lightning_zero.report.memory import Alive, MemoryPoint, MemoryTimeline
+from lightning_zero.report.pictures import memory_picture, overlap_picture
+from lightning_zero.report.timeline import Compute, Gather, Reduce, simulate
 
 MEMORY = MemoryTimeline((MemoryPoint("a", 1, 1), MemoryPoint("b", 5 << 20, 2)), 5 << 20, 1, (Alive("b", 5 << 20),))
 STREAMS = simulate([Compute("a", 1.0), Compute("b", 2.0)], [Gather("w", 0, 1, 2.0)], [Reduce("g", 0, 1.0)])

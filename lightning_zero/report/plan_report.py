@@ -21,16 +21,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.fx import Graph
 from typing_extensions import override
 
-from lightning_zero.callbacks.page import Section, page
-from lightning_zero.callbacks.pictures import memory_picture, overlap_picture
-from lightning_zero.callbacks.step import Step, correct, step_graphs
-from lightning_zero.callbacks.strategy import zero_strategy
-from lightning_zero.callbacks.summary import GraphSummary, readable, summarise
-from lightning_zero.callbacks.tables import graph_tables
 from lightning_zero.compile.passes.announce import read_plan
+from lightning_zero.integrations.trainer.lookup import zero_strategy
 from lightning_zero.profiling.bandwidth import BandwidthTable, measure
 from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.stopwatch import Stopwatch
+from lightning_zero.report.page import Section, page
+from lightning_zero.report.pictures import memory_picture, overlap_picture
+from lightning_zero.report.step import Step, correct, step_graphs
+from lightning_zero.report.stopwatch import Stopwatch
+from lightning_zero.report.summary import GraphSummary, readable, summarise
+from lightning_zero.report.tables import graph_tables
 
 __all__ = ["PlanReport"]
 

@@ -1,0 +1,1 @@
+"""What Lightning asks for: each way to train has a room."""
