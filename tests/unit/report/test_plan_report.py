@@ -20,7 +20,8 @@ from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import Costs
-from lightning_zero.report import PlanReport, report
+from lightning_zero.report import PlanReport
+from lightning_zero.report import plan_report as report
 from lightning_zero.report.stopwatch import BATCHES
 from tests.unit.compile.graphs import Builder
 
