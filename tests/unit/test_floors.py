@@ -168,7 +168,7 @@ def plant(root: Path, path: str, source: str) -> Path:
         ("engine/x.py", "import lightning.pytorch as pl", "imports Lightning below floor 6"),
         ("engine/x.py", "from lightning_fabric.utilities import a", "imports Lightning below floor 6"),
         ("config.py", "def f():\n    from pytorch_lightning import Trainer", ":2: imports Lightning"),
-        ("strategy.py", "def f():\n    global count, other\n    count = 1", ":2: global count, other"),
+        ("errors.py", "def f():\n    global count, other\n    count = 1", ":2: global count, other"),
         ("compile/passes/x.py", "import torch.distributed as dist", "a compile pass imports torch.distributed"),
         ("compile/passes/x.py", "from torch import distributed", "a compile pass imports"),
         ("compile/passes/x.py", "from torch.distributed.tensor import a", "a compile pass imports"),
@@ -194,7 +194,7 @@ def test_checker_catches(tmp_path: Path, path: str, source: str, words: str) -> 
         ),
         ("compile/x.py", "import torch.distributed\nfrom lightning_zero.compile.passes import a"),
         ("config.py", "from lightning_zero.errors import E"),
-        ("__init__.py", "from lightning_zero.integrations.trainer.strategy import S\nfrom .callbacks import C"),
+        ("__init__.py", "from lightning_zero.integrations.trainer.strategy import S\nfrom .report import C"),
         (
             "strategy/x.py",
             "import lightning.pytorch\nfrom lightning_zero.integrations.trainer.precision import P\nfrom . import y",
