@@ -196,7 +196,7 @@ def test_checker_catches(tmp_path: Path, path: str, source: str, words: str) -> 
         ("config.py", "from lightning_zero.errors import E"),
         ("__init__.py", "from lightning_zero.integrations.trainer.strategy import S\nfrom .report import C"),
         (
-            "strategy/x.py",
+            "integrations/x.py",
             "import lightning.pytorch\nfrom lightning_zero.integrations.trainer.precision import P\nfrom . import y",
         ),
         (
