@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_zero.native.build import MARK
+from lightning_zero.native.host_process import end_compilers, is_gone, own_process
 
 __all__ = ["StartupWatch"]
 
@@ -31,11 +29,48 @@ EARLIER_TICKS = 200  # of 10 ms; ranks that a launcher starts together start wit
 CONNECTION_S = 10.0
 
 
+class _Board:
+    """What ranks tell each other, and read, in the key-value store by which the process group meets: by a client of its
+    own, which neither needs the group nor counts as one of those that meet.
+
+    Args:
+        store: where ranks meet.
+        rank: of this process.
+        process: who this process is.
+        of_launcher: whether the launcher serves the store, and starts ranks anew.
+    """
+
+    def __init__(self, store: Store, rank: int, process: dict[str, Any], of_launcher: bool) -> None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives an attempt
+        self._store = PrefixStore(f"lightning_zero/startup/{attempt}", store)
+        self._rank, self._process, self._of_launcher = rank, process, of_launcher
+
+    def tell(self, what: str, text: str = "") -> None:
+        self._store.set(f"{what}/{self._rank}", json.dumps(self._process | {"text": text}))
+        if what == "failed":
+            self._store.add("failures", 1)
+
+    def any_failed(self) -> bool:
+        return self._store.add("failures", 0) > 0
+
+    def has(self, what: str, rank: int) -> bool:
+        return self._store.check([f"{what}/{rank}"])
+
+    def told_of(self, what: str, rank: int) -> dict[str, Any] | None:
+        """What a rank has said. A launcher's store outlives its ranks when it starts them anew: only those count that
+        it started about when it started this one, on the same host."""
+        if not self.has(what, rank):
+            return None
+        told = json.loads(self._store.get(f"{what}/{rank}"))
+        if not self._of_launcher:
+            return told
+        own = self._process
+        together = told["host"] == own["host"] and int(told["started"]) > int(own["started"]) - EARLIER_TICKS
+        return told if together else None
+
+
 class StartupWatch:
     """A thread that tells the other ranks that this one is there, and ends the process when one of them is gone.
-
-    It is a client of its own of the key-value store by which the process group meets, so it neither needs one nor
-    counts as one of those that meet.
 
     Args:
         address, port: where the store is served, or will be.
@@ -52,7 +87,6 @@ class StartupWatch:
         self._over, self._here, self._told = threading.Event(), threading.Event(), threading.Event()
         self._failure: str | None = None
         self._joined = False
-        self._process = _process()
         self._of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._began = time.monotonic()
         self._seen: dict[int, dict[str, Any]] = {}
@@ -79,15 +113,15 @@ class StartupWatch:
 
     def _run(self) -> None:
         try:
-            store = self._connect()
-            if store is None:
+            board = self._connect()
+            if board is None:
                 return
-            self._tell(store, f"here/{self._rank}")
+            board.tell("here")
             self._here.set()
             lost_since = None
             while not self._over.wait(TICK_S):
                 try:
-                    self._look(store)
+                    self._look(board)
                     lost_since = None
                 except RuntimeError:  # what a store raises whose server is gone
                     now = time.monotonic()
@@ -98,17 +132,16 @@ class StartupWatch:
                             "it, rank 0's or the launcher, has ended. Look for its error first."
                         )
             if self._failure is None:
-                self._tell(store, f"left/{self._rank}")
+                board.tell("left")
             else:
-                self._tell(store, f"failed/{self._rank}", self._failure)
-                store.add("failures", 1)
+                board.tell("failed", self._failure)
         except RuntimeError:
             pass  # nobody is left to be told
         finally:
             self._here.set()
             self._told.set()
 
-    def _connect(self) -> Store | None:
+    def _connect(self) -> _Board | None:
         while True:
             # Asked first whether anybody answers: the store's own client would complain until then.
             with suppress(OSError), socket.create_connection((self._address, self._port), timeout=CONNECTION_S):
@@ -118,57 +151,41 @@ class StartupWatch:
             self._report(None)
         patience = timedelta(seconds=CONNECTION_S)
         store = TCPStore(self._address, self._port, is_master=False, timeout=patience, wait_for_workers=False)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives an attempt
-        return PrefixStore(f"lightning_zero/startup/{attempt}", store)
+        return _Board(store, self._rank, own_process(), self._of_launcher)
 
-    def _look(self, store: Store) -> None:
-        if store.add("failures", 0) > 0:
+    def _look(self, board: _Board) -> None:
+        if board.any_failed():
             for rank in range(self._world_size):
-                failed = self._told_of(store, f"failed/{rank}")
+                failed = board.told_of("failed", rank)
                 if failed is None or rank == self._rank:
                     continue
                 if not self._over.wait(TO_FAIL_S):
                     self._end(f"Rank {rank} failed: {failed['text']}")
                 return
         for rank in self._neighbours - self._gone:
-            process = self._seen.get(rank) or self._told_of(store, f"here/{rank}")
+            process = self._seen.get(rank) or board.told_of("here", rank)
             if process is None:
                 continue
             self._seen[rank] = process
-            if not _is_gone(process):
+            if not is_gone(process):
                 continue
             self._gone.add(rank)
             # One that has left is not missed, and one that failed has said so, both perhaps a moment ago.
-            if self._told_of(store, f"left/{rank}") is None and self._told_of(store, f"failed/{rank}") is None:
+            if board.told_of("left", rank) is None and board.told_of("failed", rank) is None:
                 self._end(
                     f"The process of rank {rank} (number {process['pid']}) is gone without a word, while ranks were "
                     "setting up. It was killed (SIGKILL, out of host memory), it crashed, or it called exit()."
                 )
-        self._report(store)
+        self._report(board)
 
-    def _tell(self, store: Store, key: str, text: str = "") -> None:
-        store.set(key, json.dumps(self._process | {"text": text}))
-
-    def _told_of(self, store: Store, key: str) -> dict[str, Any] | None:
-        """What a rank has said. A launcher's store outlives its ranks when it starts them anew: only those count that
-        it started about when it started this one, on the same host."""
-        if not store.check([key]):
-            return None
-        told = json.loads(store.get(key))
-        if not self._of_launcher:
-            return told
-        own = self._process
-        together = told["host"] == own["host"] and int(told["started"]) > int(own["started"]) - EARLIER_TICKS
-        return told if together else None
-
-    def _report(self, store: Store | None) -> None:
+    def _report(self, board: _Board | None) -> None:
         waited = time.monotonic() - self._began
         if self._joined or waited < self._report_s:
             return
         self._report_s *= 10
         who = "The store there does not answer: rank 0, or the launcher, which serves it, has not come."
-        if store is not None:
-            missing = [rank for rank in range(self._world_size) if not self._has_come(store, rank)]
+        if board is not None:
+            missing = [rank for rank in range(self._world_size) if not self._has_come(board, rank)]
             if not missing:
                 return
             who = f"Not there yet: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}."
@@ -177,66 +194,13 @@ class StartupWatch:
             f"to join the process group at {self._address}:{self._port}. {who}"
         )
 
-    def _has_come(self, store: Store, rank: int) -> bool:
-        here = f"here/{rank}"
-        return store.check([here]) if rank not in self._neighbours else self._told_of(store, here) is not None
+    def _has_come(self, board: _Board, rank: int) -> bool:
+        return board.has("here", rank) if rank not in self._neighbours else board.told_of("here", rank) is not None
 
     def _say(self, text: str) -> None:
         os.write(2, f"[lightning_zero, rank {self._rank}] {text}\n".encode())  # one call, so that lines do not mix
 
     def _end(self, text: str) -> None:
         self._say(f"{text}\nThis is rank {self._rank}, setting up. It cannot go on alone, and ends, too.")
-        _end_compilers()
+        end_compilers()
         os._exit(1)
-
-
-def _process() -> dict[str, Any]:
-    """What others need to find this process: host, namespace, number, and when it was started, in ticks since boot.
-    Empty where /proc does not show it under its own number."""
-    pid, unknown = os.getpid(), {"host": "", "pid": os.getpid(), "started": "0"}
-    with suppress(OSError):
-        stat = _stat(pid)
-        if stat is None or os.readlink("/proc/self") != str(pid):
-            return unknown
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # which copies of one image may share
-        return {
-            "host": f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}",
-            "pid": pid,
-            "started": stat[19],
-        }
-    return unknown
-
-
-def _is_gone(process: dict[str, Any]) -> bool:
-    if not process["host"] or process["host"] != _process()["host"]:
-        return False
-    stat = _stat(process["pid"])
-    return stat is None or stat[0] in "ZX" or stat[19] != process["started"]
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat behind the name, which may hold anything: state, parent, ..."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return None
-
-
-def _end_compilers() -> None:
-    """Kills the compilers of the C++ executor that this process has started, and what they have started."""
-    children: dict[int, list[int]] = {}
-    with suppress(OSError):
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and (stat := _stat(int(entry.name))) is not None:
-                children.setdefault(int(stat[1]), []).append(int(entry.name))
-    waiting = [child for child in children.get(os.getpid(), []) if _is_compiler(child)]
-    while waiting:
-        process = waiting.pop()
-        waiting += children.get(process, [])
-        with suppress(OSError):
-            os.kill(process, signal.SIGKILL)
-
-
-def _is_compiler(pid: int) -> bool:
-    with suppress(OSError):
-        return MARK.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return False

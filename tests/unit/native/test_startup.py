@@ -75,8 +75,8 @@ def test_a_failure_of_another_rank_ends_this_one_by_name(store: TCPStore) -> Non
 
 
 def test_a_process_that_is_gone_is_missed_and_one_that_has_left_is_not(store: TCPStore) -> None:
-    gone = startup._process() | {"pid": 2**22 + 1}
-    with patch.object(startup, "_process", lambda: gone), watching(1, store.port):
+    gone = startup.own_process() | {"pid": 2**22 + 1}
+    with patch.object(startup, "own_process", lambda: gone), watching(1, store.port):
         pass  # it leaves
     with watching(0, store.port) as (_, _, ended):
         assert not until(ended, 0.5)
@@ -87,10 +87,10 @@ def test_a_process_that_is_gone_is_missed_and_one_that_has_left_is_not(store: TC
 
 def test_what_was_said_in_an_earlier_start_is_not_heard(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    gone = startup._process() | {"pid": 2**22 + 1}
+    gone = startup.own_process() | {"pid": 2**22 + 1}
     gone["started"] = str(int(gone["started"]) - 1000)
     with (
-        patch.object(startup, "_process", lambda: gone),
+        patch.object(startup, "own_process", lambda: gone),
         watching(1, store.port) as (watch, _, _),
     ):
         watch.fail(ValueError("long ago"))

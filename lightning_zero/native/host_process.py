@@ -1,0 +1,68 @@
+"""What /proc tells of processes of this host: who they are, whether they are gone, and which compilers this one has
+started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_zero.native.build import MARK
+
+__all__ = ["end_compilers", "is_gone", "own_process"]
+
+
+def own_process() -> dict[str, Any]:
+    """What others need to find this process: host, namespace, number, and when it was started, in ticks since boot.
+    Empty where /proc does not show it under its own number."""
+    pid, unknown = os.getpid(), {"host": "", "pid": os.getpid(), "started": "0"}
+    with suppress(OSError):
+        stat = _stat(pid)
+        if stat is None or os.readlink("/proc/self") != str(pid):
+            return unknown
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # which copies of one image may share
+        return {
+            "host": f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}",
+            "pid": pid,
+            "started": stat[19],
+        }
+    return unknown
+
+
+def is_gone(process: dict[str, Any]) -> bool:
+    """Whether it ran on this host, as :func:`own_process` said there, and does so no more."""
+    if not process["host"] or process["host"] != own_process()["host"]:
+        return False
+    stat = _stat(process["pid"])
+    return stat is None or stat[0] in "ZX" or stat[19] != process["started"]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat behind the name, which may hold anything: state, parent, ..."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return None
+
+
+def end_compilers() -> None:
+    """Kills the compilers of the C++ executor that this process has started, and what they have started."""
+    children: dict[int, list[int]] = {}
+    with suppress(OSError):
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and (stat := _stat(int(entry.name))) is not None:
+                children.setdefault(int(stat[1]), []).append(int(entry.name))
+    waiting = [child for child in children.get(os.getpid(), []) if _is_compiler(child)]
+    while waiting:
+        process = waiting.pop()
+        waiting += children.get(process, [])
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _is_compiler(pid: int) -> bool:
+    with suppress(OSError):
+        return MARK.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False
