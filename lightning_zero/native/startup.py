@@ -81,7 +81,7 @@ class StartupWatch:
     def __init__(
         self, address: str, port: int, rank: int, world_size: int, neighbours: Iterable[int], report_s: float
     ) -> None:
-        self._address, self._port = address, port
+        self._served_at = (address, port)
         self._neighbours = set(neighbours) - {rank}
         self._rank, self._world_size, self._report_s = rank, world_size, report_s
         self._over, self._here, self._told = threading.Event(), threading.Event(), threading.Event()
@@ -144,13 +144,13 @@ class StartupWatch:
     def _connect(self) -> _Board | None:
         while True:
             # Asked first whether anybody answers: the store's own client would complain until then.
-            with suppress(OSError), socket.create_connection((self._address, self._port), timeout=CONNECTION_S):
+            with suppress(OSError), socket.create_connection(self._served_at, timeout=CONNECTION_S):
                 break
             if self._over.wait(TICK_S):
                 return None
             self._report(None)
         patience = timedelta(seconds=CONNECTION_S)
-        store = TCPStore(self._address, self._port, is_master=False, timeout=patience, wait_for_workers=False)
+        store = TCPStore(*self._served_at, is_master=False, timeout=patience, wait_for_workers=False)
         return _Board(store, self._rank, own_process(), self._of_launcher)
 
     def _look(self, board: _Board) -> None:
@@ -191,7 +191,7 @@ class StartupWatch:
             who = f"Not there yet: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}."
         self._say(
             f"No progress. This is rank {self._rank}, which has waited for {waited:.0f} s for {self._world_size} ranks "
-            f"to join the process group at {self._address}:{self._port}. {who}"
+            f"to join the process group at {':'.join(map(str, self._served_at))}. {who}"
         )
 
     def _has_come(self, board: _Board, rank: int) -> bool:
