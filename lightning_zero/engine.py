@@ -18,7 +18,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
@@ -33,6 +32,7 @@ from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.supervisor import Supervisor
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.optim.steps import OptimizerSteps
@@ -67,8 +67,8 @@ class Engine(OptimizerSteps, NotCopied):
     Args:
         device: of this rank.
         config: options.
-        timeout: of the process groups that are made; how long ranks wait for each other.
-        group: ranks to shard over; by default all. ``torch.distributed`` must be initialised.
+        timeout: of the process groups that are made, where no mesh is given; how long ranks wait for each other.
+        mesh: ranks to shard over; by default all. ``torch.distributed`` must be initialised.
         skip_modules: module types that are never compiled.
         observe: sees every graph that is compiled.
         say: shows a line about the progress of compilation to the user; called on every rank.
@@ -79,60 +79,42 @@ class Engine(OptimizerSteps, NotCopied):
         device: torch.device,
         config: EngineConfig | None = None,
         timeout: timedelta | None = None,
-        group: dist.ProcessGroup | None = None,
+        mesh: Mesh | None = None,
         skip_modules: tuple[type, ...] = (),
         observe: GraphObserver | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "torch.distributed is not initialised. Call torch.distributed.init_process_group() first."
-            )
+        self.mesh = mesh = mesh or Mesh.of(device, timeout)
+        assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
         self.device = device
         self.config = config or EngineConfig()
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        backend = dist.get_backend(group)
-        # Two groups, so that all-gathers and reduce-scatters do not queue behind each other; and one on the CPU, on
-        # which ranks agree without touching the device.
-        self.gather_group = dist.new_group(ranks, backend=backend, timeout=timeout)
-        self.reduce_group = dist.new_group(ranks, backend=backend, timeout=timeout)
-        self.control_group = dist.new_group(ranks, backend="gloo", timeout=timeout)
-        self._timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
-        self.watchdog = Watchdog(self.control_group, self.config.report_stall_after_s, self._timeout_s)
-        for watched in (group or dist.group.WORLD, self.gather_group, self.reduce_group):
-            assert watched is not None
-            self.watchdog.watch_group(watched)
+        self.watchdog = Watchdog(mesh, self.config.report_stall_after_s)
         self.executor = Executor(
-            self.gather_group,
-            self.reduce_group,
-            self.control_group,
-            device,
+            mesh,
             self.config,
             on_backward_end=self._run_gradient_hooks,
             on_new_plan=self._new_plan,
             watchdog=self.watchdog,
         )
-        store = dist.PrefixStore(
-            f"lightning_zero/{self.control_group.group_name}", dist.distributed_c10d._get_default_store()
-        )
         self._costs: Costs | None = None
-        self.peers = Peers.of(self.config, self.gather_group, self.control_group, device)
+        self.peers = Peers.of(self.config, mesh)
         patience_s, check = self.config.agreement_timeout_s, self.watchdog.check
-        self._agreement = Agreement(store, self.rank, self.world_size, patience_s, self._timeout_s, check=check)
+        store = mesh.store("lightning_zero")
+        self._agreement = Agreement(store, self.rank, self.world_size, patience_s, mesh.timeout_s, check=check)
         self._agreement.needed = lambda: not self.executor.takes_turns
         observers = [observe] if observe is not None else []
         self._supervisor = Supervisor(self._agreement, observers, say, self.watchdog.native.busy)
-        self._budget = MeasuredBudget(self._supervisor, self.executor, self.control_group, MemoryGauge(device))
+        self._budget = MeasuredBudget(self._supervisor, self.executor, mesh.control_group, MemoryGauge(device))
         ready, say = self._budget.settled, self._supervisor.say
         self.replays = Replays(self.executor, device, self.config, ready, self._lasting, say, self.peers.missing)
         self._compile_arguments = self._compiler_arguments()
-        self.sharder = Sharder(self.executor, self.gather_group, self.control_group, self.peers)
+        self.sharder = Sharder(self.executor, mesh, self.peers)
         self.sharder.classes.engine = weakref.ref(self)
         self._copies = Copies(self.sharder)
         self.module: nn.Module | None = None
         self.calls: CompiledCalls | None = None
         self._skip = skip_modules
-        self.buffers = BufferBroadcast(self.executor, self.gather_group, self.control_group, skip_modules)
+        self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
         self.buffers.configure(self.config)
         self._hooks = StateDictHooks(self.sharder)
         self._gradient_hooks = GradientHooks(self.sharder)
@@ -141,11 +123,11 @@ class Engine(OptimizerSteps, NotCopied):
 
     @property
     def rank(self) -> int:
-        return self.executor.rank
+        return self.mesh.rank
 
     @property
     def world_size(self) -> int:
-        return self.executor.world_size
+        return self.mesh.world_size
 
     def configure(self, config: EngineConfig) -> None:
         """Other options from now on; legal between steps.
@@ -155,7 +137,7 @@ class Engine(OptimizerSteps, NotCopied):
         """
         if config == self.config:
             return
-        self.peers.configure(config, self.device)
+        self.peers.configure(config)
         recompile = config.compile != self.config.compile
         self.config = config
         self._agreement.patience_s = config.agreement_timeout_s
@@ -175,9 +157,7 @@ class Engine(OptimizerSteps, NotCopied):
         """Of a new compiler. Measures, on all ranks together, when it is first needed."""
         compile = self.config.compile
         if self._costs is None and compile.enabled and compile.prefetch:
-            self._costs = measure_costs(
-                self.gather_group, self.control_group, self.device, self.peers.for_weights is not None
-            )
+            self._costs = measure_costs(self.mesh, self.peers.for_weights is not None)
         return self._supervisor.compiler(
             compile,
             self.world_size,
@@ -296,7 +276,7 @@ class Engine(OptimizerSteps, NotCopied):
         assert self.calls is not None
         self.watchdog.enter(Phase.FORWARD)
         self.sharder.allocate_gradients()
-        if self.peers.allocate(self.sharder, self._timeout_s):
+        if self.peers.allocate(self.sharder):
             self._costs = None  # were those of copies
             self.replays.configure(self.config, self.peers.missing)
             self._compile_anew()

@@ -24,7 +24,7 @@ def model_state(module: nn.Module, hooks: StateDictHooks) -> dict[str, Any]:
     """The module's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective."""
     with hooks.mode("rank0"):
         state = module.state_dict()
-    return state if hooks.sharder.executor.rank == 0 else {}
+    return state if hooks.sharder.mesh.rank == 0 else {}
 
 
 @on_plain_tensors
@@ -33,7 +33,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, sharder: Sharder) -> dict[
     packed = optimizer.state_dict()
     if not packed:
         return {}  # Lightning's stand-in for no optimizer
-    rank = sharder.executor.rank
+    rank = sharder.mesh.rank
     state: dict[int, dict[str, Any]] = {}
     for number, record in _numbered(optimizer, sharder):
         if number not in packed["state"]:
@@ -85,9 +85,9 @@ def gather_value(value: Any, record: ShardedParameter | None, sharder: Sharder) 
     holds padding, too. Collective."""
     if record is None or not isinstance(value, Tensor) or value.shape != record.layout.visible_shape:
         return value
-    shard = value.reshape(-1).to(sharder.executor.device)
-    full = shard.new_empty(shard.numel() * sharder.executor.world_size)
-    all_gather_into()(full, shard, group=sharder.group)
+    shard = value.reshape(-1).to(sharder.mesh.device)
+    full = shard.new_empty(shard.numel() * sharder.mesh.world_size)
+    all_gather_into()(full, shard, group=sharder.mesh.shard_group)
     return record.layout.whole(full)
 
 
@@ -102,5 +102,5 @@ def _cut(key: str, value: Any, record: ShardedParameter, sharder: Sharder) -> An
             "saved."
         )
     shard = torch.zeros(record.layout.shard_numel, dtype=value.dtype)
-    record.layout.write(shard, value, sharder.executor.rank)
+    record.layout.write(shard, value, sharder.mesh.rank)
     return shard.view(record.layout.visible_shape)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
+from lightning_zero.mesh import Mesh
 from lightning_zero.native.build import source_directory
 from lightning_zero.native.load import load
 from lightning_zero.native.nvrtc import compile_cuda
@@ -23,10 +24,7 @@ class Executor:
     """Gathers weights and reduces gradients for one engine.
 
     Args:
-        gather_group: process group of the all-gathers.
-        reduce_group: process group of the reduce-scatters; another one, so that both can run at once.
-        control_group: a CPU process group, on which ranks agree at the end of each backward.
-        device: where shards live.
+        mesh: of the ranks that share the weights; on its control group they agree at the end of each backward.
         config: options.
         on_backward_end: called after gradients have been attached, once per backward.
         watchdog: watches over what this executor waits for.
@@ -36,10 +34,7 @@ class Executor:
 
     def __init__(
         self,
-        gather_group: dist.ProcessGroup,
-        reduce_group: dist.ProcessGroup,
-        control_group: dist.ProcessGroup,
-        device: torch.device,
+        mesh: Mesh,
         config: EngineConfig,
         on_backward_end: Callable[[], None] | None = None,
         on_new_plan: Callable[[str, str], None] | None = None,
@@ -47,11 +42,12 @@ class Executor:
     ) -> None:
         load()
         self._native = torch.classes.lightning_zero.Executor(
-            gather_group.group_name, reduce_group.group_name, control_group.group_name, str(device)
+            mesh.shard_group.group_name,
+            mesh.reduce_group.group_name,
+            mesh.control_group.group_name,
+            str(mesh.device),
         )
-        self.device = device
-        self.world_size: int = self._native.size()
-        self.rank: int = self._native.rank()
+        self.device, self.rank, self.world_size = mesh.device, mesh.rank, mesh.world_size
         self.configure(config)
         self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
         self._watchdog = watchdog

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_zero.mesh import boot_id, host_name
 from lightning_zero.native.build import MARK
 
 __all__ = ["end_compilers", "is_gone", "own_process"]
@@ -21,11 +21,10 @@ def own_process() -> dict[str, Any]:
     pid, unknown = os.getpid(), {"host": "", "pid": os.getpid(), "started": "0"}
     with suppress(OSError):
         stat = _stat(pid)
-        if stat is None or os.readlink("/proc/self") != str(pid):
+        if stat is None or os.readlink("/proc/self") != str(pid) or not boot_id():
             return unknown
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # which copies of one image may share
         return {
-            "host": f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}",
+            "host": f"{host_name()} {os.readlink('/proc/self/ns/pid')}",
             "pid": pid,
             "started": stat[19],
         }

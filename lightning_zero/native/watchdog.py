@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.errors import RankFailedError, RankMismatchError
+from lightning_zero.mesh import Mesh
 from lightning_zero.native.load import load
 
 __all__ = ["Lane", "Phase", "Watchdog"]
@@ -46,15 +47,18 @@ class Watchdog:
     """Watches over the waits of this rank for others.
 
     Args:
-        group: of all ranks; its key-value store is what ranks talk through.
-        report_s: a wait that takes longer, in seconds, is reported on every rank.
-        timeout_s: one that takes longer ends the process.
+        mesh: of the ranks; the key-value store of its control group is what they talk through.
+        report_s: a wait that takes longer, in seconds, is reported on every rank; one that takes longer than the mesh's
+            timeout ends the process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, report_s: float, timeout_s: float) -> None:
+    def __init__(self, mesh: Mesh, report_s: float) -> None:
         load()
-        self.native = torch.classes.lightning_zero.Watchdog(group.group_name, report_s, timeout_s)
-        self._rank, self._world_size = group.rank(), group.size()
+        self.native = torch.classes.lightning_zero.Watchdog(mesh.control_group.group_name, report_s, mesh.timeout_s)
+        for group in mesh.device_groups:
+            # An error that the group's own watchdog, NCCL's, has found ends this rank.
+            self.native.watch_group(group.group_name)
+        self._rank, self._world_size = mesh.rank, mesh.world_size
         self.failed = False  # whether an exception has ended the stage on this rank
         self._library = torch.library.Library("lightning_zero", "FRAGMENT")
         name = f"on_end_{id(self)}"
@@ -107,10 +111,6 @@ class Watchdog:
                 self.check()
                 time.sleep(0 if tries < SPINS else NAP_S)
             work.wait()
-
-    def watch_group(self, group: dist.ProcessGroup) -> None:
-        """Ends this rank when the group's own watchdog, NCCL's, has found an error."""
-        self.native.watch_group(group.group_name)
 
     def begin(self) -> None:
         """A stage begins, on all ranks: what failed before is over."""

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
+from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Lane, Phase, Watchdog
 from lightning_zero.optim.clip import clip_by_norm, global_norm
@@ -30,7 +30,7 @@ class OptimizerSteps:
     config: EngineConfig
     device: torch.device
     executor: Executor
-    reduce_group: dist.ProcessGroup
+    mesh: Mesh
     sharder: Sharder
     watchdog: Watchdog
 
@@ -47,7 +47,7 @@ class OptimizerSteps:
         if stepper is None:
             config = self.config
             stepper = OptimizerStepper(
-                optimizer, self.sharder, self.reduce_group, config.capture_step, config.emulate_capture
+                optimizer, self.sharder, self.mesh.reduce_group, config.capture_step, config.emulate_capture
             )
             self._steppers[optimizer] = stepper
         return stepper
@@ -86,7 +86,7 @@ class OptimizerSteps:
     def grad_norm(self, params: Iterable[Tensor]) -> Tensor:
         """2-norm over all ranks' shards of the gradients: a scalar on the device. Collective."""
         with self._waiting_for_norms():
-            return global_norm(params, self.reduce_group, self.device)
+            return global_norm(params, self.mesh.reduce_group, self.device)
 
     def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
         """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the
@@ -95,13 +95,13 @@ class OptimizerSteps:
         with plainly():
             shards = [record.param.grad for record in live]
         with self._waiting_for_norms():
-            norms = norms_of_each(shards, norm_type, self.reduce_group, self.device)
+            norms = norms_of_each(shards, norm_type, self.mesh.reduce_group, self.device)
         return dict(zip([record.index for record in live], norms, strict=True))
 
     def clip_grad_norm(self, params: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scales gradients to a global norm of at most ``max_norm``; returns the norm before. Collective."""
         with self._waiting_for_norms():
-            return clip_by_norm(params, max_norm, self.reduce_group, self.device)
+            return clip_by_norm(params, max_norm, self.mesh.reduce_group, self.device)
 
     def _waiting_for_norms(self) -> AbstractContextManager[None]:
         return self.executor.waiting("norms of gradients", Lane.REDUCE)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph
 
+from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.bandwidth import BandwidthTable, Samples, all_gather_into, check_samples, seconds_between
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 
@@ -73,22 +74,20 @@ NOMINAL = Costs(
 )
 
 
-def measure_costs(
-    gather_group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device, copied: bool = False
-) -> Costs:
+def measure_costs(mesh: Mesh, copied: bool = False) -> Costs:
     """Measures in under a second, not counting the time in which the group connects. Collective.
 
     Args:
-        gather_group: whose all-gathers are measured.
-        control_group: of the same ranks, on the CPU; they agree in it on the slowest one's numbers.
+        mesh: whose all-gathers are measured; its ranks agree on the slowest one's numbers.
         copied: weights will be copied from peers, which takes about as long as an all-gather alone.
 
     Returns:
         The same on every rank; :data:`NOMINAL` on a CPU, and with one rank.
     """
-    if device.type == "cpu" or gather_group.size() == 1:
+    if mesh.device.type == "cpu" or mesh.world_size == 1:
         return NOMINAL
-    costs = _agreed(_gathers(gather_group, device, SIZES), DeviceSpeed.of(device), control_group)
+    gathers = _gathers(mesh.shard_group, mesh.device, SIZES)
+    costs = _agreed(gathers, DeviceSpeed.of(mesh.device), mesh.control_group)
     torch.accelerator.empty_cache()  # what was gathered would stay with the allocator
     return replace(costs, beside=COPIED_BESIDE_COMPUTE) if copied else costs
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import RankMismatchError
+from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Lane
 
@@ -98,21 +99,19 @@ class BufferBroadcast:
 
     Args:
         executor: carries the word between ranks.
-        group: over which device memory is sent.
-        control_group: over which ranks compare, and buffers on a CPU beside a GPU are sent.
+        mesh: its ranks compare on the control group, on which buffers on a CPU beside a GPU are sent, too.
         skip: types of modules that count for themselves on each rank: metrics.
     """
 
     def __init__(
         self,
         executor: Executor,
-        group: dist.ProcessGroup,
-        control_group: dist.ProcessGroup,
+        mesh: Mesh,
         skip: tuple[type, ...] = (),
     ) -> None:
         self._root: nn.Module | None = None
         self._executor = executor
-        self._groups = (group, control_group)
+        self._mesh = mesh
         self._skip = skip
         self._enabled = True
         self._said = False
@@ -129,7 +128,7 @@ class BufferBroadcast:
 
     def watch(self, root: nn.Module) -> None:
         """These buffers, except those that DDP is told to ignore (``_ddp_params_and_buffers_to_ignore``)."""
-        self._root = root if self._executor.world_size > 1 else None
+        self._root = root if self._mesh.world_size > 1 else None
 
     def reset(self) -> None:
         """All is sent again before the next forward."""
@@ -183,13 +182,14 @@ class BufferBroadcast:
             self._executor.say_at_agreement(something_new)
 
     def _send(self, piece: _Piece) -> bool:
-        rank_0 = self._executor.rank == 0
+        rank_0 = self._mesh.rank == 0
         fits = piece.exchange(receive=False) if rank_0 else True
-        other = piece.device != self._executor.device
+        other = piece.device != self._mesh.device
+        group = self._mesh.control_group if other else self._mesh.shard_group
         self._executor.collective(
             "rank 0's buffers",
             Lane.CONTROL if other else Lane.GATHER,
-            lambda later: dist.broadcast(piece.memory, group=self._groups[other], group_src=0, async_op=later),
+            lambda later: dist.broadcast(piece.memory, group=group, group_src=0, async_op=later),
         )
         return fits if rank_0 else piece.exchange(receive=True)
 
@@ -208,9 +208,8 @@ class BufferBroadcast:
         listed = [f"{b.name} {_describe(b.value)}" for b in self._buffers]
         digest = hashlib.sha256("\n".join(listed).encode()).hexdigest()
         mine = digest, {n for n, buffer in enumerate(self._buffers) if buffer.changes or first}
-        everyones: list[Any] = [None] * self._executor.world_size
         with self._executor.waiting("the comparison of buffers", Lane.CONTROL):
-            dist.all_gather_object(everyones, mine, group=self._groups[1])
+            everyones = self._mesh.gathered(mine)
         if any(other != digest for other, _ in everyones):
             self._refuse(listed)
         changing = {self._buffers[n].module for _, found in everyones for n in found}
@@ -221,8 +220,7 @@ class BufferBroadcast:
         self._pieces = pieces if first else list(pieces)  # all there is, but one after the other
 
     def _refuse(self, mine: list[str]) -> None:
-        everyones: list[Any] = [None] * self._executor.world_size
-        dist.all_gather_object(everyones, mine, group=self._groups[1])
+        everyones = self._mesh.gathered(mine)
         other = next(rank for rank, listed in enumerate(everyones) if listed != everyones[0])
         pairs = list(zip([*everyones[0], "(nothing)"], [*everyones[other], "(nothing)"], strict=False))
         first = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])

@@ -46,7 +46,7 @@ def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[No
     handles.append(hooks.register_module_module_registration_hook(on_module))
     sharder.classes.as_parameters = True
     try:
-        with _random_numbers_of_rank_0(sharder.control_group), copied_modules(sharder, state):
+        with _random_numbers_of_rank_0(sharder.mesh.control_group), copied_modules(sharder, state):
             yield
     finally:
         sharder.classes.as_parameters = False

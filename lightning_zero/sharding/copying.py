@@ -69,7 +69,7 @@ class Copies:
         def whole(record: ShardedParameter) -> nn.Parameter:
             made = memo.get(id(record))  # ties are kept
             if made is None:
-                made = self._whole(record, self._sharder.executor.device)
+                made = self._whole(record, self._sharder.mesh.device)
                 memo[id(record)] = memo[id(made)] = made  # it is a copy already
                 memo.setdefault(id(record.param), made)
             return made

@@ -50,7 +50,7 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
             if writeback:
                 sharder.executor.begin_writing()
                 with torch.no_grad():
-                    record.layout.write(record.shard, record.param, sharder.executor.rank)
+                    record.layout.write(record.shard, record.param, sharder.mesh.rank)
             record.param.grad = None
             record.show_shard()
             record.param.grad = grads[record.index]

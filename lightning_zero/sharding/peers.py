@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.links import uuid_of, why_no_atomics
 from lightning_zero.sharding.probe import barrier_waits
@@ -46,42 +45,36 @@ class Peers:
     """
 
     def __init__(
-        self, for_weights: PeerMemory | None, for_gradients: PeerMemory | None, config: EngineConfig, rank: int
+        self, for_weights: PeerMemory | None, for_gradients: PeerMemory | None, config: EngineConfig, mesh: Mesh
     ) -> None:
         self.for_weights = for_weights
         self.for_gradients = for_gradients
         self._config = config
-        self._rank = rank
+        self._mesh = mesh
         self._staged = self._barrier = self._shadowed = False
         self._told = self._ways
 
     @classmethod
-    def of(
-        cls,
-        config: EngineConfig,
-        group: dist.ProcessGroup,
-        control_group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> Peers:
+    def of(cls, config: EngineConfig, mesh: Mesh) -> Peers:
         """What the options come to, the same on every rank. Collective.
 
         Raises:
             UnsupportedError: ``"copy"`` where that is impossible.
         """
-        shadows = _has_shadows(config)
+        shadows, device = _has_shadows(config), mesh.device
         wanted = [_wanted(config.gather_by, device, shadows, True), _wanted(config.reduce_by, device, True, False)]
-        memory, reason = PeerMemory.of(group, control_group, device) if any(wanted) else (None, "")
+        memory, reason = PeerMemory.of(mesh) if any(wanted) else (None, "")
         for name, choice in (("gather_by", config.gather_by), ("reduce_by", config.reduce_by)):
             here = reason
             if name == "gather_by" and not shadows and device.type != "cpu":
                 here = "only compiled code with mixed precision keeps weights where others can read them"
             if choice == "copy" and here:
                 raise _impossible(name, here)
-        if reason and group.rank() == 0:
+        if reason and mesh.rank == 0:
             log.info("Collectives move all weights and gradients: %s.", reason)
-        return cls(memory if wanted[0] else None, memory if wanted[1] else None, config, group.rank())
+        return cls(memory if wanted[0] else None, memory if wanted[1] else None, config, mesh)
 
-    def configure(self, config: EngineConfig, device: torch.device) -> None:
+    def configure(self, config: EngineConfig) -> None:
         """Other options. What copies and what does not was settled when the model was sharded.
 
         Raises:
@@ -91,7 +84,7 @@ class Peers:
         ways = {"gather_by": (self.for_weights, shadows, True), "reduce_by": (self.for_gradients, True, False)}
         for name, (memory, usable, on_cpu) in ways.items():
             before, now = getattr(self._config, name), getattr(config, name)
-            copies = _wanted(now, device, usable, on_cpu)
+            copies = _wanted(now, self._mesh.device, usable, on_cpu)
             if now != before and copies != (memory is not None):
                 raise UnsupportedError(
                     f"The model was sharded with {name}={before!r}, and what lies where was settled then: "
@@ -100,7 +93,7 @@ class Peers:
                 )
         self._config = config
 
-    def allocate(self, sharder: Sharder, timeout_s: float) -> bool:
+    def allocate(self, sharder: Sharder) -> bool:
         """Memory for gradients on their way, and for weights in the dtype that is computed in. Where there is not
         enough that peers can reach, collectives move them from now on: returns whether that has happened. Harmless when
         repeated. Collective.
@@ -111,7 +104,7 @@ class Peers:
         self._set_barrier(sharder.executor)
         memory = self.for_gradients
         if memory is not None and not self._staged:
-            self._staged = self._tried("reduce_by", lambda: self._stage(sharder.executor, timeout_s))
+            self._staged = self._tried("reduce_by", lambda: self._stage(sharder.executor))
             self.for_gradients = memory if self._staged else None
         if self._config.compute_dtype is not None and self._config.compile.enabled and not self._shadowed:
             self._shadowed = True
@@ -186,19 +179,19 @@ class Peers:
         except UnsupportedError as error:  # on every rank
             if getattr(self._config, name) == "copy":
                 raise _impossible(name, str(error)) from error
-            if self._rank == 0:
+            if self._mesh.rank == 0:
                 what = {"gather_by": "weights", "reduce_by": "gradients"}[name]
                 log.warning("Collectives move all %s from now on, which is slower: %s.", what, error)
             return False
 
-    def _stage(self, executor: Executor, timeout_s: float) -> None:
+    def _stage(self, executor: Executor) -> None:
         """Two buckets' worth."""
         assert self.for_gradients is not None
         unit = 1024 * executor.world_size
         size = max(1, math.ceil(2 * self._config.reduce.bucket_mb * 2**20 / unit)) * unit
         mine, others = self.for_gradients.empty(size, torch.uint8)
         staging = [mine if rank == executor.rank else memory for rank, memory in enumerate(others)]
-        executor.set_staging(staging, self.for_gradients.group, timeout_s)
+        executor.set_staging(staging, self._mesh.shard_group, self._mesh.timeout_s)
         if executor.device.type == "cuda":
             try:
                 executor.compile_means()
@@ -255,27 +248,22 @@ class PeerMemory:
     """Allocates such memory for the ranks of a process group; see :meth:`of`.
 
     Args:
-        group: process group of the device.
-        control_group: of the same ranks, on the CPU.
-        device: of this rank.
+        mesh: of the ranks whose memory it is.
     """
 
-    def __init__(self, group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
-        self._control_group = control_group
-        self._device = device
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._device = mesh.device
         self._owners: list[Any] = []  # what keeps peers' memory mapped
         self._named = False  # whether memory of the CPU needs a name
         self.nbytes = 0  # of this rank's
 
     @classmethod
-    def of(
-        cls, group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device
-    ) -> tuple[PeerMemory | None, str]:
+    def of(cls, mesh: Mesh) -> tuple[PeerMemory | None, str]:
         """This memory if there can be any, or None and the reason. The same on every rank. Collective."""
-        if group.size() == 1:
+        if mesh.world_size == 1:
             return None, "there is one rank"
-        memory = cls(group, control_group, device)
+        memory = cls(mesh)
         try:
             reason = memory._objection() or memory._probe()
         except UnsupportedError as error:
@@ -327,36 +315,31 @@ class PeerMemory:
 
     def first_error(self, error: str | None) -> str | None:
         """The first that a rank reports, and on which, the same on every rank; None if none does. Collective."""
-        errors = self._gathered(error)
+        errors = self._mesh.gathered(error)
         return next((f"on rank {rank} ({text})" for rank, text in enumerate(errors) if text is not None), None)
-
-    def _gathered(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(values, value, group=self._control_group)
-        return values
 
     def _objection(self) -> str | None:
         """Why nothing should even be tried."""
-        hosts = self._gathered(_host())
-        other = next((rank for rank, name in enumerate(hosts) if name != hosts[0]), None)
+        hosts = self._mesh.hosts
+        other = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
         if other is not None:
             return f"ranks 0 and {other} are on different hosts"
         if self._device.type != "cuda":
             return None
-        uuids = self._gathered(self._all(lambda: uuid_of(self._device), "identified"))
+        uuids = self._mesh.gathered(self._all(lambda: uuid_of(self._device), "identified"))
         mine = self._all(lambda: _other_backend(self._device) or why_no_atomics(self._device, uuids), "judged")
-        return next(filter(None, self._gathered(mine)), None)
+        return next(filter(None, self._mesh.gathered(mine)), None)
 
     def _probe(self) -> str | None:
-        mine, everyone = self.empty(self.group.size(), torch.int64)
-        waits = barrier_waits(mine, everyone, self.group.rank(), self._meet, self._line_up)
-        reasons = self._gathered(None if waits else "a barrier between their devices does not wait")
+        mine, everyone = self.empty(self._mesh.world_size, torch.int64)
+        waits = barrier_waits(mine, everyone, self._mesh.rank, self._meet, self._line_up)
+        reasons = self._mesh.gathered(None if waits else "a barrier between their devices does not wait")
         if self._device.type == "cuda":  # known for certain only now that there is some memory
-            reasons += self._gathered(_other_backend(self._device))
+            reasons += self._mesh.gathered(_other_backend(self._device))
         return next(filter(None, reasons), None)
 
     def _line_up(self) -> None:
-        dist.barrier(group=self._control_group)
+        dist.barrier(group=self._mesh.control_group)
 
     def _meet(self) -> None:
         if self._device.type == "cuda":
@@ -374,9 +357,9 @@ class PeerMemory:
     def _rendezvous(self, mine: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         import torch.distributed._symmetric_memory as symmetric
 
-        handle = symmetric.rendezvous(mine, self.group.group_name)
+        handle = symmetric.rendezvous(mine, self._mesh.shard_group.group_name)
         self._owners.append((handle, mine))
-        return mine, [handle.get_buffer(rank, (numel,), dtype) for rank in range(self.group.size())]
+        return mine, [handle.get_buffer(rank, (numel,), dtype) for rank in range(self._mesh.world_size)]
 
     # -- CPUs
 
@@ -392,13 +375,13 @@ class PeerMemory:
             return self._shared(numel, dtype)
 
     def _map(self, claim: Claim, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        claims = self._gathered((claim.path, claim.identity))
+        claims = self._mesh.gathered((claim.path, claim.identity))
         try:
             tensors = [mapped(path, identity, numel, dtype) for path, identity in claims]
         finally:
             self._line_up()
             claim.release()
-        return tensors[self.group.rank()], tensors
+        return tensors[self._mesh.rank], tensors
 
 
 def _other_backend(device: torch.device) -> str | None:
@@ -412,9 +395,3 @@ def _other_backend(device: torch.device) -> str | None:
         f"torch's symmetric memory is set to {backend!r}, whose barriers are not known to wait (unset TORCH_SYMMMEM, "
         f"or call torch.distributed._symmetric_memory.set_backend({BACKEND!r}) before anything uses it)"
     )
-
-
-def _host() -> str:
-    # Containers of one image may share a name, and hosts of one cloud a boot.
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

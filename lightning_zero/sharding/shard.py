@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.errors import RankMismatchError, UnsupportedError
+from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Lane
 from lightning_zero.sharding.arena import Arena
@@ -68,22 +69,19 @@ class Sharder:
 
     Args:
         executor: where shards are registered.
-        group: process group over which initial values are broadcast from rank 0.
-        control_group: CPU process group on which ranks compare what they are about to shard.
+        mesh: of the ranks that hold a shard each; initial values are rank 0's.
         peers: lays the shards out where other ranks can read them, if that is possible.
     """
 
     def __init__(
         self,
         executor: Executor,
-        group: dist.ProcessGroup,
-        control_group: dist.ProcessGroup,
+        mesh: Mesh,
         peers: Peers | None = None,
     ) -> None:
         self.executor = executor
         self._peers = peers
-        self.group = group
-        self.control_group = control_group
+        self.mesh = mesh
         self.classes = ClassCache()
         self.parameters: list[ShardedParameter] = []
         self.arena: Arena | None = None
@@ -130,15 +128,15 @@ class Sharder:
 
     def _cut(self, name: str, param: nn.Parameter) -> ShardedParameter:
         _check(name, param)
-        device, world = self.executor.device, self.executor.world_size
+        device, world = self.mesh.device, self.mesh.world_size
         layout = ShardLayout.of(param.shape, param.dtype, world, memory_order(param))
         full = layout.stored(param.detach().to(device)).contiguous()
         if world > 1 and layout.numel:
             if full.data_ptr() == param.data_ptr():
                 full = full.clone()  # a view into something larger may be shared with code that still needs it
-            dist.broadcast(full, group=self.group, group_src=0)
+            dist.broadcast(full, group=self.mesh.shard_group, group_src=0)
         shard = torch.empty(layout.shard_numel, dtype=param.dtype, device=device)
-        layout.write(shard, layout.restored(full), self.executor.rank)
+        layout.write(shard, layout.restored(full), self.mesh.rank)
         return self._register(name, param, shard, layout)
 
     def twin(self, record: ShardedParameter) -> ShardedParameter:
@@ -150,13 +148,13 @@ class Sharder:
 
     def _register(self, name: str, param: nn.Parameter, shard: Tensor, layout: ShardLayout) -> ShardedParameter:
         index = self.executor.add_parameter(name, param, shard, layout.shape, layout.order)
-        device = self.executor.device
+        device = self.mesh.device
         sight = Sight(
             name,
             layout,
-            self.executor.rank,
+            self.mesh.rank,
             device,
-            weakref.ref(self.group),
+            weakref.ref(self.mesh.shard_group),
             partial(_tell, weakref.ref(self)),
             partial(_reduce, weakref.ref(self), name),
         )
@@ -178,7 +176,7 @@ class Sharder:
             )
         # Ties are kept by the identity of the parameter object: remember which new object replaces which.
         before = dict(module._parameters)
-        device, shapes = self.executor.device, module.__dict__.get(SHAPES, {})
+        device, shapes = self.mesh.device, module.__dict__.get(SHAPES, {})
         already = {key: self.find(param) for key, param in before.items() if param is not None}
         for key, param in before.items():
             record = already.get(key)
@@ -248,12 +246,9 @@ class Sharder:
             for name, param in root.named_parameters(remove_duplicate=False)
         ]
         digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-        digests: list[Any] = [None] * self.executor.world_size
-        dist.all_gather_object(digests, digest, group=self.control_group)
-        if len(set(digests)) == 1:
+        if len(set(self.mesh.gathered(digest))) == 1:
             return
-        models: list[Any] = [None] * self.executor.world_size
-        dist.all_gather_object(models, mine, group=self.control_group)
+        models = self.mesh.gathered(mine)
         other = next(rank for rank, model in enumerate(models) if model != models[0])
         pairs = list(zip(models[0] + ["(nothing)"], models[other] + ["(nothing)"], strict=False))
         first = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
@@ -266,13 +261,13 @@ class Sharder:
 
     def _move_buffers(self, module: nn.Module, name: str) -> None:
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != self.executor.device:
+            if buffer is not None and buffer.device != self.mesh.device:
                 if buffer.is_meta:
                     raise UnsupportedError(
                         f"Buffer {(f'{name}.{key}' if name else key)!r} ({type(module).__name__}) is on the meta "
                         "device and has no value. Set it in reset_parameters(), or register it on a real device."
                     )
-                module._buffers[key] = buffer.to(self.executor.device)
+                module._buffers[key] = buffer.to(self.mesh.device)
 
     def _lay_out(self) -> None:
         # Reverse order of registration: gradients come in that order, so a bucket's shards are neighbours here.
@@ -299,7 +294,7 @@ class Sharder:
         pieces = [(record.layout, record.param.dtype) for record in live]
         everywhere = self._peers.allocate_shards(self.executor, Arena.sizes(pieces)) if self._peers else {}
         self.executor.begin_writing()
-        arena = Arena(pieces, self.executor.device, {dtype: mine for dtype, (mine, _) in everywhere.items()})
+        arena = Arena(pieces, self.mesh.device, {dtype: mine for dtype, (mine, _) in everywhere.items()})
         for record, view in zip(live, arena.views, strict=True):
             view.copy_(record.shard)
             record.shard = view
@@ -319,7 +314,7 @@ class Sharder:
         if not new:
             return
         new.sort(key=lambda record: record.shard.data_ptr())
-        arena = Arena([(record.layout, record.param.dtype) for record in new], self.executor.device)
+        arena = Arena([(record.layout, record.param.dtype) for record in new], self.mesh.device)
         for record, view in zip(new, arena.views, strict=True):
             self.executor.set_grad(record.index, view)
             self.gradients[record.index] = view
@@ -389,7 +384,7 @@ class Sharder:
             if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
                 budget_bytes -= size
                 layouts.append((record, whole, used))
-        self._kept = Arena([(whole, used) for _, whole, used in layouts], self.executor.device)
+        self._kept = Arena([(whole, used) for _, whole, used in layouts], self.mesh.device)
         for (record, whole, _), flat in zip(layouts, self._kept.views, strict=True):
             self.executor.set_kept(record.index, flat)
             view = flat[: whole.numel].view(whole.shape)

@@ -92,7 +92,7 @@ class StateDictHooks:
 
     def _whole(self, record: ShardedParameter) -> torch.Tensor | None:
         full = gather_full(record)  # one at a time: the peak is one whole parameter
-        if self._mode == "rank0" and self.sharder.executor.rank != 0:
+        if self._mode == "rank0" and self.sharder.mesh.rank != 0:
             return None
         return full.to("cpu", copy=True)  # a file would hold the padding, too
 
@@ -126,5 +126,5 @@ class StateDictHooks:
                 state[prefix + key] = param.detach()  # unchanged, and not reported as missing besides
                 continue
             shard = torch.zeros(record.layout.shard_numel, dtype=full.dtype, device=full.device)
-            record.layout.write(shard, full, self.sharder.executor.rank)
+            record.layout.write(shard, full, self.sharder.mesh.rank)
             state[prefix + key] = shard.view(record.layout.visible_shape)

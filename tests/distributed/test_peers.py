@@ -17,6 +17,7 @@ from torch import nn
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.estimate import NOMINAL
 from lightning_zero.sharding import peers
 from lightning_zero.sharding.peers import PeerMemory, Peers
@@ -33,8 +34,7 @@ autocast = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
 
 
 def memory() -> PeerMemory:
-    ranks = list(range(dist.get_world_size()))
-    return PeerMemory(dist.new_group(ranks), dist.new_group(ranks), torch.device("cpu"))
+    return PeerMemory(Mesh.of(torch.device("cpu")))
 
 
 def write_and_read() -> tuple[list[int], list[str]]:
@@ -132,7 +132,7 @@ def trained(nth: int, choices: dict[str, str]) -> tuple[list[float], dict[str, i
     ):
         batches = make_batches("OneBlock", 5, 12)
         got = train_sharded(engine, model, batches, sgd(model), context=autocast)
-        measured = [call.args[3] for call in links.mock_calls]
+        measured = [call.args[1] for call in links.mock_calls]
         return got.losses, engine.executor.counters(), engine.peers.nbytes, engine.peers.missing, measured
 
 
@@ -195,7 +195,7 @@ def test_a_barrier_that_does_not_wait_is_not_relied_on(ranks: Ranks) -> None:
 def objections(backend: str, atomics: str) -> str | None:
     """Of GPUs, of which rank 1's is not as the others."""
     mine = dist.get_rank() == 1
-    own = PeerMemory(dist.new_group([0, 1]), dist.new_group([0, 1]), torch.device("cuda", 0))
+    own = PeerMemory(Mesh.of(torch.device("cuda", 0)))
     with (
         patch("torch.distributed._symmetric_memory.get_backend", lambda device: backend if mine else "CUDA"),
         patch.object(peers, "uuid_of", lambda device: f"gpu {dist.get_rank()}"),
@@ -238,7 +238,7 @@ def test_what_a_sharded_model_cannot_follow_is_refused(
 
 
 def on_two_hosts(choice: str) -> tuple[str, dict[str, int]]:
-    with patch.object(peers, "_host", lambda: f"host {dist.get_rank()}"):
+    with patch("lightning_zero.mesh.host_name", lambda: f"host {dist.get_rank()}"):
         try:
             _, counters = train_case(
                 "OneBlock", "aot_eager", 2, engine_options=MIXED | {"gather_by": choice}, context=autocast
@@ -255,11 +255,9 @@ def test_copying_between_hosts_is_refused_by_name(ranks: Ranks) -> None:
 
 
 def on_gpus_without_mixed_precision() -> str:
-    group = dist.group.WORLD
-    assert group is not None
     with patch.object(PeerMemory, "of", lambda *args: (MagicMock(), "")):
         try:
-            Peers.of(EngineConfig(gather_by="copy"), group, group, torch.device("cuda", 0))
+            Peers.of(EngineConfig(gather_by="copy"), Mesh.of(torch.device("cuda", 0)))
         except UnsupportedError as error:
             return str(error)
     return ""

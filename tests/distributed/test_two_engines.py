@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_zero.config import CompileConfig, EngineConfig
+from lightning_zero.engine import Engine
+from lightning_zero.mesh import Mesh
 from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative
 from tests.helpers.sharded import BACKENDS, adamw, engine_for, sgd, train_plain, train_sharded
@@ -86,6 +89,29 @@ def test_a_teacher_of_another_engine_only_teaches(ranks: Ranks) -> None:
     ranks.run(2, teacher_and_student)
 
 
+def a_model_for_each_part(parts: list[list[int]]) -> list[dict[str, torch.Tensor]]:
+    mesh = Mesh.over(parts, torch.device("cpu"))
+    number = next(n for n, part in enumerate(parts) if dist.get_rank() in part)
+    model = build("OddMLP", seed=number)
+    engine = Engine(mesh.device, EngineConfig(compile=CompileConfig(backend="aot_eager")), mesh=mesh)
+    try:
+        engine.shard(model)
+        return train_sharded(engine, model, make_batches("OddMLP", STEPS, SAMPLES), sgd(model)).params
+    finally:
+        engine.close()
+
+
+def test_parts_of_the_world_train_models_of_their_own(ranks: Ranks) -> None:
+    parts = [[0, 2], [1]]
+    found = ranks.run(3, a_model_for_each_part, parts)
+    for number, part in enumerate(parts):
+        model = build("OddMLP", seed=number)
+        expected = train_plain(model, make_batches("OddMLP", STEPS, SAMPLES), sgd(model), world=len(part))
+        for rank in part:
+            for step, params in enumerate(found[rank]):
+                assert_close_relative(params, expected.params[step], 1e-6, 2e-8, what=f"params of rank {rank}")
+
+
 def what_stays_of_a_closed_engine(backend: str) -> list[str]:
     model = build("OddMLP")
     with engine_for(model, backend) as engine:
@@ -94,9 +120,9 @@ def what_stays_of_a_closed_engine(backend: str) -> list[str]:
         gone = {
             "engine": weakref.ref(engine),
             "executor": weakref.ref(engine.executor),
-            "group": weakref.ref(engine.gather_group),
+            "group": weakref.ref(engine.mesh.shard_group),
         }
-        for group in (engine.gather_group, engine.reduce_group, engine.control_group):
+        for group in (engine.mesh.shard_group, engine.mesh.reduce_group, engine.mesh.control_group):
             dist.destroy_process_group(group)
     del engine, model, group
     torch._dynamo.reset()

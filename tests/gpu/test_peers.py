@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.mesh import Mesh
 from lightning_zero.sharding.peers import PeerMemory
 from tests.ranks.pool import Ranks
 
@@ -16,8 +17,7 @@ GIB = 2**30
 
 
 def memory() -> tuple[PeerMemory | None, str]:
-    device = torch.device("cuda", torch.cuda.current_device())
-    return PeerMemory.of(dist.new_group([0, 1], backend="nccl"), dist.new_group([0, 1], backend="gloo"), device)
+    return PeerMemory.of(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
 
 
 def why_not(stub: bool) -> str:

@@ -110,7 +110,7 @@ def whole_all(
     for names in by_dtype.values():
         own = torch.cat([shards[name][1].detach().reshape(-1) for name in names])
         ranks = [torch.empty_like(own) for _ in range(engine.world_size)]
-        dist.all_gather(ranks, own, group=engine.gather_group)
+        dist.all_gather(ranks, own, group=engine.mesh.shard_group)
         begin = 0
         for name in names:
             layout = layouts[name]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.config import EngineConfig, ReduceConfig
+from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.sharding.arena import Arena
 from lightning_zero.sharding.layout import ShardLayout
@@ -43,11 +44,6 @@ SHAPES += [(16, 16), (257,), (3, 7, 13), (1000,)]
 BUCKETS = {"one each": 1e-6, "some": 0.002, "all": 64.0}
 # Whole numbers below 2**8 are exact in every dtype. Their multiples of 6 stay so when they are divided by 1, 2 or 3.
 STEP = 6
-
-
-def groups() -> list[dist.ProcessGroup]:
-    ranks = list(range(dist.get_world_size()))
-    return [dist.new_group(ranks, backend="gloo") for _ in range(3)]
 
 
 class Interruption(Exception):
@@ -125,7 +121,7 @@ def new_twin(executor: Executor, name: str, full: Tensor, trainable: bool = True
 
 
 class Sequence:
-    def __init__(self, process_groups: list[dist.ProcessGroup], seed: int) -> None:
+    def __init__(self, mesh: Mesh, seed: int) -> None:
         self.rng = random.Random(seed)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.seed = seed
@@ -133,12 +129,12 @@ class Sequence:
         self.whole = self.rng.random() < 0.5  # whole numbers: bitwise
         self.ragged = self.world > 1 and self.rng.random() < 0.3  # each rank has gradients of its own choice
         self.reduce = self._options()
-        self.executor = Executor(*process_groups, torch.device("cpu"), self._config(), self._ended)
+        self.executor = Executor(mesh, self._config(), self._ended)
         self.pushing = self.rng.random() < 0.3  # gradients go into peers' memory
         if self.pushing:
             size = self.rng.choice((1, 2, 64)) * 1024 * self.world
-            peers = PeerMemory(process_groups[0], process_groups[2], torch.device("cpu"))
-            self.executor.set_staging(peers.empty(size, torch.uint8)[1], process_groups[0])
+            peers = PeerMemory(mesh)
+            self.executor.set_staging(peers.empty(size, torch.uint8)[1], mesh.shard_group)
         self.trace = [
             f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, "
             f"{'pushed' if self.pushing else 'scattered'}, {self.reduce}"
@@ -541,12 +537,12 @@ class Sequence:
 
 def run_sequences(seeds: range) -> tuple[list[str], dict[str, int]]:
     """Complaints, and the counters of all sequences together."""
-    process_groups = groups()
+    mesh = Mesh.of(torch.device("cpu"))
     complaints: list[str] = []
     totals: dict[str, int] = {}
     torch.use_deterministic_algorithms(True)  # memory that nobody wrote to holds NaN
     for seed in seeds:
-        sequence = Sequence(process_groups, seed)
+        sequence = Sequence(mesh, seed)
         try:
             sequence.run()
         finally:

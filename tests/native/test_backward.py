@@ -10,19 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig, ReduceConfig
+from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from tests.helpers.oracle import assert_close_relative
-from tests.native.sequences import Deliver, Interruption, Twin, deliver, groups, new_twin, ops
+from tests.native.sequences import Deliver, Interruption, Twin, deliver, new_twin, ops
 from tests.ranks.pool import Ranks
 
 CPU = torch.device("cpu")
 TINY = 1e-6  # MiB: every parameter has a bucket of its own
 
 
-def make(
-    process_groups: list[Any], shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, **reduce: Any
-) -> Any:
-    executor = Executor(*process_groups, CPU, EngineConfig(reduce=ReduceConfig(**reduce)))
+def make(mesh: Mesh, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, **reduce: Any) -> Any:
+    executor = Executor(mesh, EngineConfig(reduce=ReduceConfig(**reduce)))
     return executor, [new_twin(executor, f"p{i}", torch.zeros(shape, dtype=dtype)) for i, shape in enumerate(shapes)]
 
 
@@ -45,7 +44,7 @@ def assert_grad(twin: Twin, contributions: list[Tensor | None], held: Tensor | f
 def some_ranks_only(bucket_mb: float) -> dict[str, int]:
     """p0: all ranks. p1: only rank 0. p2: only the last rank, twice. p3: nobody. Each rank in an order of its own."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    executor, (p0, p1, p2, p3) = make(groups(), [(7, 3), (5,), (40,), (2, 2)], bucket_mb=bucket_mb)
+    executor, (p0, p1, p2, p3) = make(Mesh.of(CPU), [(7, 3), (5,), (40,), (2, 2)], bucket_mb=bucket_mb)
     last = world - 1
     for step in range(3):  # the first one shows the order, and must not be taken as everybody's
         arrivals = [(gradient(p0, rank, step), p0.param)]
@@ -75,7 +74,7 @@ def test_gradients_that_some_ranks_lack_count_as_zero(ranks: Ranks, world_size: 
 
 def interrupt_and_repeat() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    executor, twins = make(groups(), [(31,), (8, 9), (3,), (100,)], bucket_mb=TINY, double_buffer=False)
+    executor, twins = make(Mesh.of(CPU), [(31,), (8, 9), (3,), (100,)], bucket_mb=TINY, double_buffer=False)
     arrivals = [(gradient(t, rank), t.param) for t in reversed(twins)]
     deliver(arrivals)
     for reach in range(1, len(twins)):
@@ -99,7 +98,10 @@ def test_a_backward_after_an_interrupted_one_is_right(ranks: Ranks, world_size: 
 
 def two_at_once() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    (a, ours), (b, theirs) = make(groups(), [(33,), (4, 4)]), make(groups(), [(33,), (4, 4), (5,)], bucket_mb=TINY)
+    (a, ours), (b, theirs) = (
+        make(Mesh.of(CPU), [(33,), (4, 4)]),
+        make(Mesh.of(CPU), [(33,), (4, 4), (5,)], bucket_mb=TINY),
+    )
     mixed = [(gradient(t, rank, n), t.param) for pair in zip(ours, theirs, strict=False) for n, t in enumerate(pair)]
     for _ in range(2):
         deliver(mixed[:2], mixed[2:])  # one backward pass of the user's, one round in each executor
@@ -142,7 +144,7 @@ class Outer(torch.autograd.Function):
 
 def nested() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    executor, twins = make(groups(), [(31,), (8, 9), (3,)])
+    executor, twins = make(Mesh.of(CPU), [(31,), (8, 9), (3,)])
     p0, p1, p2 = twins
     for step in range(1, 3):
         root = torch.zeros((), requires_grad=True)
@@ -162,7 +164,7 @@ def test_a_backward_inside_a_backward_loses_nothing(ranks: Ranks, world_size: in
 def replaced_gradient(double_buffer: bool) -> None:
     """A bucket that was sent early, then a second gradient for it, on top of a gradient that the user put there."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    executor, (twin,) = make(groups(), [(31,)], double_buffer=double_buffer)
+    executor, (twin,) = make(Mesh.of(CPU), [(31,)], double_buffer=double_buffer)
     twin.param.grad = twin.part(torch.ones(31), rank)
     users = twin.param.grad
     deliver([(gradient(twin, rank), twin.param)], [(gradient(twin, rank), twin.param)])
@@ -179,7 +181,7 @@ def test_a_late_gradient_adds_to_one_that_the_user_replaced(ranks: Ranks, world_
 
 
 def low_precision_mean(dtype: torch.dtype) -> float:
-    executor, (twin,) = make(groups(), [(30_000,)], dtype)
+    executor, (twin,) = make(Mesh.of(CPU), [(30_000,)], dtype)
     grads = [gradient(twin, r) for r in range(dist.get_world_size())]
     deliver([(grads[dist.get_rank()], twin.param)])
     expected = twin.part(sum(g.double() for g in grads) / len(grads), dist.get_rank())
@@ -196,11 +198,11 @@ def test_dividing_by_three_in_low_precision_is_not_biased(ranks: Ranks) -> None:
 
 def count_buckets() -> list[dict[str, int]]:
     world = dist.get_world_size()
-    process_groups = groups()
+    mesh = Mesh.of(CPU)
     capacity = 128 * 4 * world / 2**20  # one shard of 128 elements on each rank
     found = []
     for size in (128, 129):  # fits, does not fit
-        executor, twins = make(process_groups, [(size * world,)] * 5, bucket_mb=capacity)
+        executor, twins = make(mesh, [(size * world,)] * 5, bucket_mb=capacity)
         for _ in range(4):
             deliver([(gradient(t, 0), t.param) for t in reversed(twins)])
         found.append(executor.counters())
@@ -225,7 +227,7 @@ def test_buckets_are_counted_and_grow_only_for_what_does_not_fit(ranks: Ranks, w
 
 
 def wrong_calls() -> None:
-    executor, (twin, frozen) = make(groups(), [(4, 3), (2,)])
+    executor, (twin, frozen) = make(Mesh.of(CPU), [(4, 3), (2,)])
     frozen.param.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"gradient of p0 has shape \[3\].*the parameter has shape \[4, 3\]"):
         deliver([(torch.ones(3), twin.param)])

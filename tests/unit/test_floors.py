@@ -11,6 +11,7 @@ PACKAGE = "lightning_zero"
 FLOORS = {
     "config": 0,
     "errors": 0,
+    "mesh": 0,
     "native": 1,
     "sharding": 2,
     "profiling": 3,

@@ -40,7 +40,7 @@ _RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 @contextmanager
 def nccl_lets_errors_show() -> Iterator[None]:
     """Process groups that are made inside do not abort the process after an error on the device: NCCL's own watchdog
-    would do so before the traceback is there. What else that one finds, ours looks at (``Watchdog.watch_group``)."""
+    would do so before the traceback is there. What else that one finds, ours looks at (:class:`Watchdog`)."""
     if _RETHROW in os.environ:
         yield
         return

@@ -287,7 +287,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._ask_again = ask_on_cpu(trainer, engine.control_group, self._ask_for_sigterms)
+            self._ask_again = ask_on_cpu(trainer, engine.mesh.control_group, self._ask_for_sigterms)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import BESIDE_COMPUTE, NOMINAL, Costs, _agreed, _gathers, measure_costs
 from tests.ranks.pool import Ranks
@@ -50,12 +50,11 @@ def test_larger_gathers_take_longer_and_reach_more_bandwidth() -> None:
 
 
 def _measured() -> tuple[bool, str]:
-    group = dist.group.WORLD
-    assert group is not None
-    rank = group.rank()
+    mesh = Mesh.of(torch.device("cpu"))
+    group, rank = mesh.control_group, mesh.rank
     gathers = _gathers(group, torch.device("cpu"), (1 << 10, 1 << 12))
     mine = DeviceSpeed({torch.float32: 10.0 - rank, torch.bfloat16: 20.0 + rank}, 4.0 + rank, 0.5 * (1 + rank))
-    return measure_costs(group, group, torch.device("cpu")) is NOMINAL, repr(_agreed(gathers, mine, group))
+    return measure_costs(mesh) is NOMINAL, repr(_agreed(gathers, mine, group))
 
 
 def test_all_ranks_go_by_the_slowest_ones_numbers_and_on_a_cpu_by_fixed_ones(ranks: Ranks) -> None:

@@ -39,7 +39,6 @@ def test_between_cpus_auto_does_what_is_asked_for() -> None:
 
 
 class Memory:
-    group = None
     all_or_nothing = staticmethod(nullcontext)
 
     def empty(self, size: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -55,9 +54,10 @@ def test_what_adds_up_gradients_on_a_gpu_is_torch_where_no_kernel_can_be_compile
     executor: Any = MagicMock(world_size=2, rank=0, device=device)
     executor.compile_means.side_effect = RuntimeError("no NVRTC")
     sharder: Any = MagicMock(executor=executor)
-    peers = Peers(None, Memory(), EngineConfig(), 0)  # type: ignore[arg-type]
+    mesh: Any = MagicMock(world_size=2, rank=0, device=device)
+    peers = Peers(None, Memory(), EngineConfig(), mesh)  # type: ignore[arg-type]
     for _ in range(2):
-        assert not peers.allocate(sharder, 5.0)
+        assert not peers.allocate(sharder)
     executor.set_staging.assert_called_once()
     assert executor.compile_means.call_count == (device is GPU)
     assert ("take longer: no NVRTC" in caplog.text) == (device is GPU)
