@@ -58,10 +58,10 @@
 #include <utility>
 #include <vector>
 
-#include "bucket.h"
-#include "comm.h"
-#include "device_turns.h"
+#include "gradients/bucket.h"
 #include "param_registry.h"
+#include "runtime/device_turns.h"
+#include "transport/communicator.h"
 
 namespace lightning_zero {
 

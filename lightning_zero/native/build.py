@@ -27,7 +27,7 @@ import torch
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.cache import check_owner, default_cache, locked, make_private
 
-__all__ = ["build", "source_directory"]
+__all__ = ["build", "kernel_source", "source_directory"]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,21 @@ def source_directory() -> Path:
         f"The C++ sources of lightning_zero are neither in {package / 'csrc'} nor in {package.parent / 'csrc'}. "
         "The installation is incomplete: install the package again."
     )
+
+
+def kernel_source(name: str) -> Path:
+    """The file of that name, as in ``"barrier.cu"``, wherever it lies among the sources.
+
+    Raises:
+        NativeBuildError: there is none, or no sources.
+    """
+    found = list(source_directory().rglob(name))
+    if len(found) != 1:
+        raise NativeBuildError(
+            f"{len(found)} files in {source_directory()} are called {name}, not one. The installation lacks some, or "
+            "holds what an older version left behind: remove the package and install it again."
+        )
+    return found[0]
 
 
 def build(cache: Path | None = None, compiler: str | None = None, deadline_s: float = LOCK_DEADLINE_S) -> Path:
@@ -119,8 +134,8 @@ def _digest(sources: Path) -> str:
     # no other.
     machine = (platform.machine(), *platform.libc_ver())
     digest = hashlib.sha256("\0".join((torch.__version__, *machine, _abi(), *FLAGS)).encode())
-    for path in sorted(sources.glob("*.[ch]*")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(sources.rglob("*.[ch]*")):
+        digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
 
 
@@ -129,11 +144,12 @@ def _compile(compiler: list[str], version: str, sources: Path, library: Path) ->
     log.warning("Building lightning_zero's C++ executor (once for this torch version; takes up to a minute).")
     torch_directory = Path(torch.__file__).parent
     include = torch_directory / "include"
-    includes = [f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
+    # Sources name each other by their rooms.
+    includes = [f"-I{sources}", f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
     temporary = Path(tempfile.mkdtemp(dir=library.parent, prefix="build-"))
     try:
-        files = sorted(sources.glob("*.cpp"))
-        objects = [temporary / f"{path.stem}.o" for path in files]
+        files = sorted(sources.rglob("*.cpp"))
+        objects = [temporary / f"{number}-{path.stem}.o" for number, path in enumerate(files)]
         commands = [
             [*compiler, *FLAGS, _abi(), *includes, "-c", str(path), "-o", str(target)]
             for path, target in zip(files, objects, strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
-from lightning_zero.native.build import source_directory
+from lightning_zero.native.build import kernel_source
 from lightning_zero.native.load import load
 from lightning_zero.native.nvrtc import compile_cuda
 from lightning_zero.native.watchdog import Lane, Watchdog
@@ -160,11 +160,11 @@ class Executor:
         Raises:
             RuntimeError: it cannot be compiled or loaded here.
         """
-        self._native.use_means(self._kernels("means.cu", ROWS=self.world_size))
+        self._native.use_means(self._kernels("row_means.cu", ROWS=self.world_size))
 
     def _kernels(self, source: str, **macros: int) -> Tensor:
         capability = torch.cuda.get_device_capability(self.device)
-        return compile_cuda(source_directory() / source, capability, [f"-D{n}={value}" for n, value in macros.items()])
+        return compile_cuda(kernel_source(source), capability, [f"-D{n}={value}" for n, value in macros.items()])
 
     def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
         """Writes, or adds, the mean over dimension 0 of ``rows`` to ``to`` (1-D, contiguous, float32); returns whether

@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native import build as build_module
-from lightning_zero.native.build import build, source_directory
+from lightning_zero.native.build import build, kernel_source, source_directory
 from tests.unit.native.stand_in import WRITE, Compiler
 
 
@@ -53,7 +54,7 @@ def test_every_source_is_compiled_and_linked_once_and_then_never_again(
     assert library.read_text() == "whole\n"
     assert left_behind(tmp_path / "cache") == ["built-by", "lightning_zero.so", "lock"]
     assert (library.parent / "built-by").read_text() == f"{compiler.path}\nstand-in 1.0\n"
-    sources = sorted(path.name for path in source_directory().glob("*.cpp"))
+    sources = sorted(path.name for path in source_directory().rglob("*.cpp"))
     compiled = sorted(Path(word).name for call in compiler.calls() for word in call.split() if word.endswith(".cpp"))
     assert compiled == sources
     assert len(compiler.calls()) == len(sources) + 1
@@ -81,15 +82,16 @@ def test_another_torch_machine_or_source_gets_a_library_of_its_own(
             patched.setattr(where, name, value)
             found.add(build(tmp_path, compiler.path))
     edited = tmp_path / "csrc"
-    edited.mkdir()
-    for path in source_directory().iterdir():
-        (edited / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(source_directory(), edited)
     monkeypatch.setattr(build_module, "source_directory", lambda: edited)
     found.add(build(tmp_path, compiler.path))
     assert len(found) == 4, "the same sources in another folder are the same library"
-    (edited / "compat.h").write_text("// a header counts, too")
+    (edited / "runtime" / "compat.h").write_text("// a header counts, too")
     found.add(build(tmp_path, compiler.path))
     assert len(found) == 5
+    (edited / "runtime" / "compat.h").rename(edited / "transport" / "compat.h")
+    found.add(build(tmp_path, compiler.path))
+    assert len(found) == 6, "and so does where it lies"
 
 
 def test_what_is_built_needs_no_compiler_and_does_not_mind_another(tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_nobody_sees_half_a_library(tmp_path: Path) -> None:
     assert seen <= {"whole\n"}
     assert len(results) == 3
     assert len(set(results)) == 1
-    assert len(compiler.calls()) == len(list(source_directory().glob("*.cpp"))) + 1, "built more than once"
+    assert len(compiler.calls()) == len(list(source_directory().rglob("*.cpp"))) + 1, "built more than once"
 
 
 def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> None:
@@ -209,6 +211,18 @@ def test_missing_sources_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(build_module, "__file__", str(tmp_path / "package" / "native" / "build.py"))
     with pytest.raises(NativeBuildError, match=r"C\+\+ sources.*package/csrc.*install the package again"):
         source_directory()
+
+
+def test_a_kernel_is_found_in_whatever_room_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel_source("barrier.cu").parent.name == "runtime"
+    with pytest.raises(NativeBuildError, match=r"0 files in .* are called no-such\.cu, not one.*install it again"):
+        kernel_source("no-such.cu")
+    for room in ("a", "b"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "twice.cu").touch()
+    monkeypatch.setattr(build_module, "source_directory", lambda: tmp_path)
+    with pytest.raises(NativeBuildError, match="2 files"):
+        kernel_source("twice.cu")
 
 
 def test_a_library_that_does_not_load_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_zero.native import nvrtc
-from lightning_zero.native.build import source_directory
+from lightning_zero.native.build import kernel_source
 
 HOPPER = (9, 0)
 
@@ -25,7 +25,7 @@ needs_nvrtc = pytest.mark.skipif(not installed(), reason="torch brings no NVRTC 
 @needs_nvrtc
 @pytest.mark.parametrize(("rows", "capability"), [(1, HOPPER), (2, (8, 0)), (3, HOPPER), (8, (10, 0)), (72, HOPPER)])
 def test_means_compile_for_any_number_of_ranks(rows: int, capability: tuple[int, int]) -> None:
-    code = nvrtc.compile_cuda(source_directory() / "means.cu", capability, [f"-DROWS={rows}"])
+    code = nvrtc.compile_cuda(kernel_source("row_means.cu"), capability, [f"-DROWS={rows}"])
     assert bytes(code[:4].tolist()) == b"\x7fELF"
     assert b"mean_of_bfloat16" in bytes(code.tolist())
 
@@ -36,7 +36,7 @@ def test_means_compile_for_any_number_of_ranks(rows: int, capability: tuple[int,
 )
 @pytest.mark.parametrize("ranks", [2, 72])
 def test_kernels_by_which_ranks_wait_compile_with_what_they_share(source: str, kernels: list[str], ranks: int) -> None:
-    code = nvrtc.compile_cuda(source_directory() / source, HOPPER, [f"-DRANKS={ranks}", "-DLANES=2"])
+    code = nvrtc.compile_cuda(kernel_source(source), HOPPER, [f"-DRANKS={ranks}", "-DLANES=2"])
     for kernel in kernels:
         assert kernel.encode() in bytes(code.tolist())
 
@@ -53,4 +53,4 @@ def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
 def test_without_nvrtc_it_says_so(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
     monkeypatch.setattr(torch.version, "cuda", version)
     with pytest.raises(RuntimeError, match=said):
-        nvrtc.compile_cuda(source_directory() / "means.cu", HOPPER)
+        nvrtc.compile_cuda(kernel_source("row_means.cu"), HOPPER)

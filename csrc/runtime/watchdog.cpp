@@ -1,4 +1,4 @@
-#include "watchdog.h"
+#include "runtime/watchdog.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>

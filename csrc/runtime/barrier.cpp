@@ -1,11 +1,11 @@
-#include "barrier.h"
+#include "runtime/barrier.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
 #include <array>
 
-#include "cuda_driver.h"
+#include "runtime/cuda_driver.h"
 
 namespace lightning_zero {
 

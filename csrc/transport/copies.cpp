@@ -1,4 +1,4 @@
-#include "copies.h"
+#include "transport/copies.h"
 
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
@@ -9,7 +9,7 @@
 #include <string_view>
 #include <utility>
 
-#include "device.h"
+#include "runtime/device.h"
 
 namespace lightning_zero {
 

@@ -8,7 +8,7 @@
 namespace lightning_zero {
 
 // at::mean over a few long rows takes twice as long as their bytes need, and matrix products, which need all
-// multiprocessors at once, wait for it: 2 ms of an 80 ms step. Python compiles the kernels of means.cu;
+// multiprocessors at once, wait for it: 2 ms of an 80 ms step. Python compiles the kernels of row_means.cu;
 // without them, and where they do not fit, at::mean is what runs.
 class RowMeans {
  public:

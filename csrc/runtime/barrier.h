@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "rank_status.h"
+#include "runtime/rank_status.h"
 
 namespace lightning_zero {
 

@@ -1,4 +1,4 @@
-#include "cuda_driver.h"
+#include "runtime/cuda_driver.h"
 
 #include <c10/util/Exception.h>
 #include <dlfcn.h>

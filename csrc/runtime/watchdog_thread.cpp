@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "watchdog.h"
+#include "runtime/watchdog.h"
 
 namespace lightning_zero {
 

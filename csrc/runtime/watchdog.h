@@ -32,8 +32,8 @@
 #include <thread>
 #include <vector>
 
-#include "process_on_host.h"
-#include "rank_status.h"
+#include "runtime/process_on_host.h"
+#include "runtime/rank_status.h"
 
 namespace lightning_zero {
 

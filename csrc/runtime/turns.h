@@ -12,7 +12,7 @@
 
 #include <vector>
 
-#include "watchdog.h"
+#include "runtime/watchdog.h"
 
 namespace lightning_zero {
 

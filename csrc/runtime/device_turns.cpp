@@ -1,10 +1,10 @@
-#include "device_turns.h"
+#include "runtime/device_turns.h"
 
 #include <ATen/ATen.h>
 
 #include <array>
 
-#include "cuda_driver.h"
+#include "runtime/cuda_driver.h"
 
 namespace lightning_zero {
 

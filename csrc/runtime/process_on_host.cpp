@@ -1,4 +1,4 @@
-#include "process_on_host.h"
+#include "runtime/process_on_host.h"
 
 #include <dirent.h>
 #include <fcntl.h>

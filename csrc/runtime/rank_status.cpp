@@ -1,4 +1,4 @@
-#include "rank_status.h"
+#include "runtime/rank_status.h"
 
 #include <algorithm>
 #include <chrono>
@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "process_on_host.h"
+#include "runtime/process_on_host.h"
 
 namespace lightning_zero {
 

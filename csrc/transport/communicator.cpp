@@ -1,4 +1,4 @@
-#include "comm.h"
+#include "transport/communicator.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -9,7 +9,7 @@
 #include <limits>
 #include <thread>
 
-#include "compat.h"
+#include "runtime/compat.h"
 
 namespace lightning_zero {
 

@@ -18,9 +18,9 @@
 #include <memory>
 #include <vector>
 
-#include "comm.h"
-#include "means.h"
 #include "param_registry.h"
+#include "transport/communicator.h"
+#include "transport/row_means.h"
 
 namespace lightning_zero {
 

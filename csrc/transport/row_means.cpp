@@ -1,18 +1,18 @@
-#include "means.h"
+#include "transport/row_means.h"
 
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda_driver.h"
-#include "device.h"
+#include "runtime/cuda_driver.h"
+#include "runtime/device.h"
 
 namespace lightning_zero {
 
 namespace {
 
-constexpr unsigned kThreads = 256;    // as in means.cu
+constexpr unsigned kThreads = 256;    // as in row_means.cu
 constexpr int64_t kBlocks = 1 << 16;  // more than run at once; each thread has a pack or two
 constexpr int64_t kPack = 16;         // bytes
 

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "comm.h"
-#include "turns.h"
+#include "runtime/turns.h"
+#include "transport/communicator.h"
 
 namespace lightning_zero {
 

@@ -1,4 +1,4 @@
-#include "turns.h"
+#include "runtime/turns.h"
 
 #include <ATen/ATen.h>
 

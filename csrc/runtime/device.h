@@ -1,7 +1,8 @@
 // Streams and fences: the only place that tells a CPU from an accelerator.
 //
 // A CPU has one implicit stream and its events throw when recorded, so every operation here is a no-op
-// there; work that runs in the background on a CPU is tracked by its c10d::Work instead (see comm.h).
+// there; work that runs in the background on a CPU is tracked by its c10d::Work instead (see
+// transport/communicator.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-#include "bucket.h"
+#include "gradients/bucket.h"
 
 #include <ATen/ATen.h>
 

@@ -13,10 +13,10 @@
 #include <random>
 #include <string>
 
-#include "barrier.h"
-#include "copies.h"
-#include "device.h"
-#include "watchdog.h"
+#include "runtime/barrier.h"
+#include "runtime/device.h"
+#include "runtime/watchdog.h"
+#include "transport/copies.h"
 
 namespace lightning_zero {
 
