@@ -10,7 +10,6 @@ computes the same, only eagerly and with more memory.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -109,7 +108,7 @@ class Engine(OptimizerSteps, NotCopied):
         self.replays = Replays(self.executor, device, self.config, ready, self._lasting, say, self.peers.missing)
         self._compile_arguments = self._compiler_arguments()
         self.sharder = Sharder(self.executor, mesh, self.peers)
-        self.sharder.classes.engine = weakref.ref(self)
+        self.sharder.view.belongs_to(self)
         self._copies = Copies(self.sharder)
         self.module: nn.Module | None = None
         self.calls: CompiledCalls | None = None
@@ -294,7 +293,7 @@ class Engine(OptimizerSteps, NotCopied):
         self.buffers.before_forward()
         first = self.config.compile.enabled and not (self.calls.modules or self.calls.eager)
         reads = self._count_eager_reads()
-        self.sharder.classes.in_forward = True
+        self.sharder.view.begin_forward()
         with ExitStack() as stack:
             stack.enter_context(self.calls.step(first))
             # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
@@ -303,7 +302,7 @@ class Engine(OptimizerSteps, NotCopied):
             yield
         self.buffers.notice()
         if first:
-            self._supervisor.first_step_showed(self.sharder.classes.last_read(), self.calls.notes)
+            self._supervisor.first_step_showed(self.sharder.view.last_read, self.calls.notes)
         self._eager_reads = self._count_eager_reads() - reads
 
     def before_backward(self) -> None:
@@ -342,7 +341,7 @@ class Engine(OptimizerSteps, NotCopied):
         """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
         every call raises, and users must see what came first."""
         self.watchdog.enter(Phase.OUTSIDE)
-        self.sharder.classes.in_forward = False
+        self.sharder.view.end_forward()
         try:
             self.reset()
             self.executor.release_buffers()
@@ -366,17 +365,12 @@ class Engine(OptimizerSteps, NotCopied):
     # -- gradients and optimizers
 
     def _run_gradient_hooks(self) -> None:
-        self.sharder.classes.in_forward = False  # users' hooks come next
+        self.sharder.view.end_forward()  # users' hooks come next
         self._gradient_hooks.run(self.executor.attached())
 
-    @contextmanager
-    def shards_in_sight(self) -> Iterator[None]:
+    def shards_in_sight(self) -> AbstractContextManager[None]:
         """Inside, ``module.weight`` is the registered parameter: optimizers are made of these."""
-        self.sharder.classes.as_shards = True
-        try:
-            yield
-        finally:
-            self.sharder.classes.as_shards = False
+        return self.sharder.view.shards()
 
     # -- state
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.surgery import read_given
 
 __all__ = ["CallNotes", "CompiledCalls"]
 
@@ -109,9 +110,7 @@ class CompiledCalls:
             nonlocal depth
             if id(module) in self._inside:
                 depth -= 1
-                cache: Any = getattr(type(module), "_zero_cache", None)
-                if cache is not None and cache.given and self._outermost in found:
-                    cache.given = False
+                if self._outermost in found and read_given(module):
                     why = "it is called with other weights (torch.func.functional_call)"
                     self._leave_eager(self._outermost, found[self._outermost], why)
                 if self._outermost in found and not torch._C._are_functorch_transforms_active():

@@ -44,12 +44,14 @@ def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[No
 
     handles = [hooks.register_module_parameter_registration_hook(cast(Any, on_parameter))]
     handles.append(hooks.register_module_module_registration_hook(on_module))
-    sharder.classes.as_parameters = True
     try:
-        with _random_numbers_of_rank_0(sharder.mesh.control_group), copied_modules(sharder, state):
+        with (
+            sharder.view.parameters(),
+            _random_numbers_of_rank_0(sharder.mesh.control_group),
+            copied_modules(sharder, state),
+        ):
             yield
     finally:
-        sharder.classes.as_parameters = False
         for handle in handles:
             handle.remove()
         sharder.executor.sync_edits(forget=True)

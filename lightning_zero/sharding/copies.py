@@ -41,8 +41,5 @@ def copied_modules(sharder: Sharder, state: StateDictHooks) -> Iterator[None]:
         state.install_on_copy(other, module)
         return other
 
-    before, sharder.classes.deepcopy = sharder.classes.deepcopy, copied
-    try:
+    with sharder.classes.copying_by(copied):
         yield
-    finally:
-        sharder.classes.deepcopy = before

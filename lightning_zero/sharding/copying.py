@@ -44,8 +44,7 @@ class Copies:
         self._sharder = sharder
         self._guarded: list[nn.Module] = []
         self._pickled: dict[int, weakref.ref[nn.Parameter]] = {}  # by index
-        # Not strongly: torch remembers classes for longer than an engine lives.
-        sharder.classes.deepcopy, sharder.classes.reduce = _weakly(self.deepcopy), _weakly(self.reduce)
+        sharder.classes.copy_by(_weakly(self.deepcopy), _weakly(self.reduce))
 
     def guard(self, root: nn.Module) -> None:
         """Has ``root`` copied by us, and modules with a ``__getstate__`` of their own: they would hand on the engine,

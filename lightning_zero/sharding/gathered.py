@@ -13,7 +13,7 @@ from torch import _C, Tensor, nn
 from lightning_zero.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lightning_zero.sharding.surgery import ClassCache
+    from lightning_zero.sharding.view import WeightView
 
 __all__ = ["GatheredWeight"]
 
@@ -24,13 +24,13 @@ class GatheredWeight(Tensor):
 
     __torch_function__ = _C._disabled_torch_function_impl  # type: ignore[assignment]
     _zero_param: nn.Parameter
-    _zero_cache: ClassCache
+    _zero_view: WeightView
 
     @staticmethod
-    def of(weight: Tensor, param: nn.Parameter, cache: ClassCache) -> Tensor:
+    def of(weight: Tensor, param: nn.Parameter, view: WeightView) -> Tensor:
         """The same object."""
         weight.__class__ = GatheredWeight
-        weight.__dict__.update(_zero_param=param, _zero_cache=cache)
+        weight.__dict__.update(_zero_param=param, _zero_view=view)
         return weight
 
     @property
@@ -41,7 +41,7 @@ class GatheredWeight(Tensor):
             UnsupportedError: its gradient lies in shards, one on each rank.
         """
         with _C.DisableTorchFunctionSubclass():
-            grad, record = self._zero_param.grad, self._zero_cache.record_of(self._zero_param)
+            grad, record = self._zero_param.grad, self._zero_view.record_of(self._zero_param)
             if grad is None:
                 return None
             if record is not None and record.layout.world_size == 1:
@@ -53,7 +53,7 @@ class GatheredWeight(Tensor):
         raise self._no_gradient()
 
     def _no_gradient(self) -> UnsupportedError:
-        record = self._zero_cache.record_of(self._zero_param)
+        record = self._zero_view.record_of(self._zero_param)
         name = "weight" if record is None else record.name
         return UnsupportedError(
             f"{name!r} was gathered when it was read, and its gradient is not: each rank has a shard. Take "

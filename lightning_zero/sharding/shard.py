@@ -83,6 +83,7 @@ class Sharder:
         self._peers = peers
         self.mesh = mesh
         self.classes = ClassCache()
+        self.view = self.classes.view  # what eager code reads
         self.parameters: list[ShardedParameter] = []
         self.arena: Arena | None = None
         self.grad_arena: Arena | None = None

@@ -9,18 +9,18 @@ graph breaks inside a block.
 from __future__ import annotations
 
 import types
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.gathered import GatheredWeight
 from lightning_zero.sharding.layout import inverse
+from lightning_zero.sharding.view import WeightView
 
-__all__ = ["KEPT", "ORDERS", "SHAPES", "ClassCache", "engine_of_class", "is_sharded", "refuse_to_copy"]
+__all__ = ["KEPT", "ORDERS", "SHAPES", "ClassCache", "engine_of_class", "is_sharded", "read_given", "refuse_to_copy"]
 
 # Module attributes: parameter name -> whole shape, or None while the whole parameter is in place;
 SHAPES = "_zero_shapes"
@@ -37,18 +37,14 @@ def is_sharded(module: nn.Module) -> bool:
 
 def engine_of_class(module: nn.Module) -> Any:
     """The engine that a sharded module's class belongs to, or None when it is gone."""
-    return cast(Any, type(module))._zero_cache.engine()
+    return cast(Any, type(module))._zero_cache.view.engine
 
 
-class _Whole(nn.Parameter):
-    """A gathered parameter while a model is being built. Its memory is what is watched for edits, so assigning ``data``
-    writes there."""
-
-    def _write(self, value: Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(value)
-
-    data = property(lambda self: self.detach(), _write)
+def read_given(module: nn.Module) -> bool:
+    """Whether eager code has read a weight, of this module or another of its engine's, that
+    ``torch.func.functional_call`` had put in a shard's place, since the last question."""
+    cache: Any = getattr(type(module), "_zero_cache", None)
+    return cache is not None and cache.view.take_given()
 
 
 def _weight_property(name: str) -> property:
@@ -67,25 +63,21 @@ def _weight_property(name: str) -> property:
             with torch._C.DisableTorchFunction():
                 weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, kept)
                 return weight if order is None else weight.permute(inverse(order))
-        cache = cast(Any, self)._zero_cache
-        if cache.as_shards:
+        view: WeightView = cast(Any, self)._zero_cache.view
+        if view.shows_shards:
             return param
-        if type(param) is not nn.Parameter and _is_given(cast(Any, param), shape, cache):
-            cache.given = True
+        if type(param) is not nn.Parameter and _is_given(cast(Any, param), shape, view):
+            view.was_given()
             return param
-        cache.last_read = weakref.ref(param)
+        view.reads(param)
         with torch._C.DisableTorchFunctionSubclass():
             weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
-        # While a model is being built, `head.weight = embedding.weight` must see a Parameter.
-        if cache.as_parameters:
-            return _Whole(weight.detach(), param.requires_grad)
-        in_forward = cache.in_forward and torch.is_grad_enabled()
-        return weight if in_forward else GatheredWeight.of(weight, param, cache)
+        return view.shown(weight, param)
 
     return property(read, doc=f"The whole parameter {name!r}, gathered from its shards.")
 
 
-def _is_given(weight: Tensor, shape: tuple[int, ...], cache: ClassCache) -> bool:
+def _is_given(weight: Tensor, shape: tuple[int, ...], view: WeightView) -> bool:
     """Whether a whole weight is in the place of a shard, where ``torch.func.functional_call`` puts what it is given.
 
     Raises:
@@ -96,7 +88,7 @@ def _is_given(weight: Tensor, shape: tuple[int, ...], cache: ClassCache) -> bool
     functorch, base = torch._C._functorch, weight
     while functorch.is_functorch_wrapped_tensor(base):
         base = functorch.get_unwrapped(base)
-    shards = {record.shard.data_ptr() for record in cache.engine().sharder.live}
+    shards = {record.shard.data_ptr() for record in view.engine.sharder.live}
     if weight.shape == shape and base.data_ptr() not in shards:
         return True
     if base is not weight:
@@ -120,19 +112,31 @@ class ClassCache:
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
-        self.engine: Callable[[], Any] = lambda: None  # how a sharded module finds its engine
-        self.last_read: Callable[[], nn.Parameter | None] = lambda: None  # by eager code
-        self.deepcopy: Callable[..., Any] = refuse_to_copy  # see copying.py; copies.py while a model is being built
-        self.reduce: Callable[..., Any] = refuse_to_copy
-        self.given = False  # eager code has read a weight that torch.func.functional_call had put in a shard's place
-        self.in_forward = False  # of a training step: what eager code reads is a plain tensor
-        self.as_parameters = False  # what eager code reads is an nn.Parameter
-        self.as_shards = False  # what eager code reads is the registered nn.Parameter, a shard
+        self.view = WeightView()  # what eager code reads
+        self._deepcopy: Callable[..., Any] = refuse_to_copy
+        self._reduce: Callable[..., Any] = refuse_to_copy
 
-    def record_of(self, param: nn.Parameter) -> Any:
-        """The sharded parameter, or None when its engine is gone."""
-        engine = self.engine()
-        return engine.sharder.find(param) if engine is not None else None
+    def copy_by(self, deepcopy: Callable[..., Any], reduce: Callable[..., Any]) -> None:
+        """How modules are copied, (module, memo), and pickled, (module, protocol). Must keep no engine alive: torch
+        remembers classes for longer than an engine lives."""
+        self._deepcopy, self._reduce = deepcopy, reduce
+
+    @contextmanager
+    def copying_by(self, deepcopy: Callable[..., Any]) -> Iterator[None]:
+        """Inside, modules are copied so."""
+        before, self._deepcopy = self._deepcopy, deepcopy
+        try:
+            yield
+        finally:
+            self._deepcopy = before
+
+    def deepcopy(self, module: nn.Module, memo: dict[Any, Any]) -> Any:
+        """For ``copy.deepcopy``."""
+        return self._deepcopy(module, memo)
+
+    def reduce(self, module: nn.Module, protocol: Any) -> Any:
+        """For ``pickle`` and ``copy.copy``."""
+        return self._reduce(module, protocol)
 
     def swap(self, module: nn.Module, names: tuple[str, ...]) -> None:
         """Gives ``module`` the subclass whose properties read ``names``.
