@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_zero.compat.distributed import default_store
+
 __all__ = ["Mesh", "boot_id", "host_name"]
 
 
@@ -104,7 +106,7 @@ class Mesh:
     def store(self, prefix: str) -> dist.Store:
         """A key-value store of these ranks' own. ``prefix`` is the user's of it among ours."""
         name = f"{prefix}/{self.control_group.group_name}"
-        return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        return dist.PrefixStore(name, default_store())
 
     def gathered(self, value: Any) -> list[Any]:
         """What each rank gives here, in their order: anything that can be pickled. Collective, on the CPU."""

@@ -1,4 +1,4 @@
-"""All touch points with torch.compile: its public hooks, and nothing else.
+"""Our backend for torch.compile.
 
 Inductor: two custom passes given as options, one on the joint graph and one on each graph after partitioning.
 aot_eager: the same functions through ``aot_autograd(partition_fn=...)``; no code is generated, so it is fast to compile
@@ -16,13 +16,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
-from torch.fx.graph import _BoxedCodeGen
 
+from lightning_zero.compat.compiler import (
+    BoxedCodeGen,
+    CustomGraphPass,
+    aot_autograd,
+    functorch_config,
+    lookup_backend,
+    min_cut_partition,
+)
 from lightning_zero.compile.discover import CallNotes
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
@@ -170,7 +173,7 @@ class Compiler:
             # Inductor's reordering would sink every gather that was started early back to its use.
             "reorder_for_peak_memory": False,
         }
-        compile_fx: Any = torch._dynamo.lookup_backend("inductor")
+        compile_fx: Any = lookup_backend("inductor")
         return compile_fx(module, inputs, config_patches=options, **kwargs)
 
     def _digest(self) -> str:
@@ -186,7 +189,7 @@ class Compiler:
     def _aot_eager(self, last: bool, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             self._tag(last, module.graph)
-            return min_cut_rematerialization_partition(module, inputs, **kwargs)
+            return min_cut_partition(module, inputs, **kwargs)
 
         def compiler(module: GraphModule, inputs: Any) -> Any:
             self._rewrite(module.graph)
@@ -211,7 +214,7 @@ def _plain(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def _boxed(module: GraphModule) -> Callable[[list[Any]], Any]:
     """Runs the graph on a list of inputs, which it empties: what a forward saved is freed after its last use, and not
     at the end of the backward."""
-    module.graph.set_codegen(_BoxedCodeGen())
+    module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
 
     def run(inputs: list[Any]) -> Any:

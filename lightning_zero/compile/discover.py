@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keeps_graph
+from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.surgery import read_given
 
@@ -92,10 +93,10 @@ class CompiledCalls:
             nonlocal depth
             if id(module) not in self._inside:
                 return
-            transformed = torch._C._are_functorch_transforms_active()
+            transformed = inside_functorch()
             if depth == 0:
                 self._outermost = name = self._inside[id(module)]
-                again = torch._C._current_graph_task_id() != -1  # a checkpointed module, in backward
+                again = graph_task_id() != -1  # a checkpointed module, in backward
                 if not again and not isinstance(module, self._skip) and next(module.parameters(), None) is not None:
                     if transformed:
                         self._leave_eager(name, module, "it is called inside torch.func (grad, vmap, ...)")
@@ -113,7 +114,7 @@ class CompiledCalls:
                 if self._outermost in found and read_given(module):
                     why = "it is called with other weights (torch.func.functional_call)"
                     self._leave_eager(self._outermost, found[self._outermost], why)
-                if self._outermost in found and not torch._C._are_functorch_transforms_active():
+                if self._outermost in found and not inside_functorch():
                     self._watch_backward(self._outermost, found[self._outermost], output)
 
         hooks = torch.nn.modules.module
@@ -134,7 +135,7 @@ class CompiledCalls:
         def backward(grads: tuple[Tensor, ...]) -> None:
             if torch.is_grad_enabled():  # only with create_graph=True
                 self._leave_eager(name, module, "it is differentiated twice (create_graph=True)")
-            elif torch._C._autograd._get_current_graph_task_keep_graph():
+            elif keeps_graph():
                 self.notes.keeps_graphs = True
 
         for value in tree_leaves(output):
@@ -195,7 +196,7 @@ class CompiledCalls:
         def call(*args: Any, **kwargs: Any) -> Any:
             notes.called = shown
             # Compiled code cannot run inside a transform.
-            run = module._call_impl if torch._C._are_functorch_transforms_active() else compiled
+            run = module._call_impl if inside_functorch() else compiled
             return run(*args, **kwargs)
 
         module._compiled_call_impl = call

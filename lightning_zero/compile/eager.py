@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.compat.autograd import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
 from lightning_zero.sharding.refusals import plainly
@@ -69,7 +70,7 @@ def _outside_of_transforms(pack: Callable[[Tensor], Any], unpack: Callable[[Any]
 
     @contextmanager
     def step_aside(message: str) -> Iterator[None]:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = top_saved_tensors_hooks(True)
         if top is None or top[0] is not pack:  # none, or a user's on top of ours
             with disable(message):
                 yield

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.ops import OpOverload, to_copy, unsafe_view
+
 __all__ = [
     "GATHER",
     "REDUCE",
@@ -34,9 +36,9 @@ WEIGHT = "lightning_zero.weight"  # key in node.meta["custom"], which tracing ca
 
 _aten = torch.ops.aten
 _CASTS = {
-    _aten._to_copy.default,
+    to_copy,
     _aten.clone.default,  # weight.t().contiguous(): as large as the weight
-    _aten._unsafe_view.default,
+    unsafe_view,
     torch.ops.prims.convert_element_type.default,
     _aten.detach.default,
     _aten.alias.default,
@@ -44,7 +46,7 @@ _CASTS = {
 }
 
 
-def ops(name: str) -> torch._ops.OpOverload:
+def ops(name: str) -> OpOverload:
     """One of our ops by its short name."""
     return getattr(torch.ops.lightning_zero, name).default
 
@@ -73,7 +75,7 @@ def weight_name(node: Node) -> str:
 
 def is_op(node: Node) -> bool:
     """Whether a node calls an op of the dispatcher."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
 def is_start(node: Node) -> bool:
@@ -118,7 +120,7 @@ def cast_dtype(node: Node) -> torch.dtype | None:
         return None
     if node.target is torch.ops.prims.convert_element_type.default:
         return node.args[1] if isinstance(node.args[1], torch.dtype) else None
-    if node.target is _aten._to_copy.default and set(node.kwargs) <= {"dtype", "layout", "device"}:
+    if node.target is to_copy and set(node.kwargs) <= {"dtype", "layout", "device"}:
         dtype, source = node.kwargs.get("dtype"), node.args[0]
         assert isinstance(source, Node)
         moved = node.kwargs.get("device", source.meta["val"].device) != source.meta["val"].device
@@ -131,7 +133,7 @@ def is_view_or_cast(node: Node) -> bool:
     target = node.target
     if target is operator.getitem and isinstance(node.args[0], Node):
         return is_view_or_cast(node.args[0])  # a part of a weight that was split or chunked
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
     if target in _CASTS:
         return True

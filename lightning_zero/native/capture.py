@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lightning_zero.compat import cuda
+
 __all__ = ["capturing"]
 
 
@@ -38,8 +40,8 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         # Nobody could allocate from elsewhere, or get the pool's memory back, and the next dropout would raise.
         with suppress(RuntimeError):  # raised where that was ended
             device = torch.cuda.current_device()
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
+            cuda.end_allocate_to_pool(device, pool)
+            cuda.release_pool(device, pool)
         if _is_lost():
             raise
         with warnings.catch_warnings():

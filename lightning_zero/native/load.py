@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
+from lightning_zero.compat.tensors import FakeTensor, FunctionalTensor
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build
 

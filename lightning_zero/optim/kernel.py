@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lightning_zero.compat.compiler import inductor_compile
 from lightning_zero.optim.clip import clip_factor
 from lightning_zero.optim.formulas import Rule, rule_for
 from lightning_zero.optim.graphed import GraphedSequence
@@ -197,7 +198,7 @@ def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
     graph = make_fx(traced, tracing_mode="fake")(*arguments)
     # Inductor would time two ways to launch the kernel, on clones of everything that it writes: of all this rank's
     # weights and moments, or, where there is no room, by way of the host, which takes minutes.
-    compiled: Any = torch._inductor.compile(graph, list(arguments), options={"triton.autotune_pointwise": False})
+    compiled: Any = inductor_compile(graph, list(arguments), options={"triton.autotune_pointwise": False})
     return lambda *inputs: dict(zip(names, compiled(*inputs), strict=True))
 
 

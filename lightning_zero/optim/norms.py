@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.optim.clip import norm_dtype
 from lightning_zero.sharding.refusals import on_plain_tensors
 
@@ -29,7 +30,7 @@ def norms_of_each(
     powers = torch.zeros(len(shards), dtype=torch.float64, device=device)
     if present:
         numbers, grads = zip(*present, strict=True)
-        local = torch._foreach_norm(list(grads), norm_type, dtype=norm_dtype(grads))
+        local = foreach_norm(list(grads), norm_type, dtype=norm_dtype(grads))
         powers[list(numbers)] = torch.stack(list(local)).to(device=device, dtype=torch.float64)
     if math.isinf(norm_type):
         dist.all_reduce(powers, op=dist.ReduceOp.MAX, group=group)

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from lightning_zero.compat import ops
+from lightning_zero.compat.tensors import tree_map_only
 from lightning_zero.profiling.tensors import (
     Storage,
     is_view,
@@ -40,9 +41,9 @@ __all__ = ["DeviceSpeed", "NodeCost", "graph_costs", "node_flops"]
 
 _aten = torch.ops.aten
 # Ops that torch has no formula for, next to those that take the same arguments first and do the same.
-_SAME_FORMULA = {
-    "_scaled_dot_product_flash_attention_for_cpu": _aten._scaled_dot_product_flash_attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _aten._scaled_dot_product_flash_attention_backward,
+_SAME_FORMULA: dict[Any, Any] = {
+    ops.flash_attention_on_cpu: ops.flash_attention,
+    ops.flash_attention_on_cpu_backward: ops.flash_attention_backward,
 }
 _FUSED_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
 
@@ -112,10 +113,10 @@ def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
 def node_flops(node: Node) -> int:
     """Floating-point operations of a node by torch's formula for its op; 0 where there is none."""
     target = node.target
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    packet = target.overloadpacket if isinstance(target, ops.OpOverload) else target
     formula = flop_registry.get(packet)
-    if formula is None and isinstance(target, torch._ops.OpOverload):
-        formula = flop_registry.get(_SAME_FORMULA.get(target._schema.name.removeprefix("aten::")))
+    if formula is None and isinstance(target, ops.OpOverload):
+        formula = flop_registry.get(_SAME_FORMULA.get(packet))
     if formula is None:
         return 0
     # Formulas compare sizes, and a comparison of symbolic sizes would add a guard.
@@ -158,22 +159,20 @@ def _runs(graph: Graph) -> dict[Node, int]:
 
 def _is_fused(node: Node) -> bool:
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or _transfer(node) is not None:
+    if node.op != "call_function" or not isinstance(target, ops.OpOverload) or _transfer(node) is not None:
         return False
     if viewed(node) is not None:  # a view, or an op that writes in place
         return False
     makes = bool(tensors_of(node.meta.get("val")))
-    return makes and (
-        bool(_FUSED_TAGS.intersection(target.tags)) or target is _aten._to_copy.default or not _sources(node)
-    )
+    return makes and (bool(_FUSED_TAGS.intersection(target.tags)) or target is ops.to_copy or not _sources(node))
 
 
 def _transfer(node: Node) -> str | None:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, ops.OpOverload):
         return None
     if target.namespace == "lightning_zero":
-        return "reduce" if target._opname.startswith("reduce") else "gather"
+        return "reduce" if target.overloadpacket.__name__.startswith("reduce") else "gather"
     return "gather" if target.namespace == "_c10d_functional" else None
 
 

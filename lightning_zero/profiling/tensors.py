@@ -10,11 +10,12 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental import symbolic_shapes
-from torch.utils._pytree import tree_leaves
+
+from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import tree_leaves
 
 __all__ = ["Storage", "is_view", "nbytes", "read_bytes", "size_hint", "storages", "tensors_of", "viewed"]
 
@@ -86,7 +87,7 @@ def viewed(node: Node) -> Node | None:
     target = node.target
     if target is operator.getitem:
         return node.args[0] if isinstance(node.args[0], Node) else None
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     schema = target._schema
     if schema.name in _SAME_MEMORY:

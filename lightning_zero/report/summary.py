@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compile.graph import kind_of
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.profiling.bandwidth import BandwidthTable

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.compat.autograd import preserve_versions
+from lightning_zero.compat.tensors import foreach_copy
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.mesh import Mesh
@@ -86,11 +88,11 @@ class _Piece:
             mine, theirs = [v for v, _ in fits], [p for _, p in fits]
             complete = complete and len(fits) == len(parts)
             if not receive:
-                torch._foreach_copy_(theirs, mine)
+                foreach_copy(theirs, mine)
             else:
                 # As DDP: what autograd has saved is not thereby spoilt.
-                with torch.autograd._unsafe_preserve_version_counter(tuple(mine)):
-                    torch._foreach_copy_(mine, theirs)
+                with preserve_versions(tuple(mine)):
+                    foreach_copy(mine, theirs)
         return complete
 
 

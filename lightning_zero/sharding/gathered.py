@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import _C, Tensor, nn
+from torch import Tensor, nn
 
+from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, disabled_torch_function
 from lightning_zero.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class GatheredWeight(Tensor):
     """A whole weight that says of ``grad`` and ``requires_grad`` what its parameter says. Results computed with it are
     plain tensors."""
 
-    __torch_function__ = _C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
     _zero_param: nn.Parameter
     _zero_view: WeightView
 
@@ -40,7 +41,7 @@ class GatheredWeight(Tensor):
         Raises:
             UnsupportedError: its gradient lies in shards, one on each rank.
         """
-        with _C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             grad, record = self._zero_param.grad, self._zero_view.record_of(self._zero_param)
             if grad is None:
                 return None
@@ -64,7 +65,7 @@ class GatheredWeight(Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        with _C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self._zero_param.requires_grad
 
     @requires_grad.setter
@@ -73,13 +74,13 @@ class GatheredWeight(Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> GatheredWeight:
         """Of the parameter."""
-        with _C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             self._zero_param.requires_grad_(requires_grad)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = self.detach().clone()
-        with _C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             copy.requires_grad_(self._zero_param.requires_grad)
         memo[id(self)] = copy
         return copy

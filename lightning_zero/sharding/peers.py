@@ -350,12 +350,12 @@ class PeerMemory:
     # -- GPUs
 
     def _symmetric(self, numel: int, dtype: torch.dtype) -> Tensor:
-        import torch.distributed._symmetric_memory as symmetric
+        from lightning_zero.compat.symmetric_memory import symmetric_memory as symmetric
 
         return symmetric.empty(numel, dtype=dtype, device=self._device)
 
     def _rendezvous(self, mine: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        import torch.distributed._symmetric_memory as symmetric
+        from lightning_zero.compat.symmetric_memory import symmetric_memory as symmetric
 
         handle = symmetric.rendezvous(mine, self._mesh.shard_group.group_name)
         self._owners.append((handle, mine))
@@ -386,7 +386,7 @@ class PeerMemory:
 
 def _other_backend(device: torch.device) -> str | None:
     """Why torch's symmetric memory is not to be used as it is set up."""
-    import torch.distributed._symmetric_memory as symmetric
+    from lightning_zero.compat.symmetric_memory import symmetric_memory as symmetric
 
     backend = symmetric.get_backend(device)
     if backend in (None, BACKEND):

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_zero.compat import cuda
+
 __all__ = ["barrier_waits"]
 
 LATE_S = 0.01
@@ -42,6 +44,6 @@ def barrier_waits(
 
 def _dawdle(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda._sleep(LATE_CYCLES)
+        cuda.sleep(LATE_CYCLES)
     else:
         time.sleep(LATE_S)

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
+from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 def plainly() -> AbstractContextManager[None]:
     """Inside, shards in sight are ordinary tensors, and as quick; what is computed of them is out of sight."""
-    return torch._C.DisableTorchFunctionSubclass()
+    return DisableTorchFunctionSubclass()
 
 
 def on_plain_tensors(function: Callable[P, R]) -> Callable[P, R]:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_zero.compat.ops import OpOverload, OpOverloadPacket
+from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.sharding import fills, reductions
 from lightning_zero.sharding.refusals import plainly, refuse, sight_of
 
@@ -62,7 +64,7 @@ _TRANSPOSED = frozenset(["T", "mT", "H", "mH"])
 def rule_of(func: Any) -> Rule:
     """How ``func`` is called when one of its arguments is a shard in sight."""
     name = getattr(func, "__name__", "")
-    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(func, OpOverload | OpOverloadPacket):
         return _plain
     if name in ("__get__", "__set__", "__delete__"):
         return _property(getattr(func.__self__, "__name__", ""), name)
@@ -83,7 +85,7 @@ def rule_of(func: Any) -> Rule:
     if name in ("__getitem__", "__setitem__"):
         return _index
     if name.startswith(("_foreach_", "_fused_")):
-        return reductions.norms if name == "_foreach_norm" else _lists
+        return reductions.norms if name == foreach_norm.__name__ else _lists
     return _elementwise if name in _SAME or name in _OPERATORS or _is_pointwise(name) else refuse
 
 

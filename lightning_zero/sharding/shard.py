@@ -92,6 +92,7 @@ class Sharder:
         self._kept: Arena | None = None
         self._shadows: list[Tensor] = []  # low-precision copies, one for each master dtype
         self._by_param: dict[int, ShardedParameter] = {}
+        self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # while a model is built, by ids of the old
 
     def find(self, param: Tensor) -> ShardedParameter | None:
         """The record of a visible parameter, or None."""
@@ -204,10 +205,6 @@ class Sharder:
                 new.__dict__.update(old.__dict__)
                 self._replaced[id(old)] = (old, new)
         return [(key, param) for key, param in module._parameters.items() if param is not None]
-
-    @property
-    def _replaced(self) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
-        return self.__dict__.setdefault("_replacements", {})
 
     # -- finishing
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.compat.tensors import rebuild_parameter
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.rules import plainly, rule_of
 
@@ -137,4 +138,4 @@ class ShardParameter(_InSight, nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with plainly():
             data = self.detach().as_subclass(Tensor)
-            return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())
+            return rebuild_parameter, (data, self.requires_grad, OrderedDict())

@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.compat.autograd import functorch_unwrapped, is_functorch_wrapped
+from lightning_zero.compat.tensors import DisableTorchFunction, DisableTorchFunctionSubclass
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import inverse
 from lightning_zero.sharding.view import WeightView
@@ -60,7 +62,7 @@ def _weight_property(name: str) -> property:
             order = cast("dict[str, tuple[int, ...]]", self._zero_orders).get(name)
             stored = shape if order is None else [shape[dim] for dim in order]
             # Modes, too (torch.set_default_device): Dynamo would ask the parameter's class after them, without end.
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, kept)
                 return weight if order is None else weight.permute(inverse(order))
         view: WeightView = cast(Any, self)._zero_cache.view
@@ -70,7 +72,7 @@ def _weight_property(name: str) -> property:
             view.was_given()
             return param
         view.reads(param)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
         return view.shown(weight, param)
 
@@ -85,9 +87,9 @@ def _is_given(weight: Tensor, shape: tuple[int, ...], view: WeightView) -> bool:
     """
     if isinstance(weight, nn.Parameter):
         return False
-    functorch, base = torch._C._functorch, weight
-    while functorch.is_functorch_wrapped_tensor(base):
-        base = functorch.get_unwrapped(base)
+    base = weight
+    while is_functorch_wrapped(base):
+        base = functorch_unwrapped(base)
     shards = {record.shard.data_ptr() for record in view.engine.sharder.live}
     if weight.shape == shape and base.data_ptr() not in shards:
         return True

@@ -9,6 +9,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 PACKAGE = "lightning_zero"
 FLOORS = {
+    "compat": 0,
     "config": 0,
     "errors": 0,
     "mesh": 0,
@@ -25,6 +26,8 @@ FLOORS = {
     "__init__": 6,
 }
 TOP = max(FLOORS.values())
+# Modules that stand on another floor than their room: to import this one is to import Lightning.
+MOVED = {("compat", "lightning_private"): TOP}
 # Neighbours may know each other at the bottom and at the top; in between that would make one package of two.
 SIDEWAYS_ALLOWED = {0, TOP}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
@@ -77,12 +80,18 @@ def top_name(module: str, taken: str | None, package: Path) -> str:
     return taken if taken and is_module else "__init__"  # else an attribute of __init__.py
 
 
+def floor_of(room: str, module: str, taken: str | None = None) -> int:
+    """Of an import of our own package, in a room that has a floor."""
+    below = (*module.split(".")[1:], *filter(None, [taken]))
+    return MOVED.get(below[:2], FLOORS[room])
+
+
 def check_module(path: Path, package: Path) -> list[str]:
     parts = module_parts(path, package)
     own, where = parts[0], path.relative_to(package.parent)
     if own not in FLOORS:
         return [f"{where}: {own} has no floor; give it one in {Path(__file__).name}"]
-    floor = FLOORS[own]
+    floor = floor_of(own, ".".join([PACKAGE, *parts]))
     is_pass = parts[:2] == ["compile", "passes"]
     tree = ast.parse(path.read_text(), str(path))
     inside = path.parent.relative_to(package.parent).parts
@@ -93,9 +102,9 @@ def check_module(path: Path, package: Path) -> list[str]:
             other = top_name(module, taken, package)
             if other not in FLOORS:
                 found.append(f"{where}:{line}: imports {other}, which has no floor")
-            elif FLOORS[other] > floor:
-                found.append(f"{where}:{line}: imports upward, {other} (floor {FLOORS[other]}) from floor {floor}")
-            elif FLOORS[other] == floor and other != own and floor not in SIDEWAYS_ALLOWED:
+            elif (theirs := floor_of(other, module, taken)) > floor:
+                found.append(f"{where}:{line}: imports upward, {other} (floor {theirs}) from floor {floor}")
+            elif theirs == floor and other != own and floor not in SIDEWAYS_ALLOWED:
                 found.append(f"{where}:{line}: imports sideways, {other} from {own} (floor {floor})")
         elif root in LIGHTNING and floor < TOP:
             found.append(f"{where}:{line}: imports Lightning below floor {TOP}")
@@ -163,6 +172,11 @@ def plant(root: Path, path: str, source: str) -> Path:
         ("sharding/x.py", "importlib.import_module('lightning_zero.engine')", "upward, engine"),
         ("sharding/x.py", "import_module('..engine', __package__)", "upward, engine"),
         ("checkpoint/x.py", "from lightning_zero.optim import a", "sideways, optim from checkpoint"),
+        ("optim/x.py", "from lightning_zero.compat.lightning_private import a", "upward, compat (floor 6)"),
+        ("engine/x.py", "import lightning_zero.compat.lightning_private", "upward, compat (floor 6)"),
+        ("errors.py", "from lightning_zero.compat import lightning_private", "upward, compat (floor 6)"),
+        ("compat/autograd.py", "from .lightning_private import a", "upward, compat (floor 6)"),
+        ("compat/autograd.py", "import lightning", "imports Lightning below floor 6"),
         ("checkpoint/x.py", "from lightning_zero import compile", "sideways, compile from checkpoint"),
         ("utils.py", "", "utils has no floor"),
         ("engine/x.py", "from lightning_zero.utils import a", "imports utils, which has no floor"),
@@ -195,6 +209,9 @@ def test_checker_catches(tmp_path: Path, path: str, source: str, words: str) -> 
         ),
         ("compile/x.py", "import torch.distributed\nfrom lightning_zero.compile.passes import a"),
         ("config.py", "from lightning_zero.errors import E"),
+        ("compat/lightning_private.py", "from lightning.fabric import a\nimport torch"),
+        ("native/x.py", "from lightning_zero.compat import cuda\nfrom lightning_zero.compat.ops import to_copy"),
+        ("integrations/x.py", "from lightning_zero.compat.lightning_private import a"),
         ("__init__.py", "from lightning_zero.integrations.trainer.strategy import S\nfrom .report import C"),
         (
             "integrations/x.py",

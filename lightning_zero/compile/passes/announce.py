@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import first_call, is_reduce, is_start, kind_of, ops, weight_name
 from lightning_zero.compile.passes.grouping import word
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
@@ -18,8 +19,7 @@ from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["announce_plan", "read_plan"]
 
-_wait = torch.ops._c10d_functional.wait_tensor.default
-_PARTS = (_wait, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)  # how a weight is cut out of its group
+_PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)  # how a weight is cut out of its group
 
 
 def announce_plan(graph: Graph) -> Graph:
@@ -53,7 +53,7 @@ def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather
         waits = [node for node in nodes if node.target is ops("keep_wait") and node.args == start.args][:1]
         values = [memory.meta["val"] for memory in start.args[0]]  # type: ignore[union-attr]
     else:
-        waits = [user for user in start.users if user.target is _wait]
+        waits = [user for user in start.users if user.target is wait_tensor]
         values = [start.meta["val"]]
     waited = position[waits[0]] if waits else position[start]
     following = (node for node in nodes[position[start] + 1 :] if not _is_ours(node))

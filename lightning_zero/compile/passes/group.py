@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import gathers, ops, readers, shard_of, weight_name
 from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, most_bytes, size_of
 from lightning_zero.compile.passes.places import Pace, places
@@ -25,7 +26,6 @@ from lightning_zero.profiling.estimate import Costs
 
 __all__ = ["group_gathers"]
 
-_wait = torch.ops._c10d_functional.wait_tensor.default
 _slice = torch.ops.aten.slice.Tensor
 _view = torch.ops.aten.view.default
 
@@ -104,7 +104,7 @@ def _start(graph: Graph, group: Group, before: Node, world_size: int) -> Node:
 def _use(graph: Graph, group: Group, start: Node, before: Node, world_size: int) -> None:
     """Waits for a group before its first use, and makes each weight a view of it."""
     with graph.inserting_before(before):
-        ready = graph.call_function(_wait, (start,))
+        ready = graph.call_function(wait_tensor, (start,))
     buffer = ready.meta["val"] = start.meta["val"]
     offset = 0
     for node in group:

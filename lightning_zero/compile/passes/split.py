@@ -7,9 +7,9 @@ here: passes that start gathers earlier move the starts.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Graph
 
+from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import gathers, ops
 
 __all__ = ["split_gathers"]
@@ -17,11 +17,10 @@ __all__ = ["split_gathers"]
 
 def split_gathers(graph: Graph) -> Graph:
     """``w = gather(s)`` becomes ``f = gather_start(s); w = wait_tensor(f)``, in place."""
-    wait = torch.ops._c10d_functional.wait_tensor.default
     for node in gathers(graph):
         with graph.inserting_before(node):
             start = graph.call_function(ops("gather_start"), node.args[:3])
-            ready = graph.call_function(wait, (start,))
+            ready = graph.call_function(wait_tensor, (start,))
         for new in (start, ready):
             new.meta.update({key: value for key, value in node.meta.items() if key != "recompute"})
         node.replace_all_uses_with(ready)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import capturing
 
@@ -236,8 +237,8 @@ def _joined(current: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[N
 def _own_workspaces() -> Iterator[None]:
     """torch keeps cuBLAS's workspaces, one for each stream, and would keep those that are made inside for as long as it
     lives: memory that is the graphs', and that closing them would not give back."""
-    torch._C._cuda_clearCublasWorkspaces()
+    cuda.clear_cublas_workspaces()
     try:
         yield
     finally:
-        torch._C._cuda_clearCublasWorkspaces()
+        cuda.clear_cublas_workspaces()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.compat.autograd import graph_task_id, keeps_graph
 from lightning_zero.compile.replay.pairs import CapturedPair, EmulatedPair, Job, Pair
 from lightning_zero.compile.replay.variant import Replay, Token, Variant, unfit
 from lightning_zero.config import EngineConfig
@@ -155,7 +156,7 @@ class _Call:
         replays = self._replays()
         # Within a backward pass, which computes something again, gradients are on their way: records would take their
         # memory.
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = graph_task_id() != -1
         trains = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if replays is None or not replays.enabled or not trains or in_backward:
             return self._compiled(*args)
@@ -190,7 +191,7 @@ class _Call:
     def _watch_backward(self) -> None:
         """What a replay would raise at is known after the first step, and nobody has to be told."""
         replays = self._replays()
-        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        keeps = keeps_graph()
         if replays is not None and (keeps or not replays.executor.is_whole_backward()):
             self._give_up("a backward pass keeps its graph, or is for some gradients only")
 

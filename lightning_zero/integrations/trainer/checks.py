@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_zero.compat.modules import BatchNorm
 from lightning_zero.engine import Engine
 from lightning_zero.integrations.trainer.precision import true_dtype
 
@@ -78,7 +79,7 @@ def check_adopted(
             f"The model was sharded by an earlier Trainer in {', '.join(map(str, others))}, and cannot be converted "
             f"for Trainer(precision={precision.precision!r}) any more. Call lightning_zero.unshard(model) in between."
         )
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
     if sync_batchnorm and not all(isinstance(layer, nn.SyncBatchNorm) for layer in layers):
         raise MisconfigurationException(
             "The model was sharded by an earlier Trainer without sync_batchnorm=True, and its layers cannot be "

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -24,6 +23,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.compat.lightning_private import DeviceDtypeModule
 from lightning_zero.engine import Engine
 from lightning_zero.integrations.trainer.norms import WholeNorms
 from lightning_zero.sharding.surgery import is_sharded
@@ -123,7 +123,7 @@ class _OneDtype(_ForShards):
                 for key, buffer in child._buffers.items():
                     if buffer is not None and buffer.is_floating_point():
                         child._buffers[key] = buffer.to(dtype)
-        if isinstance(module, _DeviceDtypeModuleMixin):
+        if isinstance(module, DeviceDtypeModule):
             module._dtype = dtype
         return module
 
@@ -205,14 +205,16 @@ class FlatGradScaler(ShardedGradScaler):
 
 def plain(optimizer: Any) -> Optimizer:
     """The user's optimizer, without Lightning's wrapper."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def true_dtype(plugin: Precision) -> torch.dtype | None:
     """The dtype that all floating point parameters have under this plugin; None where they keep their own."""
     if isinstance(plugin, DoublePrecision):
         return torch.float64
-    return plugin._desired_input_dtype if isinstance(plugin, HalfPrecision) else None
+    if isinstance(plugin, HalfPrecision):
+        return torch.bfloat16 if plugin.precision == "bf16-true" else torch.float16
+    return None
 
 
 def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:

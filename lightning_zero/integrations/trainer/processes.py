@@ -11,18 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.distributed import group as _group
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -30,6 +23,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lightning_zero.compat.lightning_private import SubprocessScriptLauncher, init_process_group, reduce_value
 from lightning_zero.native.startup import StartupWatch
 
 __all__ = ["ProcessStrategy", "nccl_lets_errors_show"]
@@ -116,14 +110,14 @@ class ProcessStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         # Always: when processes are started from outside, the launcher is what compares `devices` with their number.
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
         self.set_world_ranks()
         cluster = self.cluster_environment
         assert cluster is not None
-        if self.world_size > 1 and not _distributed_is_initialized():
+        if self.world_size > 1 and not torch.distributed.is_initialized():
             first = self.node_rank * self.num_processes
             neighbours = range(first, first + self.num_processes)
             self._startup = StartupWatch(
@@ -131,9 +125,9 @@ class ProcessStrategy(ParallelStrategy):
             )
         super().setup_environment()
         reset_seed()
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        backend = self._process_group_backend or torch.distributed.get_default_backend_for_device(self.root_device)
         device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(cluster, backend, timeout=self._timeout, device_id=device)
+        init_process_group(cluster, backend, timeout=self._timeout, device_id=device)
         if self._startup is not None:
             self._startup.joined()
 
@@ -152,7 +146,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not _distributed_is_initialized():
+        if not torch.distributed.is_initialized():
             return
         with self._waiting(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's"):
             if torch.distributed.get_backend() == "nccl":
@@ -166,7 +160,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if not _distributed_is_initialized():
+        if not torch.distributed.is_initialized():
             return obj
         objects = [obj]
         with self._waiting("a broadcast of Lightning's"):
@@ -180,4 +174,4 @@ class ProcessStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         with self._waiting("the reduction of a logged value") if group is None else nullcontext():
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            return reduce_value(tensor, group, reduce_op=reduce_op)

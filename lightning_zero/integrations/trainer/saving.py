@@ -10,14 +10,13 @@ from zipfile import is_zipfile
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.compat.lightning_private import optimizer_to_device
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.trainer.precision import plain
 
@@ -50,7 +49,7 @@ class Saving(ParallelStrategy):
         return self._require_engine().optimizer_state(plain(optimizer))
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         # Every rank needs only its part: mapping the file instead of reading it keeps one copy per node, in the page
         # cache. (torch's older format cannot be mapped.)
         local = Path(checkpoint_path)
@@ -82,7 +81,7 @@ class Saving(ParallelStrategy):
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self._require_engine().load_optimizer_state(plain(optimizer), state)
-            _optimizer_to_device(optimizer, self.root_device)
+            optimizer_to_device(optimizer, self.root_device)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module is a plain one, with whole parameters. Optimizers, schedulers and what observes an

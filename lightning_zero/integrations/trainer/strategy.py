@@ -12,10 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-)
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
@@ -28,6 +24,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_zero.compat.lightning_private import optimizers_to_device
 from lightning_zero.compile.backend import GraphObserver
 from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine, engine_of
@@ -237,7 +234,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
-            if not _distributed_is_initialized():
+            if not torch.distributed.is_initialized():
                 raise MisconfigurationException(
                     "The ZeRO-3 strategy was asked for something before it was set up. Call this inside a hook of the "
                     "LightningModule or a callback, while trainer.fit() or another stage is running."
@@ -266,7 +263,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         """Around ``configure_model``: every layer is sharded as soon as it is built, so no rank ever holds the whole
         model."""
         module = self.lightning_module
-        if not _distributed_is_initialized() or (module is not None and engine_of(module) is not None):
+        if not torch.distributed.is_initialized() or (module is not None and engine_of(module) is not None):
             yield
             return
         with self._require_engine().construction():
@@ -286,7 +283,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
             self._ask_again = ask_on_cpu(trainer, engine.mesh.control_group, self._ask_for_sigterms)
 
     @override

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
+
+from lightning_zero.compat.compiler import OptimizedModule
 
 __all__ = ["keep_compiled_names", "plain_name", "read_compiled_names", "take_apart_compiled"]
 
@@ -24,7 +25,7 @@ def take_apart_compiled(module: nn.Module) -> list[nn.Module]:
     for child in module.modules():
         child._compiled_call_impl = None
         for name, grandchild in list(child._modules.items()):
-            if isinstance(grandchild, torch._dynamo.OptimizedModule):
+            if isinstance(grandchild, OptimizedModule):
                 child._modules[name] = grandchild._orig_mod
                 found.append(grandchild._orig_mod)
     return found[::-1]

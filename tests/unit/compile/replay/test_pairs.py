@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.compat import cuda
 from lightning_zero.compile.replay.pairs import CapturedPair, Job
 
 
@@ -77,9 +78,9 @@ def allocator() -> Iterator[MagicMock]:
     with ExitStack() as stack:
         for name, value in stands_in.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        stack.enter_context(patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True))
-        stack.enter_context(patch.object(torch._C, "_cuda_endAllocateToPool", freed.end, create=True))
-        stack.enter_context(patch.object(torch._C, "_cuda_releasePool", freed.release, create=True))
+        stack.enter_context(patch.object(cuda, "clear_cublas_workspaces", lambda: None))
+        stack.enter_context(patch.object(cuda, "end_allocate_to_pool", freed.end))
+        stack.enter_context(patch.object(cuda, "release_pool", freed.release))
         yield freed
 
 

@@ -1,0 +1,40 @@
+"""The parts of torch.compile that a backend is made of."""
+
+import torch
+import torch._functorch.config
+import torch._functorch.partitioners
+from torch._dynamo.backends import common
+from torch._inductor import custom_graph_pass
+
+# Makes a backend of a partitioner and a compiler for each half: the way of "aot_eager". (torch 2.11+)
+aot_autograd = common.aot_autograd
+
+# The partitioner that honours our tags; Inductor's own default. (torch 2.11+)
+min_cut_partition = torch._functorch.partitioners.min_cut_rematerialization_partition
+
+# Settings of the partitioner (activation_memory_budget) and of what a backward may overwrite (donated_buffer).
+# (torch 2.11+)
+functorch_config = torch._functorch.config
+
+# The form in which Inductor takes passes; its uuid lets Inductor's cache recognise them. (torch 2.11+)
+CustomGraphPass = custom_graph_pass.CustomGraphPass
+
+# Inductor as a function of a graph, which takes settings for one graph (config_patches); torch.compile takes them for
+# all graphs of a module. (torch 2.11+)
+lookup_backend = torch._dynamo.lookup_backend
+
+# Compiles the optimizer's update from a graph that we have traced: no guards at each step. (torch 2.11+)
+inductor_compile = torch._inductor.compile
+
+# What torch.compile(module) returns: a user's own, which is taken apart. (torch 2.11+)
+OptimizedModule = torch._dynamo.OptimizedModule
+
+# A graph's code that empties its list of inputs, so that saved tensors are freed after their last use. (torch 2.11+)
+BoxedCodeGen = torch.fx.graph._BoxedCodeGen
+
+ATTRIBUTES = {
+    # What it was made from. (torch 2.11+)
+    "torch._dynamo.OptimizedModule._orig_mod",
+    # A mark on functions that take their inputs as a list which they empty; AOTAutograd asks for it. (torch 2.11+)
+    "torch._functorch.aot_autograd._boxed_call",
+}

@@ -1,0 +1,62 @@
+"""Lightning's private names. Importing this imports Lightning."""
+
+from lightning.fabric.utilities import device_dtype_mixin, distributed, optimizer
+from lightning.pytorch.strategies.launchers import subprocess_script
+
+# Modules that know their dtype (the LightningModule), which must be told when shards are converted. (lightning 2.6+)
+DeviceDtypeModule = device_dtype_mixin._DeviceDtypeModuleMixin
+
+# Joins the default process group as the cluster's environment says, and leaves it at exit. (lightning 2.6+)
+init_process_group = distributed._init_dist_connection
+
+# Reduces a logged value as the other strategies do. (lightning 2.6+)
+reduce_value = distributed._sync_ddp_if_available
+
+# Moves one optimizer's state, of which torch's load_state_dict() leaves some where the file had it. (lightning 2.6+)
+optimizer_to_device = optimizer._optimizer_to_device
+
+# The same for several. (lightning 2.6+)
+optimizers_to_device = optimizer._optimizers_to_device
+
+# Starts one process for each device. (lightning 2.6+)
+SubprocessScriptLauncher = subprocess_script._SubprocessScriptLauncher
+
+ATTRIBUTES = {
+    # Overridden: which launcher starts processes. (lightning 2.6+)
+    "lightning.pytorch.strategies.ParallelStrategy._configure_launcher",
+    # Where that launcher is kept. (lightning 2.6+)
+    "lightning.pytorch.strategies.ParallelStrategy._launcher",
+    # How batch normalisation is synchronised (sync_batchnorm=True): before modules are cut. (lightning 2.6+)
+    "lightning.pytorch.strategies.ParallelStrategy._layer_sync",
+    # Overridden: assigned before connect() could take apart what the user compiled. (lightning 2.6+)
+    "lightning.pytorch.strategies.ParallelStrategy._lightning_module",
+    # A copy of a strategy has none. (lightning 2.6+)
+    "lightning.pytorch.strategies.ParallelStrategy._optimizers",
+    # Whether a LightningModule was compiled by hand. (lightning 2.6+)
+    "lightning.pytorch.LightningModule._compiler_ctx",
+    # The device that a LightningModule believes to be on; its shards move without it. (lightning 2.6+)
+    "lightning.pytorch.LightningModule._device",
+    # The dtype likewise. (lightning 2.6+)
+    "lightning.pytorch.LightningModule._dtype",
+    # Overridden: whether gradients are clipped by us, or by a hook of the user's that may look at them.
+    # (lightning 2.6+)
+    "lightning.pytorch.plugins.precision.Precision._clip_gradients",
+    # Overridden: what comes right before an optimizer's step. (lightning 2.6+)
+    "lightning.pytorch.plugins.precision.Precision._wrap_closure",
+    # Overridden: surrounds the hook on_before_optimizer_step. (lightning 2.6+)
+    "lightning.pytorch.plugins.precision.Precision._after_closure",
+    # The averaged module, which holds shards, too. (lightning 2.6+)
+    "lightning.pytorch.callbacks.WeightAveraging._average_model",
+    # Where the user wants the average to be. (lightning 2.6+)
+    "lightning.pytorch.callbacks.WeightAveraging._device",
+    # Writes to shards past everything that watches them, so it is announced. (lightning 2.6+)
+    "lightning.pytorch.callbacks.WeightAveraging._swap_models",
+    # Writes to parameters in the same way. (lightning 2.6+)
+    "lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current",
+    # Asks ranks on the device, before each batch, whether to stop; replaced by a question on the CPU. (lightning 2.6+)
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor",
+    # Where the Trainer handles signals. (lightning 2.6+)
+    "lightning.pytorch.Trainer._signal_connector",
+    # Its handler, which broadcasts from wherever the process is, and is replaced by one that does not. (lightning 2.6+)
+    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn",
+}

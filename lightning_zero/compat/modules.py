@@ -1,0 +1,38 @@
+"""Modules and optimizers."""
+
+import torch
+
+# All layers that torch.nn.SyncBatchNorm.convert_sync_batchnorm() would have replaced. (torch 2.11+)
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+ATTRIBUTES = {
+    # What is registered. Reading it from the module would ask the property that gathers; Dynamo traces this, too.
+    # (torch 2.11+)
+    "torch.nn.Module._parameters",
+    # What is registered, with buffers that are None. (torch 2.11+)
+    "torch.nn.Module._buffers",
+    # What is registered: a compiled child is replaced by what it was made from. (torch 2.11+)
+    "torch.nn.Module._modules",
+    # What calls of a module run instead of _call_impl; nn.Module.compile() sets it, but would take the compiled
+    # function's place in pickles and for other arguments. (torch 2.11+)
+    "torch.nn.Module._compiled_call_impl",
+    # A call with hooks, and without _compiled_call_impl. (torch 2.11+)
+    "torch.nn.Module._call_impl",
+    # Hooks of register_state_dict_post_hook by their handles' ids: copies must not have ours. (torch 2.11+)
+    "torch.nn.Module._state_dict_hooks",
+    # Hooks of register_load_state_dict_pre_hook, likewise. (torch 2.11+)
+    "torch.nn.Module._load_state_dict_pre_hooks",
+    # A recurrent module's own list of its weights, which would be shards; made anew at each reading. (torch 2.11+)
+    "torch.nn.RNNBase._flat_weights",
+    # The names for that list. (torch 2.11+)
+    "torch.nn.RNNBase._flat_weights_names",
+    # Some modules' reset_parameters() is called so. (torch 2.11+)
+    "torch.nn.MultiheadAttention._reset_parameters",
+    # Buffers that a user has told DDP not to broadcast are not broadcast by us either. (torch 2.11+)
+    "torch.nn.parallel.DistributedDataParallel._ddp_params_and_buffers_to_ignore",
+    # Hooks of register_step_post_hook by their handles' ids, which has no `prepend`: ours must come before the user's.
+    # (torch 2.11+)
+    "torch.optim.Optimizer._optimizer_step_post_hooks",
+    # Where a loss scaler notes whether gradients overflowed; we leave the decision to the device. (torch 2.11+)
+    "torch.amp.GradScaler._per_optimizer_states",
+}

@@ -1,0 +1,37 @@
+"""Ops of the dispatcher, as they stand in graphs. Not all of them have a public name."""
+
+import torch
+
+# The type of what a node of a graph calls. (torch 2.11+)
+OpOverload = torch._ops.OpOverload
+
+# An op with all its overloads. (torch 2.11+)
+OpOverloadPacket = torch._ops.OpOverloadPacket
+
+# Tensor.to() in graphs. (torch 2.11+)
+to_copy = torch.ops.aten._to_copy.default
+
+# What a matrix product of more than two dimensions makes of Tensor.view(). (torch 2.11+)
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+# Ends a functional collective: where graphs of users' own collectives wait. (torch 2.11+)
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+# Attention, for which torch has a formula of floating-point operations. (torch 2.11+)
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+
+# Its derivative, likewise. (torch 2.11+)
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+# The same on the CPU, for which torch has none. (torch 2.11+)
+flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+# Its derivative, likewise. (torch 2.11+)
+flash_attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+ATTRIBUTES = {
+    # Which arguments an op writes to, or returns views of. (torch 2.11+)
+    "torch._ops.OpOverload._schema",
+    # The namespace of torch's functional collectives. (torch 2.11+)
+    "torch.ops._c10d_functional",
+}

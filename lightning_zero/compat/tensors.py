@@ -1,0 +1,55 @@
+"""Tensors, their subclasses, and containers of them."""
+
+import torch
+import torch.utils._pytree
+from torch._subclasses import fake_tensor, functional_tensor
+
+# While a graph is traced, the derivative of a gather has to return a gradient instead of keeping it. (torch 2.11+)
+FakeTensor = fake_tensor.FakeTensor
+
+# The same, while AOTAutograd traces: it wraps the fake ones. (torch 2.11+)
+FunctionalTensor = functional_tensor.FunctionalTensor
+
+# Inside, shards are plain tensors: torch asks no subclass. torch's notes on extending it name it. (torch 2.11+)
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+# Inside, torch asks no mode either (torch.set_default_device is one), which Dynamo would follow without end.
+# (torch 2.11+)
+DisableTorchFunction = torch._C.DisableTorchFunction
+
+# A subclass with this in the place of __torch_function__ gives plain tensors as results. (torch 2.11+)
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+# How a pickled nn.Parameter is made again: a file must not name our subclass. (torch 2.11+)
+rebuild_parameter = torch._utils._rebuild_parameter
+
+# Many small copies in one kernel. (torch 2.11+)
+foreach_copy = torch._foreach_copy_
+
+# Many small norms in one kernel. (torch 2.11+)
+foreach_norm = torch._foreach_norm
+
+# The tensors anywhere in what a module returned; torch has no public name for its trees. (torch 2.11+)
+tree_leaves = torch.utils._pytree.tree_leaves
+
+# The arguments of a node with symbolic sizes replaced, for torch's own formulas of floating-point operations.
+# (torch 2.11+)
+tree_map_only = torch.utils._pytree.tree_map_only
+
+ATTRIBUTES = {
+    # How often a tensor was written to in place: what a saved weight or a captured graph's input is checked by.
+    # (torch 2.11+)
+    "torch.Tensor._version",
+    # What a view is a view of; a saved view of a weight is made again from it. (torch 2.11+)
+    "torch.Tensor._base",
+    # Hooks of register_hook, which run on reduced gradients, and so are taken away from autograd. (torch 2.11+)
+    "torch.Tensor._backward_hooks",
+    # The same for register_post_accumulate_grad_hook. (torch 2.11+)
+    "torch.Tensor._post_accumulate_grad_hooks",
+    # Which storage a fake tensor has: it has no address. (torch 2.11+)
+    "torch.UntypedStorage._cdata",
+    # Functions of torch on lists of tensors: only this beginning of their names tells. (torch 2.11+)
+    "torch._foreach_",
+    # Fused ones of optimizers, likewise. (torch 2.11+)
+    "torch._fused_",
+}

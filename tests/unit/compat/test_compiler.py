@@ -1,0 +1,107 @@
+"""What ``compat/compiler.py`` takes from torch still means the same."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from lightning_zero.compat.compiler import (
+    BoxedCodeGen,
+    CustomGraphPass,
+    OptimizedModule,
+    aot_autograd,
+    functorch_config,
+    inductor_compile,
+    lookup_backend,
+    min_cut_partition,
+)
+
+
+def test_a_backend_is_made_of_a_partitioner_and_boxed_compilers() -> None:
+    seen: list[str] = []
+    lengths: list[int] = []
+
+    def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        seen.append("joint")
+        return min_cut_partition(module, inputs, **kwargs)
+
+    def compiler(kind: str) -> Callable[..., Any]:
+        def compiled(module: GraphModule, inputs: Any) -> Any:
+            seen.append(kind)
+            module.graph.set_codegen(BoxedCodeGen())
+            module.recompile()
+
+            def run(inputs: list[Any]) -> Any:
+                result = module.forward(inputs)
+                lengths.append(len(inputs))
+                return result
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compiled
+
+    backend = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=partition,
+    )
+    x = torch.ones(3, requires_grad=True)
+    compiled = torch.compile(lambda x: (x.sin() * x).sum(), backend=backend)
+    compiled(x).backward()
+    with torch.no_grad():
+        compiled(x)
+    assert x.grad is not None
+    assert seen == ["joint", "forward", "backward", "inference"]
+    assert lengths == [0, 0, 0], "a graph leaves its list of inputs empty, so that they are freed"
+
+
+def test_settings_of_the_partitioner_and_of_backwards() -> None:
+    with functorch_config.patch(activation_memory_budget=0.5, donated_buffer=False):
+        assert functorch_config.activation_memory_budget == 0.5
+        assert functorch_config.donated_buffer is False
+
+
+def test_a_pass_of_inductor_is_a_call_and_a_uuid() -> None:
+    assert CustomGraphPass.__abstractmethods__ == {"__call__", "uuid"}
+
+
+def test_inductor_takes_settings_for_one_graph() -> None:
+    import torch._inductor.config as config
+    from torch._inductor.compile_fx import compile_fx
+
+    assert callable(lookup_backend("inductor"))
+    assert "config_patches" in inspect.signature(compile_fx).parameters
+    for name in ("joint_custom_pre_pass", "post_grad_custom_post_pass", "reorder_for_peak_memory"):
+        assert hasattr(config, name)
+
+
+def test_inductor_takes_a_traced_graph_with_settings() -> None:
+    import torch._inductor.config as config
+
+    assert list(inspect.signature(inductor_compile).parameters) == ["gm", "example_inputs", "options"]
+    assert hasattr(config.triton, "autotune_pointwise")
+
+
+def test_a_compiled_module_knows_what_it_was_made_from() -> None:
+    module = nn.Linear(1, 1)
+    compiled = torch.compile(module, backend="eager")
+    assert isinstance(compiled, OptimizedModule)
+    assert compiled._orig_mod is module
+    assert set(compiled.state_dict()) == {"_orig_mod.weight", "_orig_mod.bias"}
+
+
+def test_a_boxed_graph_takes_one_list() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    module = torch.fx.symbolic_trace(doubled)
+    module.graph.set_codegen(BoxedCodeGen())
+    module.recompile()
+    given = [torch.ones(1)]
+    assert module.forward(given).item() == 2
+    assert given == []
