@@ -30,6 +30,8 @@ ATTRIBUTES = {
     "lightning.pytorch.strategies.ParallelStrategy._layer_sync",
     # Overridden: assigned before connect() could take apart what the user compiled. (lightning 2.6+)
     "lightning.pytorch.strategies.ParallelStrategy._lightning_module",
+    # Overridden: the plugin that Lightning's property stores and gives, in our form. (lightning 2.6+)
+    "lightning.pytorch.strategies.ParallelStrategy._precision_plugin",
     # A copy of a strategy has none. (lightning 2.6+)
     "lightning.pytorch.strategies.ParallelStrategy._optimizers",
     # Whether a LightningModule was compiled by hand. (lightning 2.6+)
