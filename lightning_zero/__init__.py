@@ -20,6 +20,7 @@ from lightning_zero.errors import NativeBuildError, RankFailedError, RankMismatc
 from lightning_zero.integrations.trainer.norms import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
+from lightning_zero.optim.formulas import Rule, register_rule
 from lightning_zero.report.plan_report import PlanReport
 
 __all__ = [
@@ -30,10 +31,12 @@ __all__ = [
     "PlanReport",
     "RankFailedError",
     "RankMismatchError",
+    "Rule",
     "UnsupportedError",
     "ZeroStrategy",
     "full_parameters",
     "grad_norm",
+    "register_rule",
     "unshard",
 ]
 

@@ -3,13 +3,12 @@ Lightning.
 
 Protocol: ``Engine(device)`` makes process groups and the executor; a model may be built inside
 ``engine.construction()``; ``engine.shard(module)`` makes its parameters shards; ``engine.train_step()`` surrounds
-forward and backward, ``engine.before_step()`` comes before an optimizer steps. Without these two everything still
+forward and backward, ``engine.optimizers.stepping(optimizer)`` an optimizer's step. Without these two everything still
 computes the same, only eagerly and with more memory.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -33,24 +32,22 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.native.watchdog import Phase, Watchdog
-from lightning_zero.optim.steps import OptimizerSteps
+from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
 from lightning_zero.profiling.headroom import MemoryGauge
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.copying import Copies, NotCopied
 from lightning_zero.sharding.full import full_parameters
-from lightning_zero.sharding.hooks import GradientHooks
 from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
 from lightning_zero.sharding.surgery import engine_of_class, is_sharded
 from lightning_zero.sharding.unshard import make_plain
+from lightning_zero.step.cycle import StepCycle
+from lightning_zero.step.optimizers import OptimizerSteps
 
 __all__ = ["Engine", "engine_of"]
-
-log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_zero_engine"
 
@@ -60,7 +57,7 @@ def engine_of(module: nn.Module) -> Engine | None:
     return module.__dict__.get(_ATTRIBUTE) or (engine_of_class(module) if is_sharded(module) else None)
 
 
-class Engine(OptimizerSteps, NotCopied):
+class Engine(NotCopied):
     """Shards and trains one module over all ranks of a process group.
 
     Args:
@@ -91,7 +88,7 @@ class Engine(OptimizerSteps, NotCopied):
         self.executor = Executor(
             mesh,
             self.config,
-            on_backward_end=self._run_gradient_hooks,
+            on_backward_end=self._gradients_came,
             on_new_plan=self._new_plan,
             watchdog=self.watchdog,
         )
@@ -116,9 +113,8 @@ class Engine(OptimizerSteps, NotCopied):
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
         self.buffers.configure(self.config)
         self._hooks = StateDictHooks(self.sharder)
-        self._gradient_hooks = GradientHooks(self.sharder)
-        self._eager_reads = -1
-        OptimizerSteps.__init__(self)
+        self.cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, _Compiled(self))
+        self.optimizers = OptimizerSteps(self.sharder, mesh.reduce_group, self.cycle, self.config)
 
     @property
     def rank(self) -> int:
@@ -138,7 +134,7 @@ class Engine(OptimizerSteps, NotCopied):
             return
         self.peers.configure(config)
         recompile = config.compile != self.config.compile
-        self.config = config
+        self.config = self.optimizers.config = config
         self._agreement.patience_s = config.agreement_timeout_s
         self.executor.configure(config)
         self.replays.configure(config)
@@ -250,7 +246,7 @@ class Engine(OptimizerSteps, NotCopied):
         self._hooks.remove()
         self._copies.release()
         make_plain(self.sharder, module)
-        self._gradient_hooks.give_back()
+        self.cycle.close()
         del module.__dict__[_ATTRIBUTE]
         self.close()
 
@@ -263,110 +259,26 @@ class Engine(OptimizerSteps, NotCopied):
             raise RuntimeError("The engine has no module yet. Call engine.shard(module) first.")
         return self.module
 
-    # -- steps
+    # -- steps; see lightning_zero.step.cycle
 
-    @contextmanager
-    def train_step(self) -> Iterator[None]:
+    def train_step(self) -> AbstractContextManager[None]:
         """Surrounds the forward (and, in manual optimization, everything else) of a training step.
 
         The first one runs eagerly and shows which module calls to compile.
         """
         self._sharded_module()
-        assert self.calls is not None
-        self.watchdog.enter(Phase.FORWARD)
-        self.sharder.allocate_gradients()
-        if self.peers.allocate(self.sharder):
-            self._costs = None  # were those of copies
-            self.replays.configure(self.config, self.peers.missing)
-            self._compile_anew()
-        self.executor.begin_epoch()
-        if self.config.compute_dtype is not None and self.config.compile.enabled:
-            self.executor.write_shadows()
-        again = self._budget.decided(self.config.compile)
-        if again is not None:
-            self._compile_arguments = again
-            self.calls.compile_again(again)
-        kept = self._budget.until_step(self.config.compile)
-        if kept:
-            self.sharder.allocate_kept(self.config.compute_dtype, small_weight_bytes(self.config.compile), kept)
-        self._gradient_hooks.adopt()
-        self.buffers.before_forward()
-        first = self.config.compile.enabled and not (self.calls.modules or self.calls.eager)
-        reads = self._count_eager_reads()
-        self.sharder.view.begin_forward()
-        with ExitStack() as stack:
-            stack.enter_context(self.calls.step(first))
-            # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
-            if first or self._eager_reads != 0:
-                stack.enter_context(regather_saved_weights(self.sharder))
-            yield
-        self.buffers.notice()
-        if first:
-            self._supervisor.first_step_showed(self.sharder.view.last_read, self.calls.notes)
-        self._eager_reads = self._count_eager_reads() - reads
-
-    def before_backward(self) -> None:
-        """Should come before each backward where users have put hooks on gradients and accumulate them."""
-        self.watchdog.enter(Phase.BACKWARD)
-        self._gradient_hooks.before_backward()
-        self.buffers.notice()
-
-    def after_backward(self) -> None:
-        """Should come after each backward: weights that forward read win over what is then written to
-        ``param.data``."""
-        self.watchdog.enter(Phase.BETWEEN)
-        self.executor.sync_edits()
+        return self.cycle.train_step()
 
     def before_step(self) -> None:
-        """Must come before shards are changed by an optimizer: edits of gathered weights reach them first."""
-        self._budget.optimizer_steps()
-        self.buffers.stepped()
-        self.executor.sync_edits(forget=True)
-        self.executor.begin_writing()
+        """Must come before shards are overwritten otherwise than in ``engine.optimizers.stepping``."""
+        self.cycle.before_step()
 
     def eval_step(self) -> None:
         """Must come before a forward outside of training: weights may have been exchanged since the last one."""
-        self.watchdog.enter(Phase.EVALUATION)
-        self.replays.drop()
-        self.executor.sync_edits()
-        self.executor.expire_shadows()
-        self.buffers.before_forward()
+        self.cycle.eval_step()
 
-    def after_eval(self) -> None:
-        """Should come after such a forward: weights that it read, and that something still holds, would win over what
-        is then written to ``param.data``."""
-        self.executor.sync_edits(forget=True)
-
-    def tidy_up(self) -> None:
-        """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
-        every call raises, and users must see what came first."""
-        self.watchdog.enter(Phase.OUTSIDE)
-        self.sharder.view.end_forward()
-        try:
-            self.reset()
-            self.executor.release_buffers()
-        except RuntimeError as error:
-            if not self.watchdog.failed:
-                raise
-            log.warning("What was under way could not be dropped (%s: %s).", type(error).__name__, error)
-
-    def reset(self) -> None:
-        """After an exception: drops half-done work and gathered weights. Not collective."""
-        self.replays.drop()
-        self.executor.abort_backward()
-        self.executor.sync_edits(forget=True)
-        self.executor.drop_weights()  # a traceback may hold them for long
-        self._eager_reads = -1
-        self.buffers.reset()
-
-    def _count_eager_reads(self) -> int:
-        return self.executor.counters().get("eager_gathers", 0)
-
-    # -- gradients and optimizers
-
-    def _run_gradient_hooks(self) -> None:
-        self.sharder.view.end_forward()  # users' hooks come next
-        self._gradient_hooks.run(self.executor.attached())
+    def _gradients_came(self) -> None:
+        self.cycle.gradients_came()
 
     def shards_in_sight(self) -> AbstractContextManager[None]:
         """Inside, ``module.weight`` is the registered parameter: optimizers are made of these."""
@@ -401,3 +313,61 @@ class Engine(OptimizerSteps, NotCopied):
             f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} "
             f"elements; {self.sharder.arena}; compiled: {compiled or 'nothing'})"
         )
+
+
+class _Compiled:
+    """What one engine's compiled code needs in each cycle."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._eager_reads = -1
+
+    def allocate(self) -> None:
+        engine = self._engine
+        if engine.peers.allocate(engine.sharder):
+            engine._costs = None  # were those of copies
+            engine.replays.configure(engine.config, engine.peers.missing)
+            engine._compile_anew()
+
+    def prepare(self) -> None:
+        engine, config = self._engine, self._engine.config
+        assert engine.calls is not None
+        if config.compute_dtype is not None and config.compile.enabled:
+            engine.executor.write_shadows()
+        again = engine._budget.decided(config.compile)
+        if again is not None:
+            engine._compile_arguments = again
+            engine.calls.compile_again(again)
+        kept = engine._budget.until_step(config.compile)
+        if kept:
+            engine.sharder.allocate_kept(config.compute_dtype, small_weight_bytes(config.compile), kept)
+
+    @contextmanager
+    def surround(self) -> Iterator[None]:
+        engine = self._engine
+        calls = engine.calls
+        assert calls is not None
+        first = engine.config.compile.enabled and not (calls.modules or calls.eager)
+        reads = self._count_eager_reads()
+        with ExitStack() as stack:
+            stack.enter_context(calls.step(first))
+            # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
+            if first or self._eager_reads != 0:
+                stack.enter_context(regather_saved_weights(engine.sharder))
+            yield
+        if first:
+            engine._supervisor.first_step_showed(engine.sharder.view.last_read, calls.notes)
+        self._eager_reads = self._count_eager_reads() - reads
+
+    def stepped(self) -> None:
+        self._engine._budget.optimizer_steps()
+
+    def drop_replays(self) -> None:
+        self._engine.replays.drop()
+
+    def reset(self) -> None:
+        self._engine.replays.drop()
+        self._eager_reads = -1
+
+    def _count_eager_reads(self) -> int:
+        return self._engine.executor.counters().get("eager_gathers", 0)

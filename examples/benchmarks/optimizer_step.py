@@ -59,18 +59,15 @@ def ours(size: str, capture: bool | str) -> tuple[Callable[[], None], int]:
     model = build(size)
     engine.shard(model)
     optimizer = adamw(list(model.parameters()), fused=True)
-    engine.arrange([optimizer])
+    engine.optimizers.arrange([optimizer])
     engine.sharder.allocate_gradients()
     engine.sharder.allocate_shadows(torch.bfloat16)
     for param in model.parameters():
         param.grad = engine.sharder.gradients[engine.sharder.find(param).index].normal_().view(param.shape)
-    stepper = engine.stepper(optimizer)
 
     def step() -> None:
-        stepper.clip_norm(MAX_NORM, later=True)
-        engine.begin_step(optimizer)
-        optimizer.step()
-        engine.end_step(optimizer)
+        with engine.optimizers.stepping(optimizer, clip=MAX_NORM):
+            optimizer.step()
         engine.executor.write_shadows()
 
     step.engine = engine  # keeps it

@@ -1,1 +1,1 @@
-"""What optimizers may do to shards, and the norm of gradients that are spread over ranks."""
+"""Update rules of optimizers and their kernels over shards, and the norm of gradients that are spread over ranks."""

@@ -54,7 +54,7 @@ def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[No
     finally:
         for handle in handles:
             handle.remove()
-        sharder.executor.sync_edits(forget=True)
+        sharder.access.settle()
 
 
 @contextmanager

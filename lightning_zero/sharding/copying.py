@@ -97,7 +97,7 @@ class Copies:
         return made
 
     def _whole(self, record: ShardedParameter, device: torch.device) -> nn.Parameter:
-        self._sharder.executor.sync_edits()
+        self._sharder.access.before_reading()
         param = record.param
         with plainly():
             in_place = param.shape == record.layout.shape and param.data_ptr() != record.shard.data_ptr()

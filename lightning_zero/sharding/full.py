@@ -33,7 +33,7 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
     inside = {id(child) for child in module.modules()}
     records = [r for r in sharder.live if any(id(owner) in inside for owner, _ in r.owners)]
     records = [r for r in records if r.param.shape != r.layout.shape or r.param.data_ptr() == r.shard.data_ptr()]
-    sharder.executor.sync_edits(forget=True)
+    sharder.access.settle()
     grads = {}
     for record in records:
         full = gather_full(record)
@@ -48,7 +48,7 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
     finally:
         for record in records:
             if writeback:
-                sharder.executor.begin_writing()
+                sharder.access.before_writing()
                 with torch.no_grad():
                     record.layout.write(record.shard, record.param, sharder.mesh.rank)
             record.param.grad = None
@@ -56,4 +56,4 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
             record.param.grad = grads[record.index]
             for owner, key in record.owners:
                 owner.__dict__[SHAPES][key] = tuple(record.layout.shape)
-        sharder.executor.end_writing()
+        sharder.access.done_writing()

@@ -22,6 +22,7 @@ from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Lane
+from lightning_zero.sharding.access import ShardAccess
 from lightning_zero.sharding.arena import Arena
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 from lightning_zero.sharding.peers import PeerMemory, Peers
@@ -80,6 +81,7 @@ class Sharder:
         peers: Peers | None = None,
     ) -> None:
         self.executor = executor
+        self.access = ShardAccess(executor)
         self._peers = peers
         self.mesh = mesh
         self.classes = ClassCache()
@@ -291,7 +293,7 @@ class Sharder:
     def _place(self, live: list[ShardedParameter]) -> None:
         pieces = [(record.layout, record.param.dtype) for record in live]
         everywhere = self._peers.allocate_shards(self.executor, Arena.sizes(pieces)) if self._peers else {}
-        self.executor.begin_writing()
+        self.access.before_writing()
         arena = Arena(pieces, self.mesh.device, {dtype: mine for dtype, (mine, _) in everywhere.items()})
         for record, view in zip(live, arena.views, strict=True):
             view.copy_(record.shard)
@@ -302,7 +304,7 @@ class Sharder:
                 part = slice(view.storage_offset(), view.storage_offset() + view.numel())
                 self.executor.set_shards(record.index, [memory[part] for memory in everywhere[view.dtype][1]])
         self.arena = arena
-        self.executor.end_writing()
+        self.access.done_writing()
 
     def allocate_gradients(self) -> None:
         """Lays out the gradient arena, in the shards' order, for the parameters that are trainable now; parameters that
@@ -344,7 +346,7 @@ class Sharder:
                 self.executor.set_peers(record.index, [memory[part] for memory in all_ranks])
         for index, (mine, *theirs) in exact.items():
             self.executor.set_exact(index, mine, theirs)
-        self.executor.begin_writing()  # what is to be read first must be written
+        self.access.before_writing()  # what is to be read first must be written
 
     def _allocate_exact(self, shadowed: list[ShardedParameter], peers: PeerMemory) -> dict[int, tuple[Tensor, ...]]:
         """Autocast leaves norms and embeddings in full precision, so their shadows are not what is gathered. By index:
@@ -406,9 +408,7 @@ def _tell(sharder: weakref.ref[Sharder], all_of_it: bool) -> None:
     known = sharder()
     if known is not None:
         # Weights that were read before are older than what is assigned.
-        if all_of_it:
-            known.executor.sync_edits(forget=True)
-        known.executor.begin_writing()
+        known.access.before_overwriting() if all_of_it else known.access.before_writing()
 
 
 def _reduce(sharder: weakref.ref[Sharder], name: str, start: Callable[[bool], dist.Work | None]) -> None:

@@ -75,7 +75,7 @@ class StateDictHooks:
     def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         if self._mode == "shard":
             return
-        self.sharder.executor.sync_edits()
+        self.sharder.access.before_reading()
         for key, shape in module.__dict__[SHAPES].items():
             param = module._parameters.get(key)
             record = None if param is None else self.sharder.find(param)
@@ -111,7 +111,7 @@ class StateDictHooks:
             raise UnsupportedError("load_state_dict(assign=True) would replace shards. Leave out assign=True.")
         if self._mode == "shard":
             return
-        self.sharder.executor.sync_edits(forget=True)
+        self.sharder.access.settle()
         for key, shape in module.__dict__[SHAPES].items():
             param, full = module._parameters.get(key), state.get(prefix + key)
             record = None if param is None else self.sharder.find(param)

@@ -47,8 +47,8 @@ def train_on_all_lengths() -> tuple[list[dict[str, Tensor]], int, list[list[int]
             with engine.train_step():
                 loss = model.loss(batch_of(step, engine.rank))
             loss.backward()
-            engine.before_step()
-            optimizer.step()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
             optimizer.zero_grad()
             params.append(whole_params(engine, model))
         starts = [[gather.started for gather in plan.gathers] for plan in engine.plan.graphs]

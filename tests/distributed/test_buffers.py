@@ -56,10 +56,10 @@ def train(engine: Engine, model: Model, sent: Sent, change: Callable[[Model, int
             model.step = step
             loss = model(torch.ones(2, 64)).square().mean()
             change(model, step)
-        engine.before_backward()
+        engine.cycle.before_backward()
         loss.backward()
-        engine.before_step()
-        optimizer.step()
+        with engine.optimizers.stepping(optimizer):
+            optimizer.step()
         optimizer.zero_grad()
 
 

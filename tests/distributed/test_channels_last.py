@@ -60,8 +60,8 @@ def train(backend: str) -> dict[str, Any]:
             with engine.train_step():
                 loss = F.mse_loss(model(x), y)
             loss.backward()
-            engine.before_step()
-            optimizer.step()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
             optimizer.zero_grad()
         compiled_reads = engine.executor.counters()["eager_gathers"] - len(engine.sharder.live)
         state = copy.deepcopy(model.state_dict())

@@ -102,8 +102,8 @@ def copies(backend: str) -> None:
             with engine.train_step():
                 loss = model(x).square().mean()
             loss.backward()
-            engine.before_step()
-            optimizer.step()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
             optimizer.zero_grad()
             plain.load_state_dict(model.state_dict())
         assert copy.deepcopy(model).own.told == "by the module"

@@ -41,8 +41,8 @@ def train(alike: bool) -> tuple[int, int, dict[str, Tensor]]:
             with engine.train_step():
                 loss = step(model)
             loss.backward()
-            engine.before_step()
-            optimizer.step()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
             optimizer.zero_grad()
             if number == 0:
                 engine.executor.reset_counters()

@@ -154,7 +154,7 @@ def trip_and_go_on(backend: str, where: str, at: int) -> dict[str, Any]:
             except RuntimeError as error:
                 message = str(error)
             model.where = ""
-            engine.reset()
+            engine.cycle.reset()
             optimizer.zero_grad()
             gc.collect()
             left = gathered.left()

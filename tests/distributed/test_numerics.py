@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from lightning_zero.integrations.trainer.precision import FlatGradScaler
 from lightning_zero.sharding.refusals import plainly
 from tests.helpers.models import Case, TinyTransformer, build, make_batches
 from tests.helpers.oracle import Batch, Reference, assert_close_relative, batches_for_rank, shard_batch, train_reference
@@ -131,7 +131,7 @@ def follow(precision: str, backend: str) -> None:
                 plain.zero_grad()
                 loss_in(context, plain, shard_batch(batch, share, engine.world_size)).backward()
                 shares.append({name: param.grad.double() for name, param in plain.named_parameters()})
-            out = train_sharded(engine, model, [batch], Unstepped(), context=context, clip_norm=CLIP)
+            out = train_sharded(engine, model, [batch], Unstepped(model.parameters()), context=context, clip_norm=CLIP)
             expected = {name: torch.stack([share[name] for share in shares]).mean(0) for name in shares[0]}
             for name, grad in expected.items():
                 # Rounding on the wire is relative to what each rank sends, and what they send may cancel.
@@ -146,17 +146,21 @@ def follow(precision: str, backend: str) -> None:
             clipped = whole_grads(engine, model)
             for name, param in plain.named_parameters():
                 param.grad = clipped[name]
-            optimizer.step()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
             plain_optimizer.step()
             optimizer.zero_grad()
             assert_close_relative(whole_params(engine, model), dict(plain.named_parameters()), 0.0, what=f"step {step}")
 
 
-class Unstepped:
+class Unstepped(torch.optim.SGD):
     """An optimizer whose gradients are still wanted."""
 
-    def __init__(self) -> None:
-        self.step = self.zero_grad = lambda **_: None
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
 
 
 @pytest.mark.slow
@@ -217,9 +221,10 @@ def scaled_step(
 def train_with_scaler(backend: str) -> dict[str, Any]:
     model = build(Net)
     optimizer = sgd(model)
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     out: dict[str, Any] = {"steps": [], "params": []}
     with engine_for(model, backend, compute_dtype=torch.float16) as engine:
+        scaler = FlatGradScaler(lambda: engine, "cpu", init_scale=2.0**10, growth_interval=3)
+        stepper = engine.optimizers.stepper(optimizer)
         for index, batch in enumerate(batches_for_rank(scaled_batches(), engine.rank, engine.world_size)):
             with engine.train_step():
                 loss = loss_in(partial(torch.autocast, "cpu", torch.float16), model, batch)
@@ -230,7 +235,7 @@ def train_with_scaler(backend: str) -> dict[str, Any]:
                     next(model.parameters()).grad[0, 0] = torch.inf
             engine.before_step()
             out["steps"].append(
-                scaled_step(model, optimizer, scaler, lambda: engine.clip_grad_norm(model.parameters(), CLIP), index)
+                scaled_step(model, optimizer, scaler, partial(stepper.clip_norm, CLIP, later=True), index)
             )
             out["params"].append(whole_params(engine, model))
     return out

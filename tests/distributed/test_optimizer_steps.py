@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.segments import Segment
+from lightning_zero.step.captured import CapturedRunner
+from tests.helpers import lion
 from tests.helpers.models import build
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, whole_params, whole_state
@@ -86,9 +88,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "Adadelta": lambda m: torch.optim.Adadelta(two_groups(m), eps=1e-4),
     "ASGD": lambda m: torch.optim.ASGD(two_groups(m), lr=0.1, lambd=0.1, t0=4),
     "Rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01),
+    "a user's own": lambda m: lion.Lion(two_groups(m), lr=0.01),
 }
 UNPADDED = ("Adamax", "Adagrad", "Rprop")  # whose state is not zero where gradients are
-SELDOM = ("NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "Rprop")
+SELDOM = ("NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "Rprop", "a user's own")
 
 Event = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
@@ -161,10 +164,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer, event: Event, engine: En
             if event is replace_gradients:
                 shard = model._modules["first"]._parameters["weight"]
                 shard.grad = 2 * shard.grad
-            norm = engine.stepper(optimizer).clip_norm(CLIP, later=step % 2 == 1)
-            engine.begin_step(optimizer)
-            optimizer.step()
-            engine.end_step(optimizer)
+            norm = engine.optimizers.stepper(optimizer).clip_norm(CLIP, later=step % 2 == 1)
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
             params = whole_params(engine, model)
         record.append((float(norm), params))
         optimizer.zero_grad()
@@ -182,15 +184,15 @@ def train_sharded_steps(
     with engine_for(model, "eager", emulate_capture=emulate, device=device, capture_step=capture) as engine:
         with engine.shards_in_sight():
             optimizer = OPTIMIZERS[name](model)
-        engine.check_optimizer(optimizer)
-        engine.arrange([optimizer])
+        engine.optimizers.check(optimizer)
+        engine.optimizers.arrange([optimizer])
         check_spread(engine, model)
         record = train(model, optimizer, event, engine)
-        stepper = engine.stepper(optimizer)
-        kernel = stepper._last.kernel
+        stepper = engine.optimizers.stepper(optimizer)
+        captured = isinstance(stepper.runner, CapturedRunner)
         state = whole_state(engine, optimizer, any_padding=name in UNPADDED)
         kept = counts(optimizer), kinds(optimizer)
-        return record, state, (len(stepper._last.segments), kernel is not None, kept, stepper.replays)
+        return record, state, (len(stepper.layout.segments), captured, kept, stepper.replays)
 
 
 def counts(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
@@ -298,12 +300,12 @@ def hooks_see() -> list[Any]:
                 with engine.train_step():
                     loss = model(torch.ones(3, 19)).mean()
                 loss.backward()
-                engine.begin_step(optimizer)
+                engine.optimizers.begin(optimizer)
                 return loss
 
             optimizer.zero_grad()
-            loss = optimizer.step(closure)
-            engine.end_step(optimizer)
+            with engine.optimizers.with_closure(optimizer) as wrap:
+                loss = optimizer.step(wrap(closure))
             seen.append(bool(loss.isfinite()))
     return seen
 
@@ -342,7 +344,7 @@ def require_capture(name: str, emulate: bool) -> str:
         with engine.shards_in_sight():
             optimizer = OPTIMIZERS[name](model)
         try:
-            engine.check_optimizer(optimizer)
+            engine.optimizers.check(optimizer)
         except UnsupportedError as error:
             return str(error)
     return ""
@@ -365,9 +367,9 @@ def step_by_rows() -> str:
         with engine.train_step():
             loss = model(torch.ones(3, 19)).mean()
         loss.backward()
-        engine.begin_step(optimizer)
         try:
-            optimizer.step()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
         except UnsupportedError as error:
             return str(error)
     return ""

@@ -301,7 +301,7 @@ def lengths_differ() -> tuple[list[float], dict[str, int]]:
                 engine.eval_step()
                 with torch.no_grad(), autocast():
                     losses.append(model.loss(batch).item())
-                engine.after_eval()
+                engine.cycle.after_eval()
         return losses, engine.executor.counters()
 
 

@@ -38,9 +38,8 @@ def closed_before_its_backward() -> tuple[int, str]:
             if engine.executor.counters().get("replayed_graphs", 0) > 4:
                 break
             loss.backward()
-            engine.begin_step(optimizer)
-            optimizer.step()
-            engine.end_step(optimizer)
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
             optimizer.zero_grad()
         replayed = engine.executor.counters()["replayed_graphs"]
         engine.close()

@@ -101,9 +101,8 @@ def train(make: Callable[[], Any], backend: str, options: dict[str, Any]) -> lis
             with engine.train_step():
                 loss = model.loss(batch[engine.rank], *choices[engine.rank])
             loss.backward()
-            engine.begin_step(optimizer)
-            optimizer.step()
-            engine.end_step(optimizer)
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
             optimizer.zero_grad()
             states.append(whole_params(engine, model))
     return states
@@ -166,16 +165,15 @@ def uneven_evaluation(backend: str) -> tuple[list[Tensor], dict[str, Tensor]]:
             with engine.train_step():
                 loss = model(data[step, engine.rank]).square().mean()
             loss.backward()
-            engine.begin_step(optimizer)
-            optimizer.step()
-            engine.end_step(optimizer)
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
             optimizer.zero_grad()
             # rank 1 has one batch, of another size; rank 0 has four
             for number in range(4 if engine.rank == 0 else 1):
                 with torch.no_grad():
                     engine.eval_step()
                     outputs.append(model(data[number, 0, : 6 - engine.rank]))
-                    engine.after_eval()
+                    engine.cycle.after_eval()
             if engine.rank == 0:
                 time.sleep(LATE_S / 4)
         return outputs, whole_params(engine, model)
@@ -242,9 +240,8 @@ def step(engine: Engine, layer: nn.Linear) -> None:
     for param in layer.parameters():
         with plainly():
             param.grad = -param.detach().clone()
-    engine.begin_step(optimizer)
-    optimizer.step()
-    engine.end_step(optimizer)
+    with engine.optimizers.stepping(optimizer):
+        optimizer.step()
 
 
 def _first_values() -> dict[str, Tensor]:

@@ -72,8 +72,8 @@ def teacher_and_student() -> None:
             with two.train_step():
                 loss = (student(x) - target).square().mean()
             loss.backward()
-            two.before_step()
-            optimizer.step()
+            with two.optimizers.stepping(optimizer):
+                optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
                 target = plain_teacher(x)

@@ -66,9 +66,9 @@ def stderr() -> Iterator[Path]:
 def step(engine: Engine, model: nn.Module, both: bool = True) -> None:
     with engine.train_step():
         loss = model(torch.ones(2, WIDTH), both).square().mean()
-    engine.before_backward()
+    engine.cycle.before_backward()
     loss.backward()
-    engine.after_backward()
+    engine.cycle.after_backward()
 
 
 def late() -> str:

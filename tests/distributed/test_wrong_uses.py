@@ -262,7 +262,7 @@ def weight_changed_before_backward() -> None:
         loss.backward()
     finally:
         with suppress(Exception):
-            engine.reset()
+            engine.cycle.reset()
         engine.close()
 
 

@@ -139,6 +139,7 @@ def _first_to_build(point: Point, injector: Injector) -> None:
 
 STRATEGY = "lightning_zero.integrations.trainer.strategy:ZeroStrategy"
 ENGINE = "lightning_zero.engine:Engine"
+CYCLE = "lightning_zero.step.cycle:StepCycle"
 LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
 PEERS = "lightning_zero.sharding.peers:PeerMemory"
 COMPILER = "lightning_zero.compile.backend:Compiler"
@@ -227,10 +228,10 @@ _ALL = (
     ),
     Point("backward", "is half way through a backward", (f"{MODEL}:Block.forward",), install=_hook),
     Point("reduce", "hands a gradient over", ("lightning_zero.native.load:_gather_backward",)),
-    Point("end_backward", "has all gradients", (f"{ENGINE}._run_gradient_hooks",)),
+    Point("end_backward", "has all gradients", (f"{CYCLE}.gradients_came",)),
     Point("gradient_hook", "runs a user's hook on a gradient", (f"{MODEL}:Trained.gradient_hook",)),
-    Point("clip", "takes the norm of all gradients", ("lightning_zero.optim.stepper:OptimizerStepper.clip_norm",)),
-    Point("before_step", "is about to step the optimizer", (f"{ENGINE}.before_step",)),
+    Point("clip", "takes the norm of all gradients", ("lightning_zero.step.stepper:OptimizerStepper.clip_norm",)),
+    Point("before_step", "is about to step the optimizer", (f"{CYCLE}.before_step",)),
     Point(
         "in_step",
         "steps the optimizer",

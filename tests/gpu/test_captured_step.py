@@ -68,7 +68,7 @@ def profile_steps():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     with engine_for(model, "eager", device=f"cuda:{torch.cuda.current_device()}") as engine:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        engine.check_optimizer(optimizer)
+        engine.optimizers.check(optimizer)
         x = torch.randn(4, 64, device=engine.device)
         for step in range(55):
             with engine.train_step():
@@ -78,10 +78,8 @@ def profile_steps():
                 torch.cuda.synchronize()
                 profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
                 profiler.__enter__()
-            engine.stepper(optimizer).clip_norm(1.0, later=True)
-            engine.begin_step(optimizer)
-            optimizer.step()
-            engine.end_step(optimizer)
+            with engine.optimizers.stepping(optimizer, clip=1.0):
+                optimizer.step()
             for group in optimizer.param_groups:
                 group["lr"] *= 0.99
             optimizer.zero_grad()

@@ -53,8 +53,8 @@ def train(persist: float | str, until: str) -> tuple[list[float], list[int], lis
                 loss = model(torch.full((8, 1024), 0.1 * step, device=device)).square().mean()
             loss.backward()
             watch.backward_ends()
-            engine.before_step()
-            optimizer.step()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
             optimizer.zero_grad()
             watch.end()
             losses.append(loss.item())

@@ -64,7 +64,7 @@ class Profile(pl.Callback):
 
 
 def replays(module: Any) -> int:
-    return engine_of(module).stepper(module.optimizers().optimizer).replays
+    return engine_of(module).optimizers.stepper(module.optimizers().optimizer).replays
 
 
 def fit(strategy: Any) -> dict[str, Any]:

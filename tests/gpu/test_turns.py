@@ -67,9 +67,8 @@ def train(
                 with engine.train_step(), autocast():
                     loss = model.loss(mine, *choices[0 if same else engine.rank])
                 loss.backward()
-                engine.begin_step(optimizer)
-                optimizer.step()
-                engine.end_step(optimizer)
+                with engine.optimizers.stepping(optimizer):
+                    optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.detach())
         got = {"losses": losses, "params": whole_params(engine, model)}
@@ -121,7 +120,7 @@ def late_readers(late: int) -> list[torch.Tensor]:
                 if dist.get_rank() == late:
                     time.sleep(0.3)
                 seen.append(model(x, [0], 1).float())
-                engine.after_eval()
+                engine.cycle.after_eval()
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(0.9)

@@ -86,7 +86,7 @@ def evaluate(model: nn.Module, index: int) -> None:
         ids = torch.zeros(5, 8, dtype=torch.int64, device=engine.device)
         with torch.no_grad(), torch.autocast(engine.device.type, BF16, cache_enabled=False):
             model(ids)
-        engine.after_eval()
+        engine.cycle.after_eval()
 
 
 def edit(model: nn.Module, index: int) -> None:

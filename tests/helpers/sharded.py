@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
@@ -41,42 +42,27 @@ def engine_for(
     model: nn.Module | None = None,
     backend: str = "aot_eager",
     observe: GraphObserver | None = None,
-    compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     bucket_mb: float = 0.01,
     small_bytes: int = 256,
-    agreement_timeout_s: float = 25.0,
-    poison: bool = False,
     device: str = "cpu",
-    emulate_capture: bool = False,
-    emulate_graphs: bool = False,
-    capture_step: bool | str = "auto",
-    capture_graphs: bool | str = "auto",
     costs: Costs = NOMINAL,
-    gather_by: str = "auto",
-    reduce_by: str = "auto",
-    **compile: Any,
+    **options: Any,
 ) -> Iterator[Engine]:
     """An engine that is closed at the end, with buckets so small that there are several.
 
     backend: EAGER, or one of the compiler's
     small_bytes: up to this size weights are gathered all together; the real limit is above all that our models have
     costs: as if they had been measured
-    compile: further arguments of CompileConfig
+    options: further arguments of EngineConfig, or else of CompileConfig
     """
     compiled = backend != EAGER
+    own = {option.name for option in fields(EngineConfig)}
+    compile = {name: value for name, value in options.items() if name not in own}
     config = EngineConfig(
         reduce=ReduceConfig(bucket_mb=bucket_mb, dtype=reduce_dtype),
         compile=CompileConfig(enabled=compiled, backend=backend if compiled else "aot_eager", **compile),
-        compute_dtype=compute_dtype,
-        agreement_timeout_s=agreement_timeout_s,
-        poison=poison,
-        emulate_capture=emulate_capture,
-        capture_step=capture_step,
-        emulate_graphs=emulate_graphs,
-        capture_graphs=capture_graphs,
-        gather_by=gather_by,
-        reduce_by=reduce_by,
+        **{name: value for name, value in options.items() if name in own},
     )
     with patch("lightning_zero.engine.measure_costs", lambda *args: costs):
         engine = Engine(torch.device(device), config, observe=observe)
@@ -160,7 +146,7 @@ def train_sharded(
     engine: Engine,
     model: nn.Module,
     batches: Sequence[Batch],
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     loss_fn: Callable[[Any, Batch], Any] = case_loss,
     *,
     accumulate: int = 1,
@@ -170,7 +156,8 @@ def train_sharded(
     context: Context = nullcontext,
     before_batch: Callable[[nn.Module, int], None] | None = None,
 ) -> Reference:
-    """Takes global batches and trains on this rank's share. Steps after a last partial window, too.
+    """Takes global batches and trains on this rank's share, stepping as the Trainer's path does. Steps after a last
+    partial window, too.
 
     loss_fn: may return several losses, each of which gets a backward pass of its own
     """
@@ -187,14 +174,17 @@ def train_sharded(
         if (index + 1) % accumulate and index + 1 < len(batches):
             continue
         out.grads.append(whole_grads(engine, model))
-        params = list(model.parameters())
-        norm = engine.grad_norm(params) if clip_norm is None else engine.clip_grad_norm(params, clip_norm)
-        out.grad_norms.append(norm.item())
-        engine.before_step()
-        optimizer.step()
+        with engine.optimizers.stepping(optimizer, clip=clip_norm) as norm:
+            optimizer.step()
+        out.grad_norms.append(_norm_of(out.grads[-1]) if norm is None else norm.item())
         optimizer.zero_grad(set_to_none=set_to_none)
         out.params.append(whole_params(engine, model))
     return out
+
+
+def _norm_of(grads: Mapping[str, Tensor | None]) -> float:
+    present = [grad.double() for grad in grads.values() if grad is not None]
+    return nn.utils.get_total_norm(present).item()
 
 
 def train_plain(
@@ -224,8 +214,7 @@ def train_plain(
             continue
         grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
         out.grads.append({n: None if g is None else g.clone() for n, g in grads.items()})
-        present = [g.double() for g in grads.values() if g is not None]
-        out.grad_norms.append(nn.utils.get_total_norm(present).item())
+        out.grad_norms.append(_norm_of(grads))
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.trainer.precision import plain
+from lightning_zero.step.captured import CapturedRunner
 from tests.helpers.spread import check_spread
 
 # Neither 2 nor 3 divides any of them, so there is padding; and of a matrix with two of them for its sides each of 2 or 3
@@ -35,8 +36,8 @@ class Captured(ZeroStrategy):
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        plan = self._require_engine().stepper(plain(optimizer))._last
-        self.captured.append(plan is not None and plan.kernel is not None)
+        stepper = self._require_engine().optimizers.stepper(plain(optimizer))
+        self.captured.append(isinstance(stepper.runner, CapturedRunner))
         return result
 
 

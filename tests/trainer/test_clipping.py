@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import engine_of
-from lightning_zero.optim.stepper import OptimizerStepper
+from lightning_zero.step.stepper import OptimizerStepper
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import (
@@ -114,7 +114,8 @@ def _clip(
         trainer.fit(module, make_loader(kind, 5))
     check_captured(trainer)
     if kind.endswith("captured"):
-        kernel = engine_of(module).stepper(module.optimizers().optimizer)._last.kernel
+        stepper = engine_of(module).optimizers.stepper(module.optimizers().optimizer)
+        kernel = stepper.runner.kernel(stepper.layout)
         assert set(kernel._sequences) == {(make is ClippedByTheStep, False)}, "clipped where it should not be"
     state = whole_state(module)
     losses = global_losses(kind, module)

@@ -49,7 +49,7 @@ def fit_with_scaler(kind: str) -> dict[str, Any]:
     check_captured(trainer)
     state = whole_state(module)
     engine = engine_of(module)
-    skips = engine.stepper(module.optimizers().optimizer).may_skip() if engine is not None else None
+    skips = engine.optimizers.stepper(module.optimizers().optimizer).may_skip() if engine is not None else None
     close(module)
     return {"state": state, "scales": module.scales, "steps": module.steps, "device decides": skips}
 

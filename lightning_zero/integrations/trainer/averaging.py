@@ -55,7 +55,7 @@ def _announced(exchange: Callable[[Any], None], module: Any) -> None:
     engine = engine_of(module)
     if engine is not None:
         # It writes to `param.data`, which nobody notices: weights read earlier would win over it.
-        engine.before_step()
+        engine.cycle.before_step()
     exchange(module)
 
 

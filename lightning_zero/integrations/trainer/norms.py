@@ -48,7 +48,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         return lightnings_grad_norm(module, norm_type, group_separator)
     p = float(norm_type)
     named = [(name, param, engine.sharder.find(param)) for name, param in module.named_parameters()]
-    found = engine.grad_norms(p)
+    found = engine.optimizers.grad_norms(p)
     norms: dict[str, Any] = {
         f"grad_{p}_norm{group_separator}{name}": found[record.index]
         for name, param, record in named
@@ -108,7 +108,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _measure(self, p: float) -> dict[int, Tensor]:
-        found = self._engine.grad_norms(p)
+        found = self._engine.optimizers.grad_norms(p)
         with plainly():
             grads = [(record.index, record.param.grad) for record in self._engine.sharder.live]
             return {grad.data_ptr(): found[index] for index, grad in grads if grad is not None}

@@ -53,7 +53,7 @@ class _ForShards(WholeNorms):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         # What the user's own hook clips it may look at; otherwise nobody sees gradients before the step that comes now.
         later = self._clips_itself
-        self.engine().stepper(plain(optimizer)).clip_norm(clip_val, later=later)
+        self.engine().optimizers.stepper(plain(optimizer)).clip_norm(clip_val, later=later)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -64,7 +64,7 @@ class _ForShards(WholeNorms):
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.engine().stepper(plain(optimizer)).clip_value(clip_val)
+        self.engine().optimizers.stepper(plain(optimizer)).clip_value(clip_val)
 
     @override
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,24 +79,13 @@ class _ForShards(WholeNorms):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        engine, own = self.engine(), plain(optimizer)
-
-        def announced() -> Any:
-            engine.end_step(own)  # an optimizer may run its closure several times
-            result = closure()
-            # The closure runs forward and backward; the step that follows it changes the shards.
-            engine.before_step()
-            return result
-
-        try:
-            return super().optimizer_step(optimizer, model=model, closure=announced, **kwargs)
-        finally:
-            engine.end_step(own)
+        with self.engine().optimizers.with_closure(plain(optimizer)) as wrap:
+            return super().optimizer_step(optimizer, model=model, closure=wrap(closure), **kwargs)
 
     @override
     def _wrap_closure(self, model: pl.LightningModule, optimizer: Any, closure: Callable[[], Any]) -> Any:
         result = super()._wrap_closure(model, optimizer, closure)
-        self.engine().begin_step(plain(optimizer))
+        self.engine().optimizers.begin(plain(optimizer))
         return result
 
 
@@ -176,29 +165,24 @@ class FlatGradScaler(ShardedGradScaler):
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        with self._engine().stepper(optimizer).flat():
+        with self._engine().optimizers.stepper(optimizer).flat():
             super().unscale_(optimizer)
 
     @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        engine = self._engine()
-        if not self.is_enabled() or not engine.stepper(optimizer).may_skip():
-            engine.begin_step(optimizer)
-            try:
+        optimizers = self._engine().optimizers
+        if not self.is_enabled() or not optimizers.stepper(optimizer).may_skip():
+            with optimizers.stepping(optimizer):
                 return super().step(optimizer, *args, **kwargs)
-            finally:
-                engine.end_step(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        found = torch.stack([value.to(engine.device) for value in state["found_inf_per_device"].values()]).sum()
-        engine.begin_step(optimizer, skip=found)
-        try:
+        device = self._engine().device
+        found = torch.stack([value.to(device) for value in state["found_inf_per_device"].values()]).sum()
+        with optimizers.stepping(optimizer, skip=found):
             result = optimizer.step(*args, **kwargs)
-        finally:
-            engine.end_step(optimizer)
         state["stage"] = OptState.STEPPED
         return result
 

@@ -38,7 +38,7 @@ from lightning_zero.integrations.trainer.processes import ProcessStrategy, nccl_
 from lightning_zero.integrations.trainer.saving import Saving
 from lightning_zero.integrations.trainer.sigterm import Start, ask_on_cpu, note_sigterm
 from lightning_zero.integrations.trainer.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
-from lightning_zero.native.watchdog import Lane, Phase
+from lightning_zero.native.watchdog import Lane
 
 __all__ = ["ZeroStrategy"]
 
@@ -216,21 +216,20 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             module = self.lightning_module
             engine = (module is not None and engine_of(module)) or self._require_engine()
         # From here on, so that whatever keeps a rank away in one of the user's hooks is seen by the others.
-        engine.watchdog.begin()
-        engine.watchdog.enter(Phase.SETUP)
+        engine.cycle.begin_stage()
         self._end_startup()
 
     @override
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         if self._engine is None:
             return nullcontext()
-        self._engine.executor.end_writing()  # whoever comes last may want to read what this rank has written
+        self._engine.sharder.access.done_writing()  # whoever comes last may want to read what this rank has written
         return self._engine.watchdog.waiting(what, Lane.WORLD)
 
     def _ask_for_sigterms(self, start: Start) -> None:
-        executor = self._require_engine().executor
-        executor.end_writing()
-        executor.collective("the question before each batch whether to stop for a SIGTERM", Lane.CONTROL, start)
+        engine = self._require_engine()
+        engine.sharder.access.done_writing()
+        engine.executor.collective("the question before each batch whether to stop for a SIGTERM", Lane.CONTROL, start)
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -355,10 +354,10 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             try:
-                engine.check_optimizer(optimizer)
+                engine.optimizers.check(optimizer)
             except UnsupportedError as error:
                 raise MisconfigurationException(str(error)) from error
-        engine.arrange(self.optimizers)
+        engine.optimizers.arrange(self.optimizers)
 
     # -- steps
 
@@ -370,9 +369,9 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
-        self._require_engine().eval_step()
+        self._require_engine().cycle.eval_step()
         yield
-        self._require_engine().after_eval()
+        self._require_engine().cycle.after_eval()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -391,11 +390,11 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        self._require_engine().before_backward()
+        self._require_engine().cycle.before_backward()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        self._require_engine().after_backward()
+        self._require_engine().cycle.after_backward()
 
     @override
     def optimizer_step(
@@ -416,7 +415,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             self._startup.fail(exception)
         if self._engine is not None:
             self._engine.watchdog.fail(exception)
-            self._engine.tidy_up()
+            self._engine.cycle.tidy_up()
 
     @override
     def teardown(self) -> None:
@@ -425,7 +424,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if self._ask_again is not None:
             self._ask_again()
         if self._engine is not None:
-            self._engine.tidy_up()
+            self._engine.cycle.tidy_up()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

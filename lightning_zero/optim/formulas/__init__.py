@@ -5,6 +5,9 @@ are tensors. A rule has two halves: ``scalars`` turns a group's settings and the
 float64 because ``1 - beta`` loses what float32 can hold; ``apply`` treats elements one by one, in float32 whatever the
 dtype of the weights, as the fused kernels of ``torch.optim`` do. What depends on a number of the device is chosen with
 ``torch.where``: a graph has no branches.
+
+A new optimizer of ``torch.optim``: its formula in the file of its relatives, and a line in ``_RULES``. One of a third
+party's, or of a user's own: :func:`register_rule`.
 """
 
 from __future__ import annotations
@@ -20,9 +23,12 @@ from lightning_zero.optim.formulas.sgd import asgd, sgd
 from lightning_zero.optim.formulas.sign import rprop
 from lightning_zero.optim.formulas.squares import adadelta, adagrad, rmsprop
 
-__all__ = ["Rule", "rule_for"]
+__all__ = ["MakeRule", "Rule", "register_rule", "rule_for"]
 
-_RULES: Mapping[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Rule]] = {
+MakeRule = Callable[[Mapping[str, Any]], Rule]
+
+_ATTRIBUTE = "_zero_rule"  # of an optimizer's class
+_RULES: Mapping[type[torch.optim.Optimizer], MakeRule] = {
     torch.optim.Adadelta: adadelta,
     torch.optim.Adagrad: adagrad,
     torch.optim.Adam: adam,
@@ -40,5 +46,45 @@ _RULES: Mapping[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Rule]
 def rule_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule | None:
     """The rule by which this optimizer steps this group; None where we have none, as for subclasses, which may do
     anything."""
-    make = _RULES.get(type(optimizer))
+    make = _RULES.get(type(optimizer)) or type(optimizer).__dict__.get(_ATTRIBUTE)
     return None if make is None or group.get("differentiable") else make(group)
+
+
+def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> None:
+    """Tells how an optimizer of your own treats single elements, so that its step can be captured as a CUDA graph.
+
+    Its ``step`` makes the first step, and with it the state; later ones are computed by the rule, and ``step`` is then
+    called without parameters. Call this before training, on every rank. Subclasses need rules of their own::
+
+        @functools.cache
+        def lion():
+            def scalars(setting, step):
+                return {**setting, "rise": 1 - setting["betas.0"], "rise2": 1 - setting["betas.1"]}
+
+            def apply(param, grad, state, s):
+                average = state["exp_avg"]
+                way = (average + (grad - average) * s["rise"]).sign()
+                new = {"exp_avg": average + (grad - average) * s["rise2"]}
+                return param * (1 - s["lr"] * s["weight_decay"]) - way * s["lr"], new
+
+            return Rule(("lr", "betas.0", "betas.1", "weight_decay"), ("exp_avg",), scalars, apply)
+
+
+        lightning_zero.register_rule(Lion, lambda group: lion())
+
+    Args:
+        optimizer: the class itself.
+        make: the :class:`Rule` for a parameter group; it may depend on the group's settings that are no numbers, and
+            on which are zero. The same object for groups with the same of these, so that they share compiled code.
+
+    Raises:
+        ValueError: it is no class of optimizers, or has another rule already.
+    """
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise ValueError(f"{optimizer!r} is no class of optimizers. Pass the class, such as Lion, and not an object.")
+    known = _RULES.get(optimizer) or optimizer.__dict__.get(_ATTRIBUTE)
+    if known is not None and known is not make:
+        raise ValueError(
+            f"{optimizer.__name__} has another rule already ({known!r}). Register yours for a subclass of it."
+        )
+    setattr(optimizer, _ATTRIBUTE, make)

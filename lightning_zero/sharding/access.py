@@ -1,0 +1,46 @@
+"""Who may read and who may write shards, and when: the only caller of the four functions of the executor that say so.
+
+Weights that eager code was given are copies. What was done to them in place must reach the shards before anybody reads
+these, and what overwrites shards must win over copies that were given out before. Where ranks read each other's shards,
+whoever writes waits for the readers first, and lets them go on afterwards.
+"""
+
+from __future__ import annotations
+
+from lightning_zero.native import Executor
+
+__all__ = ["ShardAccess"]
+
+
+class ShardAccess:
+    """Asked by whatever reads or writes shards otherwise than by a gather."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def before_reading(self) -> None:
+        """Edits of gathered weights are in the shards from here on."""
+        self._executor.sync_edits()
+
+    def settle(self) -> None:
+        """Likewise; and what is still done to copies given out so far does not count any more."""
+        self._executor.sync_edits(forget=True)
+
+    def before_overwriting(self) -> None:
+        """Shards are about to get values that win over copies given out before."""
+        self.settle()
+        self.before_writing()
+
+    def before_writing(self) -> None:
+        """Shards are about to change: ranks that still read them are waited for. Harmless when repeated. The next
+        gather on this rank ends it, if :meth:`done_writing` does not."""
+        self._executor.begin_writing()
+
+    def done_writing(self) -> None:
+        """Other ranks may read what this one has written. Harmless where nothing was."""
+        self._executor.end_writing()
+
+    def may_have_changed(self) -> None:
+        """Shards may have changed without a word, as under an exchange of ``param.data``: what was made of them is made
+        anew before it is next read."""
+        self._executor.expire_shadows()

@@ -1,0 +1,88 @@
+"""The whole step as one replay of a CUDA graph, of which the optimizer's own ``step`` sees nothing."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_zero.optim.kernel import StepKernel
+from lightning_zero.step.layout import StepLayout
+from lightning_zero.step.layouts import StepLayouts
+from lightning_zero.step.substitute import Groups, Own
+
+__all__ = ["CapturedRunner", "why_not_captured"]
+
+
+def why_not_captured(
+    optimizer: torch.optim.Optimizer, device: torch.device, capture: bool | str, emulate: bool
+) -> str | None:
+    """Why the optimizer's step cannot be captured, as it is now; None if it can."""
+    if not capture:
+        return "capture_step is off"
+    if device.type != "cuda" and not emulate:
+        return f"there are no CUDA graphs on device {str(device)!r}"
+    if any(p.dtype is torch.float64 for group in optimizer.param_groups for p in group["params"]):
+        return "replays compute in float32, and it steps parameters of float64"
+    if not StepKernel.covers(optimizer, optimizer.param_groups):
+        return (
+            "its update rule is not one that is known here (elementwise ones of torch.optim, no subclasses). "
+            "lightning_zero.register_rule makes one known"
+        )
+    return None
+
+
+class CapturedRunner:
+    """Replays a layout's step once the optimizer itself has made the first, and its state with it.
+
+    Args:
+        optimizer: whose update rule is known.
+        layouts: of the optimizer.
+        device: of all tensors.
+        compile_kernels: compile the update with inductor; otherwise it runs op by op.
+
+    Attributes:
+        replays: steps that were one launch.
+    """
+
+    clips = skips = True
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, layouts: StepLayouts, device: torch.device, compile_kernels: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._layouts = layouts
+        self._device = device
+        self._compile = compile_kernels
+        self._kernels: WeakKeyDictionary[StepLayout, StepKernel] = WeakKeyDictionary()
+        self.replays = 0
+
+    def kernel(self, layout: StepLayout) -> StepKernel | None:
+        """What steps this layout; None before it was first taken."""
+        return self._kernels.get(layout)
+
+    def takes(self, layout: StepLayout, own: Own) -> bool:
+        if layout in self._kernels:
+            return True
+        if layout.own_steps == 0 or not layout.segments:
+            return False
+        if not StepKernel.covers(self._optimizer, own.groups, layout.segments):
+            return False
+        moved = [segment.move_counts(self._device) for segment in layout.segments]
+        if any(moved):
+            # The others look at the counts where they were, and would step with what they were.
+            self._layouts.drop_others(layout)
+        self._kernels[layout] = StepKernel(self._optimizer, own.groups, layout.segments, self._device, self._compile)
+        for segment in layout.segments:
+            segment.give_out(own.state)
+        self._layouts.note(own.state)
+        return True
+
+    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Groups:
+        with torch.no_grad():
+            self.replays += self._kernels[layout].run(own.groups, layout.squared, max_norm, skip)
+        return []
+
+    def end(self, layout: StepLayout, own: Own) -> None:
+        pass

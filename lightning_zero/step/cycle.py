@@ -1,0 +1,254 @@
+"""The cycle of a training step, and what must happen where one part of it follows another.
+
+    IDLE -> FORWARD -> BACKWARD -> IDLE -> STEP -> IDLE
+
+is how ``trainer.fit`` goes round. Other orders are as good: several backwards for one step, as accumulation has them;
+forward, backward and step of several optimizers by turns inside one ``train_step``, as manual optimization has them; a
+step without a backward; evaluation between any two, but not inside. Whatever ends by an exception may be left halfway.
+
+What cannot be right is refused by name: a training step inside a training step or an evaluation inside one, where the
+one in progress would lose the graphs and the weights that its backward needs; and a forward, a backward, an evaluation
+or the step of another optimizer where gradients have been declared final and the optimizer has not yet made its step,
+which would change what it steps by.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from lightning_zero.native import Executor
+from lightning_zero.native.watchdog import Phase, Watchdog
+from lightning_zero.sharding.buffers import BufferBroadcast
+from lightning_zero.sharding.hooks import GradientHooks
+from lightning_zero.sharding.shard import Sharder
+
+__all__ = ["CompiledPart", "State", "StepCycle", "UnderWay"]
+
+log = logging.getLogger(__name__)
+
+
+class State(enum.Enum):
+    """Where in its cycle an engine is.
+
+    FORWARD is inside ``train_step``, until a backward begins there; BACKWARD from ``before_backward`` to
+    ``after_backward``; STEP from the moment at which gradients are final until the optimizer has made its step;
+    EVALUATION from ``eval_step`` until something else begins; and IDLE is between all of these.
+    """
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+    STEP = enum.auto()
+    EVALUATION = enum.auto()
+
+
+class CompiledPart(Protocol):
+    """What compiled code needs in each cycle."""
+
+    def allocate(self) -> None:
+        """Memory that peers read and write, once it is known what for; before the epoch of a forward begins."""
+
+    def prepare(self) -> None:
+        """Before each forward of a training step; collective."""
+
+    def surround(self) -> AbstractContextManager[None]:
+        """Around each forward of a training step."""
+        ...
+
+    def stepped(self) -> None:
+        """An optimizer steps now. Harmless when repeated."""
+
+    def drop_replays(self) -> None:
+        """Memory of CUDA graphs of forward and backward is given back."""
+
+    def reset(self) -> None:
+        """Likewise, and what was half done is forgotten."""
+
+
+class UnderWay(Protocol):
+    """A step of an optimizer.
+
+    Attributes:
+        under_way: the optimizer's own ``step`` is still to come, or not over.
+    """
+
+    @property
+    def under_way(self) -> bool: ...
+
+
+class StepCycle:
+    """Says when edits of weights reach their shards, when shards are written, and in which phase the watchdog is.
+
+    Attributes:
+        state: where in its cycle the engine is.
+    """
+
+    def __init__(
+        self, executor: Executor, watchdog: Watchdog, sharder: Sharder, buffers: BufferBroadcast, compiled: CompiledPart
+    ) -> None:
+        self.state = State.IDLE
+        self._inside = False  # of train_step
+        self._step: UnderWay | None = None  # that began last
+        self._executor = executor
+        self._watchdog = watchdog
+        self._sharder = sharder
+        self._buffers = buffers
+        self._compiled = compiled
+        self._hooks = GradientHooks(sharder)
+
+    # -- stages
+
+    def begin_stage(self) -> None:
+        """From here on the other ranks notice what keeps this one away."""
+        self._watchdog.begin()
+        self._enter(State.IDLE, Phase.SETUP)
+
+    def tidy_up(self) -> None:
+        """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
+        every call raises, and users must see what came first."""
+        self._enter(State.IDLE, Phase.OUTSIDE)
+        self._sharder.view.end_forward()
+        try:
+            self.reset()
+            self._executor.release_buffers()
+        except RuntimeError as error:
+            if not self._watchdog.failed:
+                raise
+            log.warning("What was under way could not be dropped (%s: %s).", type(error).__name__, error)
+
+    def reset(self) -> None:
+        """After an exception: drops half-done work and gathered weights. Not collective."""
+        self.state, self._inside, self._step = State.IDLE, False, None
+        self._compiled.reset()
+        self._executor.abort_backward()
+        self._sharder.access.settle()
+        self._executor.drop_weights()  # a traceback may hold them for long
+        self._buffers.reset()
+
+    def close(self) -> None:
+        """Autograd calls the users' hooks again: parameters are whole."""
+        self._hooks.give_back()
+
+    # -- training
+
+    @contextmanager
+    def train_step(self) -> Iterator[None]:
+        """Surrounds the forward of a training step; in manual optimization, everything else as well.
+
+        Raises:
+            RuntimeError: inside another, or while an optimizer steps.
+        """
+        self._refuse(State.FORWARD, "train_step()", inside="Leave the training step first, then begin the next one")
+        self._enter(State.FORWARD, Phase.FORWARD)
+        self._inside = True
+        try:
+            self._sharder.allocate_gradients()
+            self._compiled.allocate()
+            self._executor.begin_epoch()
+            self._compiled.prepare()
+            self._hooks.adopt()
+            self._buffers.before_forward()
+            self._sharder.view.begin_forward()
+            with self._compiled.surround():
+                yield
+            self._buffers.notice()
+        finally:
+            # The watchdog is left as it was: what failed, failed there; and nobody need announce a backward.
+            self.state, self._inside = State.IDLE, False
+
+    def before_backward(self) -> None:
+        """Should come before each backward where users have put hooks on gradients and accumulate them.
+
+        Raises:
+            RuntimeError: while an optimizer steps.
+        """
+        self._refuse(State.BACKWARD, "before_backward()")
+        self._enter(State.BACKWARD, Phase.BACKWARD)
+        self._hooks.before_backward()
+        self._buffers.notice()
+
+    def gradients_came(self) -> None:
+        """At the end of each backward, announced or not; called by the executor."""
+        self._sharder.view.end_forward()  # users' hooks come next
+        self._hooks.run(self._executor.attached())
+
+    def after_backward(self) -> None:
+        """Should come after each backward: weights that forward read win over what is then written to
+        ``param.data``."""
+        self._enter(State.IDLE, Phase.BETWEEN)
+        self._sharder.access.before_reading()
+
+    def before_step(self) -> None:
+        """Must come before shards are overwritten, by an optimizer or by whatever does the same (an exchange with
+        averages): edits of gathered weights reach them first."""
+        self._compiled.stepped()
+        self._buffers.stepped()
+        self._sharder.access.before_overwriting()
+
+    def begin_step(self, step: UnderWay) -> None:
+        """Gradients are final, and the optimizer's own ``step`` is next.
+
+        Raises:
+            RuntimeError: while another optimizer steps.
+        """
+        if step is not self._step:
+            self._refuse(State.STEP, "the step of an optimizer")
+        self._step = step
+        self._enter(State.STEP, Phase.STEP)
+        self.before_step()
+
+    def end_step(self, step: UnderWay, changed: bool) -> None:
+        """After the optimizer's ``step``, whether it succeeded or not. Harmless when repeated.
+
+        changed: there was a step; in the last of several accumulated micro-batches, kept weights are still good
+        """
+        if step is not self._step and self._step is not None and self._step.under_way:
+            return  # it was refused, and the other one goes on
+        self._step = None
+        self._enter(State.IDLE, Phase.BETWEEN)
+        if changed:
+            self._sharder.access.may_have_changed()
+        self._sharder.access.done_writing()
+
+    # -- evaluation
+
+    def eval_step(self) -> None:
+        """Must come before a forward outside of training: weights may have been exchanged since the last one.
+
+        Raises:
+            RuntimeError: inside a training step, or while an optimizer steps.
+        """
+        inside = "Evaluate before or after it: the graphs that its backward needs would be given up"
+        self._refuse(State.EVALUATION, "eval_step()", inside)
+        self._enter(State.EVALUATION, Phase.EVALUATION)
+        self._compiled.drop_replays()
+        self._sharder.access.before_reading()
+        self._sharder.access.may_have_changed()
+        self._buffers.before_forward()
+
+    def after_eval(self) -> None:
+        """Should come after such a forward: weights that it read, and that something still holds, would win over what
+        is then written to ``param.data``."""
+        self._sharder.access.settle()
+
+    # --
+
+    def _enter(self, state: State, phase: Phase) -> None:
+        self.state = state
+        self._watchdog.enter(phase)
+
+    def _refuse(self, wanted: State, what: str, inside: str = "") -> None:
+        if self._step is not None and self._step.under_way:
+            way_out = "Let the optimizer make its step first, or end it (end_step())"
+        elif self._inside and inside and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD)):
+            way_out = inside
+        else:
+            return
+        raise RuntimeError(
+            f"{what} was called in the state {self.state.name}, and leads to {wanted.name}, which cannot follow here. "
+            f"{way_out}."
+        )

@@ -1,0 +1,40 @@
+"""The optimizer steps flat parameters by itself, in a few kernels in place of many."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_zero.step.layout import StepLayout
+from lightning_zero.step.layouts import StepLayouts
+from lightning_zero.step.substitute import Groups, Own
+
+__all__ = ["EagerRunner"]
+
+
+class EagerRunner:
+    """Shows the optimizer a layout's segments, and gives out what it keeps for them as its own parameters' state."""
+
+    clips = skips = False
+
+    def __init__(self, layouts: StepLayouts) -> None:
+        self._layouts = layouts
+
+    def takes(self, layout: StepLayout, own: Own) -> bool:
+        return True
+
+    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Groups:
+        assert skip is None, "only what replays can skip"
+        if max_norm is not None:
+            layout.clip_norm(max_norm)
+        flat = layout.flat_groups(own.groups)
+        for segment in layout.segments:
+            segment.read_numbers(own.state)
+        return flat
+
+    def end(self, layout: StepLayout, own: Own) -> None:
+        layout.own_steps += 1
+        for segment in layout.segments:
+            segment.state = layout.state[segment.param]
+            segment.spread_counts()
+            segment.give_out(own.state)
+        self._layouts.note(own.state)

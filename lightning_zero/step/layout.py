@@ -1,0 +1,61 @@
+"""What an optimizer steps together: the segments of its parameters that have a gradient."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.optim.clip import clip_factor
+from lightning_zero.optim.graphed import GraphedSequence
+from lightning_zero.optim.segments import Segment, State
+
+__all__ = ["StepLayout"]
+
+
+class StepLayout:
+    """The segments for one pattern of parameters with gradients.
+
+    Attributes:
+        segments: what is stepped as one tensor each.
+        squared: 0-dim, of the norms' dtype: the sum of the gradients' squares; of all ranks once they were added up.
+        state: what the optimizer keeps, by flat parameter.
+        own_steps: how many steps the optimizer itself has made; before the first one there may be no state.
+    """
+
+    def __init__(self, segments: list[Segment], device: torch.device, dtype: torch.dtype) -> None:
+        self.segments = segments
+        self.squared = torch.zeros((), dtype=dtype, device=device)
+        self.state: State = defaultdict(dict, {s.param: s.state for s in segments if s.state})
+        self.own_steps = 0
+        self._captured_sum = GraphedSequence(self._sum_squares, device)
+
+    def sum_squares(self, captured: bool) -> Tensor:
+        """``squared``, of this rank's gradients as they are now; by replay of a CUDA graph if ``captured``."""
+        (self._captured_sum if captured else self._sum_squares)()
+        return self.squared
+
+    def _sum_squares(self) -> None:
+        parts = [torch.linalg.vector_norm(s.grad, dtype=self.squared.dtype) for s in self.segments]
+        self.squared.copy_(torch.stack(parts).square().sum() if parts else torch.zeros_like(self.squared))
+
+    def clip_norm(self, max_norm: float) -> None:
+        """Scales the gradients, whose ``squared`` is of all ranks, to a norm of at most ``max_norm``."""
+        factor = clip_factor(self.squared, max_norm)
+        for segment in self.segments:
+            segment.grad.mul_(factor.to(segment.grad.dtype))
+
+    def clip_value(self, most: float) -> None:
+        """Clamps the gradients to [-most, most]."""
+        for segment in self.segments:
+            segment.grad.clamp_(-most, most)
+
+    def flat_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups with the settings of ``groups``, of flat parameters with their gradients."""
+        flat: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
+        for segment in self.segments:
+            segment.param.grad = segment.grad
+            flat[segment.group]["params"].append(segment.param)
+        return flat

@@ -1,0 +1,163 @@
+"""All optimizers of an engine, and the protocol of their steps.
+
+An optimizer steps shards in this order, whoever drives it:
+
+    ``begin``                 gradients are final: edits reach the shards, readers are waited for, and the runner does
+                              its part; a captured one has made the whole step when this returns
+    ``optimizer.step``        the optimizer's own, on flat parameters in place of its own ones, or on none
+    a post-hook of ours       before those of users: the optimizer has its own parameters and state again
+    ``end``                   other ranks may read; copies that were made of shards are void
+
+:meth:`OptimizerSteps.stepping` does all of it around a plain ``optimizer.step()``.
+
+Lightning runs forward and backward inside ``optimizer.step(closure)``, after the user's pre-hooks, and an optimizer may
+call its closure several times. :meth:`OptimizerSteps.with_closure` surrounds that:
+
+    ``optimizer.step``        calls the closure
+        ``end``               of what an earlier call has begun: the closure sees the optimizer's own parameters
+        closure               forward and backward
+        ``before_step``       what hooks write to shards from here on wins over weights that were read
+        clipping, hooks       Lightning's, at the end of its closure
+        ``begin``             its last act
+    ...                       the optimizer steps
+    ``end``                   whatever happened
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.config import EngineConfig
+from lightning_zero.native.watchdog import Lane
+from lightning_zero.optim.formulas import rule_for
+from lightning_zero.optim.norms import norms_of_each
+from lightning_zero.optim.support import check_capture, check_members, check_optimizer, zero_gradients_plainly
+from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.shard import Sharder
+from lightning_zero.step.cycle import StepCycle
+from lightning_zero.step.stepper import OptimizerStepper
+
+__all__ = ["OptimizerSteps"]
+
+Closure = Callable[[], Any]
+
+
+class OptimizerSteps:
+    """Steps optimizers over one engine's shards.
+
+    Args:
+        sharder: knows the shards.
+        group: process group over which norms are summed.
+        cycle: hears of each step.
+        config: ``capture_step`` and ``emulate_capture`` are those of optimizers that are seen first from now on.
+    """
+
+    def __init__(
+        self, sharder: Sharder, group: torch.distributed.ProcessGroup, cycle: StepCycle, config: EngineConfig
+    ) -> None:
+        self.config = config
+        self._sharder = sharder
+        self._group = group
+        self._cycle = cycle
+        self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
+
+    def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
+        """What steps this optimizer over the arenas."""
+        stepper = self._steppers.get(optimizer)
+        if stepper is None:
+            config = self.config
+            stepper = OptimizerStepper(
+                optimizer, self._sharder, self._group, config.capture_step, config.emulate_capture
+            )
+            self._steppers[optimizer] = stepper
+        return stepper
+
+    def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None) -> None:
+        """Gradients are final, and the optimizer's own ``step`` is next; :meth:`end` must come after it. Inside its
+        ``step(closure)``, the closure's last act.
+
+        skip: see :meth:`OptimizerStepper.begin`
+
+        Raises:
+            RuntimeError: another optimizer's step is not over.
+            UnsupportedError: the optimizer holds what is no shard, or keeps state for more than single elements.
+        """
+        stepper = self.stepper(optimizer)
+        self._cycle.begin_step(stepper)
+        stepper.begin(skip)
+
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the optimizer's ``step``, whether it succeeded or not, and before a closure is run again."""
+        stepper = self.stepper(optimizer)
+        self._cycle.end_step(stepper, changed=stepper.end())
+
+    @contextmanager
+    def stepping(
+        self, optimizer: torch.optim.Optimizer, clip: float | None = None, skip: Tensor | None = None
+    ) -> Iterator[Tensor | None]:
+        """Surrounds ``optimizer.step()``, once gradients are final. Collective with ``clip``.
+
+        Args:
+            optimizer: of shards.
+            clip: gradients are scaled to a global 2-norm of at most this; the norm before is given, 0-dim on the
+                device.
+            skip: see :meth:`OptimizerStepper.begin`.
+        """
+        norm = None if clip is None else self.stepper(optimizer).clip_norm(clip, later=True)
+        try:
+            self.begin(optimizer, skip)
+            yield norm
+        finally:
+            self.end(optimizer)
+
+    @contextmanager
+    def with_closure(self, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[Closure], Closure]]:
+        """Surrounds ``optimizer.step(wrap(closure))``, where ``wrap`` is what this gives. After the closure gradients
+        may still change; then comes :meth:`begin`."""
+
+        def wrap(closure: Closure) -> Closure:
+            def announced() -> Any:
+                self.end(optimizer)
+                result = closure()
+                self._cycle.before_step()
+                return result
+
+            return announced
+
+        try:
+            yield wrap
+        finally:
+            self.end(optimizer)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no
+        shards."""
+        check_optimizer(optimizer)
+        if self.config.capture_step is True:
+            check_capture(optimizer, self.stepper(optimizer).why_eager)
+        check_members(optimizer.param_groups, type(optimizer).__name__, self._sharder.find)
+        zero_gradients_plainly(optimizer)
+
+    def arrange(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Lays the shards out for these optimizers, so that each steps its groups as few tensors. Best called before
+        training; without it everything works in smaller pieces."""
+        groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+        simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
+        self._sharder.arrange([group["params"] for _, group in groups], by_dimensions=not simple)
+
+    def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
+        """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the
+        device, zero where there is no gradient. Collective."""
+        live = self._sharder.live
+        executor = self._sharder.executor
+        with plainly():
+            shards = [record.param.grad for record in live]
+        with executor.waiting("norms of gradients", Lane.REDUCE):
+            norms = norms_of_each(shards, norm_type, self._group, executor.device)
+        return dict(zip([record.index for record in live], norms, strict=True))

@@ -1,0 +1,159 @@
+"""Steps one optimizer over the arenas.
+
+Protocol, for each step: ``clip_norm()`` if gradients are to be clipped; ``begin()`` when they are final; the
+optimizer's own ``step``; ``end()``. Between begin and end the optimizer sees a few flat parameters in place of its own,
+so that whatever it does, it does in a few kernels; or none at all, where ``begin()`` has replayed the whole step. Its
+hooks, counters and schedulers notice nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.native.watchdog import Lane
+from lightning_zero.sharding.refusals import on_plain_tensors, plainly
+from lightning_zero.sharding.shard import Sharder
+from lightning_zero.step.captured import CapturedRunner, why_not_captured
+from lightning_zero.step.eager import EagerRunner
+from lightning_zero.step.layout import StepLayout
+from lightning_zero.step.layouts import StepLayouts
+from lightning_zero.step.runner import StepRunner
+from lightning_zero.step.substitute import Own, Substitute
+
+__all__ = ["OptimizerStepper"]
+
+log = logging.getLogger(__name__)
+
+
+class OptimizerStepper:
+    """Finds the layout of each step, and the runner that carries it out.
+
+    Args:
+        optimizer: of shards.
+        sharder: knows them.
+        group: process group over which norms are summed.
+        capture: ``"auto"`` or True: where possible; False: never.
+        emulate: debugging: do on any device what a captured step does, without a graph.
+
+    Attributes:
+        why_eager: why steps are never captured, in words; None if they are.
+        runner: that carried out the last step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        sharder: Sharder,
+        group: dist.ProcessGroup,
+        capture: bool | str = "auto",
+        emulate: bool = False,
+    ) -> None:
+        device = sharder.executor.device
+        self._sharder = sharder
+        self._group = group
+        self._substitute = Substitute(optimizer)
+        self._layouts = StepLayouts(optimizer, sharder)
+        self.why_eager = why_not_captured(optimizer, device, capture, emulate)
+        self._graphs = bool(capture) and (emulate or device.type == "cuda")
+        if self.why_eager is not None:
+            log.info("%s steps without a captured graph: %s.", type(optimizer).__name__, self.why_eager)
+        self._captured = CapturedRunner(optimizer, self._layouts, device, compile_kernels=device.type == "cuda")
+        # The first that takes a layout steps it.
+        eager = EagerRunner(self._layouts)
+        self._runners: Sequence[StepRunner] = (self._captured, eager) if self._graphs else (eager,)
+        self.runner: StepRunner | None = None
+        self._clip: tuple[StepLayout, float] | None = None  # to be done by the step
+
+    @property
+    def layout(self) -> StepLayout | None:
+        """Of the last step."""
+        return self._layouts.last
+
+    @property
+    def replays(self) -> int:
+        """Steps that were one launch."""
+        return self._captured.replays
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the optimizer's own ``step`` is still to come, or is not over, after :meth:`begin`."""
+        return self._substitute.shown
+
+    # -- gradients
+
+    @on_plain_tensors
+    def clip_norm(self, max_norm: float, later: bool = False) -> Tensor:
+        """Scales gradients to a global 2-norm of at most ``max_norm``; returns the norm before. Collective.
+
+        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``. Nothing is read on
+        the host.
+
+        later: gradients may be scaled while they are used, which saves reading and writing them once more
+        """
+        own = self._substitute.own
+        layout = self._layouts.current(own)
+        squared = layout.sum_squares(captured=self._graphs)
+        self._sharder.executor.collective(
+            "norms of gradients",
+            Lane.REDUCE,
+            lambda asynchronously: dist.all_reduce(squared, group=self._group, async_op=asynchronously),
+        )
+        norm = squared.sqrt()
+        self._clip = layout, max_norm
+        if not later or not self._runner_of(layout, own).clips:
+            self._clip = None
+            layout.clip_norm(max_norm)
+        return norm
+
+    @on_plain_tensors
+    def clip_value(self, most: float) -> None:
+        """Clamps gradients to [-most, most]."""
+        self._layouts.current(self._substitute.own).clip_value(most)
+
+    # -- stepping
+
+    @contextmanager
+    def flat(self) -> Iterator[None]:
+        """Inside, the optimizer's parameters are the flat ones, with their gradients; nothing may be stepped."""
+        own = self._substitute.own
+        with plainly():
+            groups = self._layouts.current(own).flat_groups(own.groups)
+        with self._substitute.instead(groups):
+            yield
+
+    @on_plain_tensors
+    def begin(self, skip: Tensor | None = None) -> None:
+        """The gradients are final: the optimizer's ``step`` comes next.
+
+        skip: 0-dim float32 on the device; where it is not zero, nothing changes. Only for optimizers that
+            ``may_skip``.
+        """
+        self.end()
+        own = self._substitute.own
+        # Between a clipping that is left to the step and the step, nobody has touched anything.
+        clip, self._clip = self._clip, None
+        layout, max_norm = clip or (self._layouts.current(own), None)
+        runner = self.runner = self._runner_of(layout, own)
+        groups = runner.begin(layout, own, max_norm, skip)
+        self._substitute.show(groups, layout.state, lambda own: runner.end(layout, own))
+
+    @on_plain_tensors
+    def end(self) -> bool:
+        """The optimizer has its own parameters again. Harmless when repeated; returns whether there was a step to
+        end."""
+        return self._substitute.end()
+
+    @on_plain_tensors
+    def may_skip(self) -> bool:
+        """Whether ``begin`` can skip the step by what the device knows."""
+        own = self._substitute.own
+        return self._runner_of(self._layouts.current(own), own).skips
+
+    def _runner_of(self, layout: StepLayout, own: Own) -> StepRunner:
+        return next(runner for runner in self._runners if runner.takes(layout, own))

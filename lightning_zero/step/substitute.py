@@ -1,0 +1,84 @@
+"""Other parameters and state in the place of an optimizer's own, for the length of one of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_zero.optim.segments import State
+
+__all__ = ["Own", "Substitute"]
+
+Groups = list[dict[str, Any]]
+
+
+class Own(NamedTuple):
+    """What users know of an optimizer: ``param_groups`` and ``state`` of its own parameters."""
+
+    groups: Groups
+    state: State
+
+
+class Substitute:
+    """Swaps ``param_groups`` and ``state`` of one optimizer. Its own are back as soon as its ``step`` is over, before
+    any of the user's post-hooks look at them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._own: Own | None = None  # while others are in their place
+        self._shown: Groups = []
+        self._before: Groups = []
+        self._after: Callable[[Own], None] = lambda own: None
+        self._hook: Any = None
+
+    @property
+    def shown(self) -> bool:
+        """Whether the optimizer's own parameters are out of its sight: its ``step`` is still to come or under way."""
+        return self._own is not None
+
+    @property
+    def own(self) -> Own:
+        return self._own or Own(self._optimizer.param_groups, self._optimizer.state)
+
+    def show(self, groups: Groups, state: State, after: Callable[[Own], None]) -> None:
+        """From now on until the end of the optimizer's next ``step``, or :meth:`end`, it sees these; ``after`` is then
+        called with its own ones."""
+        self._own, self._shown, self._after = self.own, groups, after
+        self._before = [dict(group) for group in groups]
+        self._optimizer.param_groups, self._optimizer.state = groups, state
+        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._restore())
+        # The user's own hooks come after this one.
+        hooks: Any = self._optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._hook.id, last=False)
+
+    def end(self) -> bool:
+        """The optimizer has its own again. Harmless when repeated; returns whether there was something to end."""
+        self._restore()
+        if self._hook is None:
+            return False
+        self._hook.remove()
+        self._hook = None
+        return True
+
+    @contextmanager
+    def instead(self, groups: Groups) -> Iterator[None]:
+        """Inside, the optimizer has these groups and nothing is stepped."""
+        own = self._optimizer.param_groups
+        self._optimizer.param_groups = groups
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = own
+
+    def _restore(self) -> None:
+        if self._own is None:
+            return
+        own, self._own = self._own, None
+        self._optimizer.param_groups, self._optimizer.state = own
+        for group, now, before in zip(own.groups, self._shown, self._before, strict=False):
+            # Some optimizers keep counters and averages in their groups.
+            group.update({k: v for k, v in now.items() if k != "params" and before.get(k, self) is not v})
+        self._after(own)

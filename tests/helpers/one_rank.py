@@ -1,0 +1,58 @@
+"""Shards on one rank without an executor: an arena, and what a stepper asks of a sharder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.sharding.arena import Arena
+from lightning_zero.sharding.layout import ShardLayout
+
+__all__ = ["OneRank"]
+
+CPU = torch.device("cpu")
+
+
+class OneRank:
+    """Stands for a Sharder. ``params`` are views of one arena, and so are the gradients that :meth:`bring` gives
+    them."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]], seed: int = 0) -> None:
+        pieces = [(ShardLayout.of(torch.Size(shape), torch.float32, 1), torch.float32) for shape in shapes]
+        shards, grads = Arena(pieces, CPU), Arena(pieces, CPU)
+        rng = torch.Generator().manual_seed(seed)
+        self.gradients = dict(enumerate(grads.views))
+        self.shown: dict[int, Tensor] = {}
+        self.live = []
+        for index, ((layout, _), shard) in enumerate(zip(pieces, shards.views, strict=True)):
+            shard[: layout.numel].copy_(torch.randn(layout.numel, generator=rng))
+            param = nn.Parameter(shard.view(layout.visible_shape))
+            self.live.append(SimpleNamespace(index=index, name=f"p{index}", param=param, layout=layout, shard=shard))
+        self.params = [record.param for record in self.live]
+        self.key = 0
+        self.collectives: list[str] = []
+        self.executor: Any = SimpleNamespace(
+            device=CPU, gradients_key=lambda: self.key, collective=self._collective, waiting=None
+        )
+
+    def _collective(self, what: str, lane: Any, start: Callable[..., Any]) -> None:
+        self.collectives.append(what)  # of one rank: the sum is there
+
+    def find(self, param: Tensor) -> Any:
+        return next((record for record in self.live if record.param is param), None)
+
+    def bring(self, step: int, without: Sequence[int] = ()) -> None:
+        """Gradients as after a backward; parameters that are left out have none."""
+        self.key += 1
+        for index, param in enumerate(self.params):
+            if index in without:
+                param.grad = None
+                continue
+            numel = self.live[index].layout.numel
+            rng = torch.Generator().manual_seed(100 * step + index)
+            self.gradients[index][:numel].copy_(torch.randn(numel, generator=rng))
+            param.grad = self.gradients[index].view(param.shape)

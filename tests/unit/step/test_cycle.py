@@ -1,0 +1,282 @@
+"""Which calls may follow each other, what each of them has done, and where the watchdog is told to be."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import lightning_zero
+from lightning_zero.native.watchdog import Phase
+from lightning_zero.sharding.access import ShardAccess
+from lightning_zero.step.cycle import State, StepCycle
+
+
+class Calls:
+    """Notes what is called on it, by name."""
+
+    def __init__(self, log: list[Any], answers: dict[str, Any] | None = None) -> None:
+        self._log, self._answers = log, answers or {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._log.append(" ".join([name, *map(str, kwargs)]))
+            return self._answers.get(name, 0)
+
+        return call
+
+
+class Compiled(Calls):
+    @contextmanager
+    def surround(self) -> Iterator[None]:
+        self._log.append("surround")
+        yield
+        self._log.append("leave")
+
+
+class Step:
+    """An optimizer's."""
+
+    under_way = False
+
+
+class Bench:
+    """A cycle whose parts note what they are asked for."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.phases: list[Phase] = []
+        executor = Calls(self.log, {"attached": []})
+        self.watchdog = SimpleNamespace(enter=self.phases.append, begin=lambda: None, failed=False)
+        self.in_forward = False
+        sharder = SimpleNamespace(
+            executor=executor,
+            access=ShardAccess(executor),  # type: ignore[arg-type]
+            view=SimpleNamespace(
+                begin_forward=partial(self.set_forward, True), end_forward=partial(self.set_forward, False)
+            ),
+            allocate_gradients=lambda: self.log.append("allocate_gradients"),
+            parameters=[],
+            at=None,
+        )
+        buffers = Calls(self.log)
+        parts: Any = (executor, self.watchdog, sharder, buffers, Compiled(self.log))
+        self.cycle = StepCycle(*parts)
+        self.steps = {name: Step() for name in "ab"}
+
+    def set_forward(self, inside: bool) -> None:
+        self.in_forward = inside
+
+    def do(self, what: str) -> None:
+        """One event: a method's name, or ``begin a``, ``made a``, ``end a`` of an optimizer's step."""
+        kind, _, name = what.partition(" ")
+        if kind == "forward":
+            with self.cycle.train_step():
+                for inner in filter(None, name.split(", ")):
+                    self.do(inner if hasattr(self.cycle, inner) else inner.replace("_", " "))
+        elif kind == "backward":
+            self.cycle.before_backward()
+            self.cycle.gradients_came()
+            self.cycle.after_backward()
+        elif kind == "begin":
+            self.cycle.begin_step(self.steps[name])
+            self.steps[name].under_way = True
+        elif kind == "made":
+            self.steps[name].under_way = False
+        elif kind == "end":
+            was, self.steps[name].under_way = self.steps[name].under_way, False
+            self.cycle.end_step(self.steps[name], changed=was)
+        else:
+            getattr(self.cycle, what)()
+
+    def run(self, *events: str) -> "Bench":
+        for event in events:
+            self.do(event)
+        return self
+
+
+STEP_A, STEP_B = ("begin a", "made a", "end a"), ("begin b", "made b", "end b")
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        ("begin_stage", "forward", "backward", "before_step", *STEP_A, "tidy_up"),
+        ("forward", "backward", "forward", "backward", *STEP_A),
+        ("forward backward, begin_a, made_a, end_a, backward, begin_b, made_b, end_b",),
+        ("forward begin_a, made_a, end_a, backward",),
+        ("forward", *STEP_A),
+        ("end a", "forward", "backward", "before_step", "begin a", "end a", "forward", "backward", *STEP_A),
+        ("begin a", "begin a", "made a", "end a"),
+        ("begin a", "made a", *STEP_B, "end a"),
+        ("eval_step", "after_eval", "eval_step", "forward", "backward", "eval_step", *STEP_A),
+        ("forward", "eval_step", "backward"),
+        ("begin_stage", "eval_step", "after_eval", "before_step", "eval_step", "tidy_up"),
+        ("forward", "before_backward", "forward", "backward"),
+        ("begin a", "reset", "forward", "backward"),
+        ("begin a", "tidy_up", "begin_stage", "eval_step"),
+        ("after_backward", "after_eval", "end a", "end a"),
+        ("eval_step", "backward", *STEP_A),
+    ],
+    ids=[
+        "a step of fit",
+        "accumulation",
+        "two optimizers in manual optimization",
+        "a step before anything else",
+        "a step without backward",
+        "a closure that is called twice",
+        "a step that is begun twice",
+        "a step in another one's post-hook",
+        "evaluation between all else",
+        "evaluation between forward and backward",
+        "averages exchanged for validation",
+        "a backward that failed",
+        "a step that failed, and a reset",
+        "a step that failed, and another stage",
+        "ends of what never began",
+        "training in a test step",
+    ],
+)
+def test_what_users_and_lightning_do_is_never_refused(events: tuple[str, ...]) -> None:
+    bench = Bench().run(*events)
+    assert bench.cycle.state in (State.IDLE, State.EVALUATION)
+
+
+@pytest.mark.parametrize(
+    ("events", "names", "way_out"),
+    [
+        (["forward forward"], "train_step() was called in the state FORWARD, and leads to FORWARD", "Leave the"),
+        (["forward backward, forward"], "train_step() was called in the state IDLE, and leads to FORWARD", "Leave"),
+        (["forward eval_step"], "eval_step() was called in the state FORWARD, and leads to EVALUATION", "before or"),
+        (["begin a", "forward"], "train_step() was called in the state STEP, and leads to FORWARD", "end_step"),
+        (["begin a", "backward"], "before_backward() was called in the state STEP, and leads to BACKWARD", "end_step"),
+        (["begin a", "eval_step"], "eval_step() was called in the state STEP, and leads to EVALUATION", "end_step"),
+        (["begin a", "begin b"], "the step of an optimizer was called in the state STEP, and leads to STEP", "end_"),
+    ],
+)
+def test_a_wrong_order_is_an_error_that_names_both_states(events: list[str], names: str, way_out: str) -> None:
+    bench = Bench()
+    with pytest.raises(RuntimeError) as error:
+        bench.run(*events)
+    assert str(error.value).startswith(names)
+    assert way_out in str(error.value)
+    bench.run("end a", "forward", "backward", *STEP_A)  # and nothing is stuck
+
+
+def test_a_refused_step_does_not_end_the_one_that_goes_on() -> None:
+    bench = Bench().run("begin a")
+    with pytest.raises(RuntimeError):
+        bench.do("begin b")
+    bench.log.clear()
+    bench.do("end b")
+    assert bench.log == []
+    assert bench.cycle.state is State.STEP
+    bench.do("end a")
+    assert bench.log == ["expire_shadows", "end_writing"]
+
+
+def test_a_training_step_is_prepared_in_one_order() -> None:
+    bench = Bench().run("forward")
+    assert bench.log == [
+        "allocate_gradients",
+        "allocate",
+        "begin_epoch",
+        "prepare",
+        "before_forward",
+        "surround",
+        "leave",
+        "notice",
+    ]
+    assert bench.in_forward
+    bench.cycle.gradients_came()
+    assert not bench.in_forward
+
+
+@pytest.mark.parametrize(
+    ("event", "calls"),
+    [
+        ("after_backward", ["sync_edits"]),
+        ("before_step", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
+        ("begin a", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
+        ("end a", ["end_writing"]),
+        ("eval_step", ["drop_replays", "sync_edits", "expire_shadows", "before_forward"]),
+        ("after_eval", ["sync_edits forget"]),
+        ("reset", ["reset", "abort_backward", "sync_edits forget", "drop_weights", "reset"]),
+        ("tidy_up", ["reset", "abort_backward", "sync_edits forget", "drop_weights", "reset", "release_buffers"]),
+    ],
+)
+def test_when_edits_reach_shards_and_shards_are_written(event: str, calls: list[str]) -> None:
+    assert Bench().run(event).log == calls
+
+
+def test_copies_are_void_after_a_step_and_only_then() -> None:
+    bench = Bench().run("begin a")
+    bench.log.clear()
+    assert bench.run("end a").log == ["expire_shadows", "end_writing"]
+    bench.log.clear()
+    assert bench.run("end a").log == ["end_writing"]
+
+
+def test_the_watchdog_hears_of_each_phase() -> None:
+    bench = Bench().run("begin_stage", "forward", "backward", *STEP_A, "eval_step", "after_eval", "tidy_up")
+    assert bench.phases == [
+        Phase.SETUP,
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.BETWEEN,
+        Phase.STEP,
+        Phase.BETWEEN,
+        Phase.EVALUATION,
+        Phase.OUTSIDE,
+    ]
+
+
+def test_the_state_can_be_seen() -> None:
+    bench, seen = Bench(), []
+    with bench.cycle.train_step():
+        seen.append(bench.cycle.state)
+    seen.append(bench.cycle.state)
+    bench.cycle.before_backward()
+    seen.append(bench.cycle.state)
+    bench.run("after_backward", "begin a")
+    seen.append(bench.cycle.state)
+    bench.run("end a", "eval_step")
+    seen.append(bench.cycle.state)
+    assert seen == [State.FORWARD, State.IDLE, State.BACKWARD, State.STEP, State.EVALUATION]
+
+
+def test_a_forward_that_fails_is_over_and_the_watchdog_still_names_it() -> None:
+    bench = Bench()
+    with pytest.raises(ZeroDivisionError), bench.cycle.train_step():
+        raise ZeroDivisionError
+    assert bench.cycle.state is State.IDLE
+    assert bench.phases == [Phase.FORWARD]
+    bench.run("forward", "backward", *STEP_A)
+
+
+def test_what_a_lost_device_raises_does_not_hide_what_came_first() -> None:
+    bench = Bench()
+
+    def lost() -> None:
+        raise RuntimeError("the device is gone")
+
+    bench.cycle._executor.__dict__["abort_backward"] = lost
+    with pytest.raises(RuntimeError, match="gone"):
+        bench.cycle.tidy_up()
+    bench.watchdog.failed = True
+    bench.cycle.tidy_up()
+
+
+def test_nobody_else_says_when_edits_are_synchronised() -> None:
+    """Writers ask ShardAccess or the cycle; who called the executor would have to remember three calls."""
+    package = Path(lightning_zero.__file__).parent
+    names = ("sync_edits", "begin_writing", "end_writing", "expire_shadows")
+    callers = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if any(f"executor.{name}(" in path.read_text() for name in names)
+    }
+    assert callers == {"sharding/access.py"}

@@ -1,0 +1,324 @@
+"""Who carries out a step, over which layout; and that the optimizer's users notice nothing."""
+
+import copy
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.config import EngineConfig
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.step.eager import EagerRunner
+from lightning_zero.step.layout import StepLayout
+from lightning_zero.step.optimizers import OptimizerSteps
+from lightning_zero.step.stepper import OptimizerStepper
+from lightning_zero.step.substitute import Groups, Own
+from tests.helpers.one_rank import OneRank
+
+SHAPES = [(19, 7), (7,), (23, 3), (5,)]
+CLIP = 0.4
+Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, eps=1e-4)
+
+
+class Bench:
+    """An optimizer over shards beside the same one over a copy of these."""
+
+    def __init__(self, make: Make = adamw, capture: bool = False) -> None:
+        self.sharder: Any = OneRank(SHAPES)
+        self.optimizer = make(self.sharder.params)
+        self.copies = [torch.nn.Parameter(param.detach().clone()) for param in self.sharder.params]
+        self.plain = make(self.copies)
+        self.stepper = OptimizerStepper(self.optimizer, self.sharder, None, capture, emulate=True)  # type: ignore[arg-type]
+        self.steps = 0
+
+    def bring(self, without: Sequence[int] = ()) -> None:
+        self.steps += 1
+        self.sharder.bring(self.steps, without)
+        for mine, theirs in zip(self.sharder.params, self.copies, strict=True):
+            theirs.grad = None if mine.grad is None else mine.grad.clone()
+
+    def step(self, clip: float | None = None, without: Sequence[int] = (), later: bool = True) -> None:
+        self.bring(without)
+        if clip is not None:
+            norm = self.stepper.clip_norm(clip, later)
+            torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(self.copies, clip))
+        self.stepper.begin()
+        self.optimizer.step()
+        assert self.stepper.end()
+        self.plain.step()
+        self.check()
+
+    def check(self) -> None:
+        for mine, theirs in zip(self.sharder.params, self.copies, strict=True):
+            torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-6, atol=1e-7)
+            assert self.optimizer.state[mine].keys() == self.plain.state[theirs].keys()
+            for key, value in self.plain.state[theirs].items():
+                torch.testing.assert_close(self.optimizer.state[mine][key], value, rtol=1e-5, atol=1e-7)
+
+    def skip(self, flag: float) -> None:
+        self.bring()
+        self.stepper.begin(skip=torch.tensor(flag))
+        self.optimizer.step()
+        self.stepper.end()
+
+
+# -- runners
+
+
+def test_the_optimizer_makes_the_first_step_and_replays_the_others() -> None:
+    bench, runners = Bench(capture=True), []
+    for step in range(4):
+        bench.step(clip=CLIP if step % 2 else None)
+        runners.append(type(bench.stepper.runner))
+    assert runners == [EagerRunner, CapturedRunner, CapturedRunner, CapturedRunner]
+
+
+def test_without_capture_the_optimizer_makes_all_of_them() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.step(clip=CLIP)
+        assert type(bench.stepper.runner) is EagerRunner
+    assert bench.stepper.why_eager == "capture_step is off"
+
+
+@pytest.mark.parametrize(("capture", "deferred"), [(True, True), (False, False)])
+def test_gradients_are_scaled_by_the_step_where_its_runner_does_so(capture: bool, deferred: bool) -> None:
+    bench = Bench(capture=capture)
+    bench.step()
+    bench.bring()
+    before = [param.grad.clone() for param in bench.sharder.params]
+    bench.stepper.clip_norm(CLIP, later=True)
+    after = [param.grad for param in bench.sharder.params]
+    assert all(map(torch.equal, before, after)) == deferred
+    bench.stepper.clip_norm(CLIP, later=False)
+    assert not any(map(torch.equal, before, after))
+
+
+def test_the_device_skips_a_step_only_by_replay() -> None:
+    bench = Bench(capture=True)
+    bench.bring()
+    assert not bench.stepper.may_skip()
+    bench.step()
+    bench.bring()
+    assert bench.stepper.may_skip()
+    before = [param.detach().clone() for param in bench.sharder.params]
+    bench.skip(1.0)
+    assert all(map(torch.equal, before, bench.sharder.params))
+    bench.skip(0.0)
+    assert not any(map(torch.equal, before, bench.sharder.params))
+    bench.copies, bench.plain = bench.sharder.params, bench.optimizer
+    assert {int(state["step"]) for state in bench.optimizer.state.values()} == {2}
+
+
+class Doubling:
+    """A runner of its own kind, which does what no other does."""
+
+    clips = skips = False
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def takes(self, layout: StepLayout, own: Own) -> bool:
+        return len(layout.segments) == 1
+
+    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Groups:
+        self.log.append("begin")
+        with torch.no_grad():
+            for segment in layout.segments:
+                segment.param.mul_(2)
+        return []
+
+    def end(self, layout: StepLayout, own: Own) -> None:
+        self.log.append("end")
+
+
+def test_another_runner_only_has_to_come_first() -> None:
+    bench, doubling = Bench(lambda params: torch.optim.SGD(params, lr=0.1), capture=True), Doubling()
+    bench.stepper._runners = (doubling, *bench.stepper._runners)
+    bench.bring()
+    before = [param.detach().clone() for param in bench.sharder.params]
+    bench.stepper.begin()
+    bench.optimizer.step()
+    assert doubling.log == ["begin", "end"]
+    for param, old in zip(bench.sharder.params, before, strict=True):
+        torch.testing.assert_close(param.detach(), 2 * old)
+    bench.bring(without=[1])  # two segments: the next in order takes them
+    bench.stepper.begin()
+    assert type(bench.stepper.runner) is EagerRunner
+
+
+# -- layouts
+
+
+def test_each_pattern_of_gradients_has_a_layout_that_is_kept() -> None:
+    bench = Bench(capture=True)
+    seen = []
+    for without in ((), (1,), (), (1,), (), (1,), (2, 3)):
+        bench.step(clip=CLIP, without=without)
+        seen.append(bench.stepper.layout)
+    assert seen[2] is seen[4]
+    assert seen[3] is seen[5]
+    assert len({id(layout) for layout in seen[3:]}) == 3
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_state_that_is_loaded_counts(capture: bool) -> None:
+    bench = Bench(capture=capture)
+    bench.step()
+    bench.step()
+    layout = bench.stepper.layout
+    for optimizer in (bench.optimizer, bench.plain):
+        state = copy.deepcopy(optimizer.state_dict())
+        for entries in state["state"].values():
+            entries["exp_avg"].mul_(3)
+        optimizer.load_state_dict(state)
+    bench.step()
+    assert bench.stepper.layout is not layout
+    bench.step()
+
+
+def test_a_gradient_that_somebody_put_there_is_the_one_that_counts() -> None:
+    bench = Bench()
+    bench.step()
+    bench.bring()
+    for params in (bench.sharder.params, bench.copies):
+        params[0].grad = torch.full_like(params[0], 0.3)
+    bench.sharder.key += 1
+    bench.stepper.begin()
+    bench.optimizer.step()
+    bench.stepper.end()
+    bench.plain.step()
+    bench.check()
+
+
+def test_a_parameter_of_another_model_is_refused() -> None:
+    bench = Bench()
+    bench.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    bench.bring()
+    with pytest.raises(UnsupportedError, match="Parameter 0 of group 1 in AdamW"):
+        bench.stepper.begin()
+
+
+# -- what users see
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_hooks_of_users_see_the_optimizers_own(capture: bool) -> None:
+    bench, seen = Bench(capture=capture), []
+    own = bench.optimizer.param_groups, bench.optimizer.state
+
+    def look(*_: Any) -> None:
+        seen.append((bench.optimizer.param_groups, bench.optimizer.state))
+
+    bench.optimizer.register_step_post_hook(look)
+    bench.step()
+    bench.step()
+    assert [(groups is own[0], state is own[1]) for groups, state in seen] == [(True, True)] * 2
+    assert len(bench.optimizer._optimizer_step_post_hooks) == 1, "ours is gone"
+
+
+def test_under_way_is_from_begin_to_the_end_of_the_optimizers_own_step() -> None:
+    bench = Bench()
+    bench.bring()
+    stepper = bench.stepper
+    assert not stepper.under_way
+    stepper.begin()
+    assert stepper.under_way
+    bench.optimizer.step()
+    assert not stepper.under_way
+    assert (stepper.end(), stepper.end()) == (True, False)
+    stepper.begin()
+    stepper.end()
+    assert not stepper.under_way
+    assert bench.optimizer.param_groups[0]["params"][0] is bench.sharder.params[0]
+
+
+def test_inside_flat_there_are_a_few_parameters_with_their_gradients() -> None:
+    bench = Bench()
+    bench.bring()
+    with bench.stepper.flat():
+        (group,) = bench.optimizer.param_groups
+        assert len(group["params"]) == 1
+        group["params"][0].grad.mul_(0.5)
+    for mine, theirs in zip(bench.sharder.params, bench.copies, strict=True):
+        torch.testing.assert_close(mine.grad, 0.5 * theirs.grad)
+    assert len(bench.optimizer.param_groups[0]["params"]) == len(SHAPES)
+
+
+# -- the protocol
+
+
+class Cycle(SimpleNamespace):
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__(
+            before_step=lambda: log.append("before"),
+            begin_step=lambda step: log.append("begin"),
+            end_step=lambda step, changed: log.append(("end", changed)),
+        )
+
+
+def steps(bench: Bench, log: list[Any]) -> OptimizerSteps:
+    return OptimizerSteps(bench.sharder, None, Cycle(log), EngineConfig(emulate_capture=True))  # type: ignore[arg-type]
+
+
+def test_stepping_surrounds_a_plain_step() -> None:
+    bench, log = Bench(), []
+    optimizers = steps(bench, log)
+    for _ in range(3):
+        bench.bring()
+        with optimizers.stepping(bench.optimizer, clip=CLIP) as norm:
+            bench.optimizer.step()
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(bench.copies, CLIP))
+        bench.plain.step()
+        bench.check()
+    assert log == ["begin", ("end", True)] * 3
+    assert type(optimizers.stepper(bench.optimizer).runner) is CapturedRunner
+
+
+def test_a_step_that_fails_is_ended() -> None:
+    bench, log = Bench(), []
+    bench.bring()
+    optimizers = steps(bench, log)
+    with pytest.raises(ZeroDivisionError), optimizers.stepping(bench.optimizer):
+        raise ZeroDivisionError
+    assert log == ["begin", ("end", True)]
+    assert bench.optimizer.param_groups[0]["params"][0] is bench.sharder.params[0]
+
+
+def test_a_closure_that_is_called_twice_sees_the_optimizers_own_each_time() -> None:
+    bench, log = Bench(), []
+    optimizers = steps(bench, log)
+    bench.bring()
+
+    def closure() -> None:
+        assert bench.optimizer.param_groups[0]["params"][0] is bench.sharder.params[0]
+        log.append("closure")
+
+    with optimizers.with_closure(bench.optimizer) as wrap:
+        wrapped = wrap(closure)
+        for _ in range(2):
+            wrapped()
+            optimizers.begin(bench.optimizer)
+        bench.optimizer.step()
+    assert log == [
+        *(("end", False), "closure", "before", "begin"),
+        *(("end", True), "closure", "before", "begin"),
+        ("end", True),
+    ]
+
+
+def test_a_layout_is_laid_out_only_once_per_change() -> None:
+    bench = Bench()
+    bench.step()
+    with patch("lightning_zero.step.layouts.cut", side_effect=AssertionError("laid out again")):
+        for _ in range(3):
+            bench.step(clip=CLIP)
