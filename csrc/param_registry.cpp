@@ -1,6 +1,15 @@
 #include "param_registry.h"
 
+#include <algorithm>
+
 namespace lightning_zero {
+
+const std::vector<at::Tensor>& ParamRecord::copies_in(at::ScalarType dtype) const {
+  static const std::vector<at::Tensor> none;
+  if (shard.scalar_type() == dtype)
+    return shards.empty() ? exact_peers : shards;
+  return shadow.defined() && shadow.scalar_type() == dtype ? peers : none;
+}
 
 ShardTable& ShardTable::instance() {
   static ShardTable table;
@@ -35,35 +44,18 @@ ParamRef ShardTable::find(const at::Tensor& shard, const char* op) {
   return it->second;
 }
 
-void GatheredTable::add(const at::Tensor& gathered, int64_t index) {
-  if (entries_.size() >= prune_at_)
-    prune();
-  auto* storage = gathered.storage().unsafeGetStorageImpl();
-  entries_.insert_or_assign(storage, Entry{gathered.storage().getWeakStorageImpl(), index});
+at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef shape) {
+  return flat.narrow(0, 0, numel).view(shape);
 }
 
-int64_t GatheredTable::find(const at::Tensor& tensor) {
-  if (!tensor.has_storage())
-    return -1;
-  auto it = entries_.find(tensor.storage().unsafeGetStorageImpl());
-  if (it == entries_.end())
-    return -1;
-  if (it->second.storage.expired()) {
-    entries_.erase(it);
-    return -1;
+at::Tensor as_parameter(const at::Tensor& flat, const ParamRecord& record) {
+  std::vector<int64_t> stored, inverse(record.order.size());
+  for (size_t i = 0; i < record.order.size(); ++i) {
+    stored.push_back(record.shape[record.order[i]]);
+    inverse[record.order[i]] = static_cast<int64_t>(i);
   }
-  return it->second.index;
-}
-
-void GatheredTable::clear() {
-  entries_.clear();
-}
-
-void GatheredTable::prune() {
-  for (auto it = entries_.begin(); it != entries_.end();) {
-    it = it->second.storage.expired() ? entries_.erase(it) : std::next(it);
-  }
-  prune_at_ = std::max<size_t>(64, 2 * entries_.size());
+  auto full = as_parameter(flat, record.numel, stored);
+  return std::is_sorted(inverse.begin(), inverse.end()) ? full : full.permute(inverse);
 }
 
 }  // namespace lightning_zero

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
 #include <memory>
@@ -34,7 +33,7 @@ struct ParamRecord {
   at::Tensor exact;
   std::vector<at::Tensor> exact_peers;
   std::vector<at::Tensor> shards;  // every rank's, where ranks take turns to read and write them
-  int64_t shadow_epoch = -1;       // as Executor::epoch_ and param._version() were when it was written
+  int64_t shadow_epoch = -1;       // as Context::epoch and param._version() were when it was written
   int64_t shadow_version = -1;
   // Memory for the whole parameter, padded, in which it stays until the optimizer steps; undefined where it
   // does not.
@@ -47,6 +46,8 @@ struct ParamRecord {
   bool live = true;            // false once no module reads it
   bool trainable() const { return live && param.requires_grad(); }
   int64_t shard_numel() const { return shard.numel(); }
+  // The same values in `dtype` on every rank, where they can be read from here; empty where they cannot.
+  const std::vector<at::Tensor>& copies_in(at::ScalarType dtype) const;
 };
 
 struct ParamRef {
@@ -70,23 +71,9 @@ class ShardTable {
   std::unordered_map<const void*, ParamRef> refs_;
 };
 
-// storage of a gathered weight -> parameter, for the saved-tensor hooks of eager code. Keyed by the storage
-// object, which a weak reference keeps from being reused, never by address: a freed weight's address
-// soon belongs to something else.
-class GatheredTable {
- public:
-  void add(const at::Tensor& gathered, int64_t index);
-  int64_t find(const at::Tensor& tensor);  // -1 when not a gathered weight, or a view of one
-  void clear();
-
- private:
-  struct Entry {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    int64_t index;
-  };
-  void prune();
-  std::unordered_map<const c10::StorageImpl*, Entry> entries_;
-  size_t prune_at_ = 64;
-};
+// The weight in memory of `flat`, which is 1-D and padded.
+at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef shape);
+// The same for code that is not compiled, which sees the weight's own dimensions however they lie in memory.
+at::Tensor as_parameter(const at::Tensor& flat, const ParamRecord& record);
 
 }  // namespace lightning_zero

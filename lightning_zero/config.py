@@ -28,22 +28,17 @@ class ReduceConfig:
         bucket_mb: capacity of one reduce bucket in MiB, over all ranks' parts. A larger gradient gets a bucket of its
             own.
         double_buffer: two buckets per dtype, so that one fills while the other is reduced; otherwise one.
-        average: ``"predivide"`` scales gradients by 1 / world size while they are copied in and sums them (as DDP
-            does); ``"average"`` lets the process group average.
         dtype: dtype on the wire and in the bucket; ``None`` keeps each parameter's own.
         free_buckets: give the buckets' memory back after each backward.
     """
 
     bucket_mb: float = 64.0
     double_buffer: bool = True
-    average: str = "predivide"
     dtype: torch.dtype | None = None
     free_buckets: bool = False
 
     def __post_init__(self) -> None:
         _check_size("bucket_mb", self.bucket_mb, 64)
-        if self.average not in ("predivide", "average"):
-            raise ValueError(f"average={self.average!r} must be 'predivide' or 'average'.")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(
                 f"reduce_dtype={self.dtype} is no floating point type. Try torch.bfloat16 or torch.float32."

@@ -97,7 +97,7 @@ class Engine(NotCopied):
         patience_s, check = self.config.agreement_timeout_s, self.watchdog.check
         store = mesh.store("lightning_zero")
         self._agreement = Agreement(store, self.rank, self.world_size, patience_s, mesh.timeout_s, check=check)
-        self._agreement.needed = lambda: not self.executor.takes_turns
+        self._agreement.needed = lambda: not self.executor.weights.takes_turns()
         observers = [observe] if observe is not None else []
         self._supervisor = Supervisor(self._agreement, observers, say, self.watchdog.native.busy)
         self._budget = MeasuredBudget(self._supervisor, self.executor, mesh.control_group, MemoryGauge(device))
@@ -333,7 +333,7 @@ class _Compiled:
         engine, config = self._engine, self._engine.config
         assert engine.calls is not None
         if config.compute_dtype is not None and config.compile.enabled:
-            engine.executor.write_shadows()
+            engine.executor.weights.write_shadows()
         again = engine._budget.decided(config.compile)
         if again is not None:
             engine._compile_arguments = again

@@ -14,60 +14,14 @@
 // are one launch.
 #pragma once
 
-#include <deque>
-#include <memory>
+#include <optional>
 #include <vector>
 
+#include "gradients/buffer_pool.h"
 #include "param_registry.h"
-#include "transport/communicator.h"
 #include "transport/row_means.h"
 
 namespace lightning_zero {
-
-// Send and receive memory of one bucket in flight.
-struct BucketBuffer {
-  int64_t capacity = 0;           // elements per rank
-  at::Tensor send;                // ranks * capacity; like recv, undefined until it is needed
-  at::Tensor recv;                // capacity
-  std::vector<at::Tensor> apart;  // what travels and is not in `send`, until `pending` is over
-  Pending pending;
-  bool filling = false;
-};
-
-struct PoolStats {
-  int64_t grown = 0;      // a bucket larger than the capacity, or a third buffer
-  int64_t allocated = 0;  // buffers allocated
-};
-
-// Buffers of one dtype: two by default, so that one fills while the other is reduced.
-class BufferPool {
- public:
-  BufferPool(at::ScalarType dtype, const c10::Device& device, int ranks, int64_t capacity, int depth);
-
-  // Elements per rank that the buckets to come need, so that buffers are neither larger nor replaced.
-  void expect(int64_t chunk) { expected_ = std::min(chunk, capacity_); }
-
-  // A buffer for `chunk` elements per rank. Waits for the oldest reduce-scatter when all are in flight.
-  // Grows beyond `depth` when all are still filling, or when the oldest is held up by a peer.
-  BucketBuffer* acquire(int64_t chunk, PoolStats& stats);
-
-  void drain();    // waits for everything in flight
-  void release();  // drain, then give the memory back
-  void discard();  // forget what is in flight: nobody wants the results
-  int64_t bytes() const;
-
- private:
-  BucketBuffer* grow(int64_t chunk, PoolStats& stats);
-
-  at::ScalarType dtype_;
-  c10::Device device_;
-  int ranks_;
-  int64_t capacity_;
-  int64_t expected_ = 0;
-  size_t depth_;
-  const BucketBuffer* late_ = nullptr;                 // which was not ready when it was wanted
-  std::deque<std::unique_ptr<BucketBuffer>> buffers_;  // oldest use first
-};
 
 class ReduceBucket {
  public:
@@ -92,10 +46,10 @@ class ReduceBucket {
   // LAUNCHED from EMPTY: a graph that was replayed has sent everything.
   void has_left();
 
-  // Copies `grad` (any layout and dtype, the whole parameter's elements) times `scale` into its slot, cast in
+  // Copies `grad` (any layout and dtype, the whole parameter's elements) times scale into its slot, cast in
   // the same kernel; adds when the slot was filled before. Legal only while FILLING.
   // `hold`: keep it where it is, if what travels are its very bytes.
-  void put(size_t slot, const at::Tensor& grad, double scale, bool hold = false);
+  void put(size_t slot, const at::Tensor& grad, bool hold = false);
 
   // The owner wants a held gradient's memory back. Copies it when it has not been read yet.
   void release(size_t slot, const c10::Stream& stream);
@@ -125,14 +79,16 @@ class ReduceBucket {
   // run(): what travels for it; `apart`: a tensor of its own, or the gradient that is held.
   at::Tensor run(size_t slot);
   at::Tensor part(const Slot& slot) { return piece(recv(), slot.offset, slot.record->shard_numel()); }
+  // As open() finds them: how the transport wants gradients.
   bool apart = false;
+  double scale = 1.0;
   bool poison = false;
 
  private:
   // `tensor`, made at its first use.
   at::Tensor& memory(at::Tensor& tensor, int64_t numel);
   void take_over(size_t slot);  // copies a gradient that is held
-  void copy_in(size_t slot, const at::Tensor& grad, double scale);
+  void copy_in(size_t slot, const at::Tensor& grad);
 
   at::ScalarType dtype_;
   int ranks_;

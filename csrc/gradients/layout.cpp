@@ -1,60 +1,52 @@
-// The Executor's plan: which gradients travel in which bucket, in which order. See executor.h.
-#include <algorithm>
+#include "gradients/layout.h"
 
-#include "executor.h"
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <tuple>
+#include <unordered_map>
 
 namespace lightning_zero {
 
-namespace {
-
-// Buckets that may be on their way before the caller's stream waits for the first: they hold no memory of
-// their own.
-constexpr int kPushesInFlight = 4;
-
-}  // namespace
-
-at::ScalarType Executor::wire_dtype(const ParamRecord& record) const {
+at::ScalarType BucketLayout::wire_dtype(const ParamRecord& record) const {
   const auto own = record.shard.scalar_type();
-  return options_.reduce_dtype && c10::isFloatingType(own) ? *options_.reduce_dtype : own;
+  const auto& wanted = context_.options.reduce_dtype;
+  return wanted && c10::isFloatingType(own) ? *wanted : own;
 }
 
-BufferPool& Executor::pool(at::ScalarType dtype) {
-  auto& pool = pools_[static_cast<int>(dtype)];
-  if (!pool) {
-    const auto row = options_.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / size();
-    pool = std::make_unique<BufferPool>(dtype, device_, static_cast<int>(size()), std::max<int64_t>(row, 1),
-                                        !options_.double_buffer ? 1
-                                        : staging_.empty()      ? 2
-                                                                : kPushesInFlight);
-  }
-  return *pool;
+int64_t BucketLayout::row_limit(at::ScalarType dtype) const {
+  return context_.options.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / context_.size;
 }
 
-bool Executor::plan_is_stale() const {
+void BucketLayout::add_parameter() {
+  expected_.push_back(1);
+  position_.emplace_back();
+  forget();
+}
+
+bool BucketLayout::is_stale() const {
   if (buckets_.empty())
     return true;
-  for (const auto& record : records_) {
-    if (record->trainable() != (position_[record->index].bucket >= 0))
-      return true;
-  }
-  return false;
+  return std::any_of(context_.records.begin(), context_.records.end(), [&](const auto& record) {
+    return record->trainable() != (position_[record->index].bucket >= 0);
+  });
 }
 
-void Executor::plan_buckets() {
+void BucketLayout::make() {
   // Parameters that became trainable go to the end; until an order has been learned, and for a new set of
   // parameters, gradients are expected in the reverse order of registration.
-  std::vector<char> known(records_.size(), 0);
-  std::erase_if(order_, [&](int64_t i) { return !at(i).trainable(); });
+  std::vector<char> known(context_.records.size(), 0);
+  std::erase_if(order_, [&](int64_t i) { return !context_.at(i).trainable(); });
   for (auto i : order_) known[i] = 1;
   const auto before = order_.size();
-  for (auto it = records_.rbegin(); it != records_.rend(); ++it) {
+  for (auto it = context_.records.rbegin(); it != context_.records.rend(); ++it) {
     if (!known[(*it)->index] && (*it)->trainable())
       order_.push_back((*it)->index);
   }
   if (order_.size() != before)
-    order_learned_ = false;
+    learned_ = false;
   buckets_.clear();
-  position_.assign(records_.size(), Position{});
+  position_.assign(context_.records.size(), Position{});
   struct Planned {
     at::ScalarType dtype;
     int64_t chunk = 0;
@@ -63,9 +55,9 @@ void Executor::plan_buckets() {
   std::vector<Planned> planned;
   std::unordered_map<int, size_t> open;  // dtype -> bucket
   for (auto index : order_) {
-    const auto& record = at(index);
+    const auto& record = context_.at(index);
     const auto dtype = wire_dtype(record);
-    const auto limit = options_.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / size();
+    const auto limit = row_limit(dtype);
     auto found = open.find(static_cast<int>(dtype));
     if (found == open.end() || planned[found->second].chunk + record.shard_numel() > limit) {
       planned.push_back({dtype});
@@ -80,47 +72,55 @@ void Executor::plan_buckets() {
     // common.
     std::stable_sort(bucket.members.begin(), bucket.members.end(), [&](int64_t a, int64_t b) {
       const auto place = [&](int64_t i) {
-        return std::tuple(at(i).shard.scalar_type(), at(i).shard.storage_offset(), i);
+        return std::tuple(context_.at(i).shard.scalar_type(), context_.at(i).shard.storage_offset(), i);
       };
       return place(a) < place(b);
     });
-    buckets_.emplace_back(bucket.dtype, static_cast<int>(size()));
+    buckets_.emplace_back(bucket.dtype, static_cast<int>(context_.size));
     for (auto index : bucket.members) {
       auto& slots = buckets_.back().slots();
       position_[index] = {static_cast<int64_t>(buckets_.size()) - 1, static_cast<int64_t>(slots.size())};
-      buckets_.back().append(&at(index), expected_[index]);
+      buckets_.back().append(&context_.at(index), expected_[index]);
     }
   }
-  expect_buckets();
   late_ = buckets_;
-  ++plans_made_;
-  count("plans");
+  ++made_;
+  context_.count("plans");
 }
 
-void Executor::expect_buckets() {
+void BucketLayout::expect(BufferPools& pools) const {
   std::map<at::ScalarType, int64_t> largest;
   for (const auto& bucket : buckets_)
     largest[bucket.dtype()] = std::max(largest[bucket.dtype()], bucket.chunk());
-  for (auto [dtype, chunk] : largest) pool(dtype).expect(chunk);
+  for (auto [dtype, chunk] : largest) pools.of(dtype).expect(chunk);
 }
 
-// Launching in the order of arrival is what hides the reduce-scatters. The first backward shows the order; it
-// is adopted only when every rank saw the same one.
-void Executor::learn_order(const std::vector<int64_t>& agreed) {
-  if (order_learned_ || arrivals_.empty())
+void BucketLayout::learn(const std::vector<int64_t>& arrivals, bool alike) {
+  if (learned_ || arrivals.empty())
     return;
-  order_learned_ = true;
-  if (agreed[order_.size()] != -agreed[order_.size() + 1])
+  learned_ = true;
+  if (!alike)
     return;
-  std::vector<int64_t> last(records_.size(), std::numeric_limits<int64_t>::max());
+  std::vector<int64_t> last(context_.records.size(), std::numeric_limits<int64_t>::max());
   std::fill(expected_.begin(), expected_.end(), 0);
-  for (size_t i = 0; i < arrivals_.size(); ++i) {
-    last[arrivals_[i]] = static_cast<int64_t>(i);
-    ++expected_[arrivals_[i]];
+  for (size_t i = 0; i < arrivals.size(); ++i) {
+    last[arrivals[i]] = static_cast<int64_t>(i);
+    ++expected_[arrivals[i]];
   }
   std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) { return last[a] < last[b]; });
   for (auto& bucket : buckets_) bucket.reset();
   buckets_.clear();
+}
+
+void BucketLayout::reset() {
+  for (auto& bucket : buckets_) bucket.reset();
+  for (auto& bucket : late_) bucket.reset();
+}
+
+void BucketLayout::close() {
+  buckets_.clear();
+  late_.clear();
+  order_.clear();
 }
 
 }  // namespace lightning_zero

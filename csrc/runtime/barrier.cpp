@@ -5,7 +5,7 @@
 
 #include <array>
 
-#include "runtime/cuda_driver.h"
+#include "runtime/cuda_api.h"
 
 namespace lightning_zero {
 

@@ -1,12 +1,53 @@
-// The only file that knows what differs between the supported torch versions.
-//
-// torch 2.13 renamed the single-tensor collectives of c10d::ProcessGroup and deprecated the old names;
-// torch 2.11 has only the old ones. Detecting the member keeps version numbers out of the code.
+// What torch does not promise to keep, and what differs between the supported versions: nobody else names
+// private parts of torch. An upgrade of torch is checked here.
 #pragma once
 
+#include <ATen/core/stack.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <functional>
+#include <string>
+#include <vector>
+
 namespace lightning_zero::compat {
+
+// -- autograd
+
+// By which a backward pass that goes on in this thread is known; negative outside of one.
+int current_backward();
+// Whether it is for all gradients, and not for those of torch.autograd.grad() or backward(inputs=...).
+bool is_whole_backward();
+enum class Wanted { NO, TO_ACCUMULATE, TO_RETURN };
+// Whether it is after the gradient of `leaf`.
+Wanted wanted(const at::Tensor& leaf);
+// Called when it ends without an exception; destroyed in any case.
+void at_end_of_backward(std::function<void()> callback);
+
+// -- the dispatcher
+
+// An op by its qualified name, which Python may have implemented.
+void call(const std::string& op, torch::jit::Stack stack = {});
+
+// -- memory that is copied when it is written to
+
+// Marks memory as shared with nobody: whoever may write to it takes the mark away. Memory of another make is
+// not marked.
+void mark(const at::Tensor& tensor);
+bool is_marked(const at::Tensor& tensor);
+
+// -- process groups
+
+c10::intrusive_ptr<c10d::ProcessGroup> process_group(const std::string& name);
+// Makes _c10d_functional::wait_tensor(tensor) wait for it.
+void register_work(const at::Tensor& tensor, c10::intrusive_ptr<c10d::Work> work);
+// A barrier of that group's devices, by signals in symmetric memory, which `memory` is; on the current
+// stream. The device traps at the timeout, so that a process whose peers are gone ends. `channel`: of the
+// signals; one for each stream on which ranks meet.
+std::function<void()> symmetric_barrier(const at::Tensor& memory, const std::string& group_name,
+                                        int64_t timeout_ms, int channel);
+
+// torch 2.13 renamed the single-tensor collectives of c10d::ProcessGroup and deprecated the old names;
+// torch 2.11 has only the old ones. Detecting the member keeps version numbers out of the code.
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 

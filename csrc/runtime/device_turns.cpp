@@ -4,7 +4,8 @@
 
 #include <array>
 
-#include "runtime/cuda_driver.h"
+#include "runtime/cuda_api.h"
+#include "runtime/device.h"
 
 namespace lightning_zero {
 
@@ -16,8 +17,8 @@ constexpr int kLane = DEVICE_LANES - 1, kArrived = 1 + 2 * kLane, kPassed = 2 + 
 }  // namespace
 
 DeviceTurns::DeviceTurns(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words, int64_t rank,
-                         Communicator& readers)
-    : rows_(std::move(rows)), words_(std::move(words)), rank_(rank), readers_(readers) {
+                         ReadingStream readers)
+    : rows_(std::move(rows)), words_(std::move(words)), rank_(rank), readers_(std::move(readers)) {
   const auto& driver = CudaDriver::instance();
   auto* module = driver.load_module(code.const_data_ptr());
   announce_ = driver.find_kernel(module, "announce");

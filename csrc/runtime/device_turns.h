@@ -1,20 +1,26 @@
 // Turns on devices: kernels announce them and wait for them, the host does neither.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "runtime/turns.h"
-#include "transport/communicator.h"
 
 namespace lightning_zero {
+
+// The stream on which weights are read; they are written on the current one.
+struct ReadingStream {
+  std::function<void()> catch_up;  // the current stream waits for it
+  std::function<void(const std::function<void()>&)>
+      run;  // what this queues goes there, behind what is queued already
+};
 
 class DeviceTurns : public Turns {
  public:
   // `code`: bytes that the device's driver loads, of turns.cu. `rows`: of each rank, a number for each rank,
   // 32 bits, zero, that all ranks can write. `words`: as DeviceBarrier's, whose lane of weights they use.
-  // Weights are read on the stream of `readers`, and written on the current one.
   DeviceTurns(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words, int64_t rank,
-              Communicator& readers);
+              ReadingStream readers);
 
  private:
   void announce(int64_t number) override;
@@ -25,7 +31,7 @@ class DeviceTurns : public Turns {
   std::vector<at::Tensor> rows_;
   at::Tensor words_;
   int64_t rank_;
-  Communicator& readers_;
+  ReadingStream readers_;
 };
 
 }  // namespace lightning_zero

@@ -1,8 +1,8 @@
 #include "runtime/watchdog.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "runtime/compat.h"
 
 namespace lightning_zero {
 
@@ -19,7 +19,7 @@ constexpr milliseconds kToLeave{6000};
 
 Watchdog::Watchdog(const std::string& group_name, double report_s, double timeout_s)
     : report_(report_s), timeout_(timeout_s) {
-  const auto group = c10d::resolve_process_group(group_name);
+  const auto group = compat::process_group(group_name);
   rank_ = group->getRank();
   size_ = group->getSize();
   mine_.rank = rank_;
@@ -121,7 +121,7 @@ void Watchdog::forget_names() {
 }
 
 void Watchdog::watch_group(const std::string& group_name) {
-  const auto group = c10d::resolve_process_group(group_name);
+  const auto group = compat::process_group(group_name);
   if (!group->hasBackends())
     return;
   for (const auto& device : group->getDeviceTypes()) {
@@ -206,10 +206,8 @@ void Watchdog::raise() {
     text = text_;
     told_ = true;
   }
-  if (!end_op_.empty()) {
-    torch::jit::Stack stack{kind, text};
-    c10::Dispatcher::singleton().findSchemaOrThrow(end_op_.c_str(), "").callBoxed(&stack);
-  }
+  if (!end_op_.empty())
+    compat::call(end_op_, {kind, text});
   TORCH_CHECK(false, text);
 }
 

@@ -2,44 +2,15 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
-#include <algorithm>
-#include <limits>
 #include <thread>
 
 #include "runtime/compat.h"
 
 namespace lightning_zero {
 
-void Pending::wait(const c10::Device& device) {
-  for (auto& work : std::exchange(works_, {}))
-    watchdog_ ? watchdog_->wait(*work, lane_, number_, what_) : static_cast<void>(work->wait());
-  fence_.block(current_stream(device));
-  if (auto then = std::exchange(continuation_, {}))
-    then();
-}
-
-bool Pending::ready() const {
-  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
-}
-
-bool Pending::ready_within(std::chrono::milliseconds limit) const {
-  const auto deadline = std::chrono::steady_clock::now() + limit;
-  while (!ready()) {
-    if (std::chrono::steady_clock::now() > deadline)
-      return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  return true;
-}
-
 Communicator::Communicator(const std::string& group_name, const c10::Device& device, Lane lane)
-    : group_(c10d::resolve_process_group(group_name)),
-      device_(device),
-      lane_(lane),
-      stream_(new_stream(device)) {}
+    : group_(compat::process_group(group_name)), device_(device), lane_(lane), stream_(new_stream(device)) {}
 
 // `what` ranks do together here, in words; empty for what this rank does alone.
 template <class Launch>
@@ -80,15 +51,6 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
   if (synchronize_each)
     synchronize(stream_);
   return pending;
-}
-
-void fill_with_poison(at::Tensor tensor) {
-  at::AutoDispatchBelowADInplaceOrView no_autograd;
-  if (at::isFloatingType(tensor.scalar_type())) {
-    tensor.fill_(std::numeric_limits<double>::quiet_NaN());
-  } else {
-    tensor.fill_(tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte ? 0 : -77);
-  }
 }
 
 void Communicator::poison(bool on) {
@@ -235,11 +197,7 @@ void Communicator::meet_in(const at::Tensor& memory, const std::string& group_na
                            int channel) {
   if (!has_streams(device_))
     return;
-  auto signals = c10d::symmetric_memory::rendezvous(memory, group_name);
-  // The device traps at the timeout, so that a process whose peers are gone ends.
-  signal_all_ = [signals, timeout_ms, channel] {
-    signals->barrier(channel, static_cast<size_t>(timeout_ms));
-  };
+  signal_all_ = compat::symmetric_barrier(memory, group_name, timeout_ms, channel);
 }
 
 void Communicator::meet_by(std::shared_ptr<DeviceBarrier> barrier, int lane) {

@@ -7,67 +7,17 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <chrono>
 #include <functional>
 #include <optional>
 #include <random>
 #include <string>
 
 #include "runtime/barrier.h"
-#include "runtime/device.h"
 #include "runtime/watchdog.h"
 #include "transport/copies.h"
+#include "transport/pending.h"
 
 namespace lightning_zero {
-
-using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-
-// A collective that has been launched, and what is to be done with its result.
-// Must be waited for exactly where the result is first needed; waiting twice is harmless.
-class Pending {
- public:
-  // Queues the wait on the caller's stream (accelerator) or blocks the caller (CPU), then, on a CPU, runs
-  // the continuation; on an accelerator the continuation was queued behind the collective at launch.
-  void wait(const c10::Device& device);
-
-  // True once wait() would not block the host. Always true on an accelerator, where it never does.
-  bool ready() const;
-
-  // Holds a host at most this long; true when ready. See Executor: a rank whose backward differs from its
-  // peers' must not wait here for ever, or nobody reaches the point where the ranks agree.
-  bool ready_within(std::chrono::milliseconds limit) const;
-
-  // The result is unwanted; the collective itself still has to be waited for.
-  void drop_continuation() { continuation_ = {}; }
-
- private:
-  friend class Communicator;
-  Works works_;
-  Fence fence_;
-  std::function<void()> continuation_;
-  // Of the meeting of ranks that the works are.
-  c10::intrusive_ptr<Watchdog> watchdog_;
-  Lane lane_ = Lane::GATHER;
-  int64_t number_ = 0;
-  const char* what_ = "";
-};
-
-// A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
-class PendingWork : public c10d::Work {
- public:
-  PendingWork(Pending pending, std::vector<at::Tensor> sources, c10::Device device)
-      : pending_(std::move(pending)), sources_(std::move(sources)), device_(device) {}
-  bool wait(std::chrono::milliseconds) override {
-    pending_.wait(device_);
-    return true;
-  }
-  bool isCompleted() override { return pending_.ready(); }
-
- private:
-  Pending pending_;
-  std::vector<at::Tensor> sources_;  // a cast copy lives until the collective has read it
-  c10::Device device_;
-};
 
 class Communicator {
  public:
@@ -159,14 +109,5 @@ class Communicator {
   at::Tensor token_, tokens_;         // what a barrier gathers
   std::optional<std::mt19937> dice_;  // when poisoning
 };
-
-// NaN, or the least integer.
-// `length` elements of a contiguous tensor, as 1-D. There are thousands in a step, and narrow() takes three
-// times as long on the host.
-inline at::Tensor piece(const at::Tensor& whole, int64_t begin, int64_t length) {
-  return whole.as_strided({length}, {1}, whole.storage_offset() + begin);
-}
-
-void fill_with_poison(at::Tensor tensor);
 
 }  // namespace lightning_zero

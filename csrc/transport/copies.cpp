@@ -1,14 +1,13 @@
 #include "transport/copies.h"
 
 #include <c10/util/Exception.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <string_view>
 #include <utility>
 
+#include "runtime/cuda_api.h"
 #include "runtime/device.h"
 
 namespace lightning_zero {
@@ -23,41 +22,6 @@ struct CopyRows {
   size_t to_pitch = 0, from_pitch = 0;  // bytes
 };
 
-// cudaMemcpyBatchAsync and its cudaMemcpyAttributes as CUDA 13 has them; 12.8 has another signature. Looked
-// up in the library that torch has loaded, so that neither CUDA nor its headers are needed to build this.
-struct BatchAttributes {
-  int source_order = 1;  // as the stream has it
-  int source_hint[2] = {0, 0}, target_hint[2] = {0, 0};
-  unsigned flags = 1;  // copy engines rather than multiprocessors
-};
-using BatchCopy = int (*)(void* const*, const void* const*, const size_t*, size_t, BatchAttributes*, size_t*,
-                          size_t, void*);
-using CopyOfRows = int (*)(void*, size_t, const void*, size_t, size_t, size_t, int, void*);
-using LastError = int (*)();
-
-struct CudaRuntime {
-  BatchCopy copy_batch = nullptr;
-  CopyOfRows copy_rows = nullptr;
-  LastError last_error = nullptr;
-  CudaRuntime() {
-    for (const char* name : {"libcudart.so.13", "libcudart.so.12"}) {
-      void* library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
-      if (library == nullptr)
-        continue;
-      copy_rows = reinterpret_cast<CopyOfRows>(dlsym(library, "cudaMemcpy2DAsync"));
-      last_error = reinterpret_cast<LastError>(dlsym(library, "cudaGetLastError"));
-      if (name == std::string_view("libcudart.so.13"))
-        copy_batch = reinterpret_cast<BatchCopy>(dlsym(library, "cudaMemcpyBatchAsync"));
-      return;
-    }
-  }
-  static const CudaRuntime& instance() {
-    static const CudaRuntime runtime;
-    return runtime;
-  }
-};
-
-constexpr int kByAddress = 4;                  // cudaMemcpyDefault
 constexpr size_t kMostPitch = (1u << 31) - 1;  // CUDA's memPitch
 
 bool copy_in_one_call(const std::vector<Copy>& copies, const c10::Stream& stream) {
@@ -93,8 +57,8 @@ void copy_rows(const CopyRows& rows, const c10::Stream& stream) {
   const auto& runtime = CudaRuntime::instance();
   TORCH_INTERNAL_ASSERT(stream.device_type() == c10::kCUDA && runtime.copy_rows != nullptr,
                         "copies between devices need the CUDA runtime that torch has loaded");
-  const int error = runtime.copy_rows(to, rows.to_pitch, from, rows.from_pitch, bytes, rows.rows, kByAddress,
-                                      stream.native_handle());
+  const int error = runtime.copy_rows(to, rows.to_pitch, from, rows.from_pitch, bytes, rows.rows,
+                                      kCopyByAddress, stream.native_handle());
   TORCH_CHECK(error == 0, "lightning_zero: cudaMemcpy2DAsync failed with error ", error, ".");
 }
 

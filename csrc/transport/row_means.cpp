@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "runtime/cuda_driver.h"
+#include "runtime/cuda_api.h"
 #include "runtime/device.h"
 
 namespace lightning_zero {

@@ -68,7 +68,7 @@ def ours(size: str, capture: bool | str) -> tuple[Callable[[], None], int]:
     def step() -> None:
         with engine.optimizers.stepping(optimizer, clip=MAX_NORM):
             optimizer.step()
-        engine.executor.write_shadows()
+        engine.executor.weights.write_shadows()
 
     step.engine = engine  # keeps it
     step.model = model

@@ -33,7 +33,7 @@ class _Note(NamedTuple):
 
 def regather_saved_weights(sharder: Sharder) -> AbstractContextManager[Any]:
     """Within the context autograd saves no gathered weight."""
-    find = sharder.executor.find_gathered
+    find = sharder.executor.weights.find_gathered
 
     def pack(tensor: Tensor) -> Tensor | _Note:
         index = find(tensor)

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload, to_copy, unsafe_view
+from lightning_zero.native.ops import OPS, Role, op_of
 
 __all__ = [
     "GATHER",
@@ -48,7 +49,7 @@ _CASTS = {
 
 def ops(name: str) -> OpOverload:
     """One of our ops by its short name."""
-    return getattr(torch.ops.lightning_zero, name).default
+    return OPS[name].overload
 
 
 def gathers(graph: Graph) -> list[Node]:
@@ -63,7 +64,8 @@ def reduces(graph: Graph) -> list[Node]:
 
 def shard_of(node: Node) -> Node:
     """The graph's input that a gather or a reduce belongs to."""
-    shard = node.args[1 if node.target in (ops(REDUCE), ops("reduce_add")) else 0]
+    op = op_of(node.target)
+    shard = node.args[op.shards if op is not None else 0]
     assert isinstance(shard, Node)
     return shard
 
@@ -80,12 +82,17 @@ def is_op(node: Node) -> bool:
 
 def is_start(node: Node) -> bool:
     """Whether a node launches all-gathers."""
-    return node.target in (ops("gather_group"), ops("gather_start"), ops("keep_start"))
+    return _role(node) is Role.START
 
 
 def is_reduce(node: Node) -> bool:
     """Whether a node hands gradients over, after the passes."""
-    return node.target in (ops("reduce_add"), ops("reduce_group"), ops("reduce_hold"))
+    return _role(node) is Role.REDUCE
+
+
+def _role(node: Node) -> Role:
+    op = op_of(node.target)
+    return Role.OTHER if op is None else op.role
 
 
 def kind_of(graph: Graph) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_zero.compat.tensors import FakeTensor, FunctionalTensor
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build
+from lightning_zero.native.ops import NAMESPACE, OPS
 
 __all__ = ["load"]
 
@@ -37,40 +38,12 @@ def load() -> None:
             "build it again, or set LIGHTNING_ZERO_CACHE to another directory, if machines of different kinds share "
             "this one (the file built-by beside it tells which compiler built it)."
         ) from error
-    for name in ("gather", "gather_eager", "gather_start"):
-        torch.library.register_fake(f"lightning_zero::{name}", _gather_shape)
-    torch.library.register_autograd("lightning_zero::gather", _backward_of_four, setup_context=_keep_shard)
-    torch.library.register_autograd("lightning_zero::gather_eager", _gather_backward, setup_context=_keep_shard)
-    torch.library.register_fake("lightning_zero::gather_group", _group_shape)
-    torch.library.register_fake("lightning_zero::reduce", lambda grad, shard, number=0: shard.new_empty(shard.shape))
-    torch.library.register_fake("lightning_zero::reduce_add", lambda grad, shard: None)
-    torch.library.register_fake("lightning_zero::reduce_group", lambda grads, shards: None)
-    torch.library.register_fake("lightning_zero::reduce_hold", lambda grads, shards, hold: None)
-    torch.library.register_fake("lightning_zero::reduce_release", lambda grads, shards: None)
-    torch.library.register_fake("lightning_zero::enter", lambda shard, digest, plan: None)
-    # Without these a graph would lose the ops whose results nobody reads.
-    for name in ("keep_start", "keep_wait"):
-        torch.library.register_fake(f"lightning_zero::{name}", lambda kept, shards: None)
-    voids = (
-        "reduce",
-        "reduce_add",
-        "reduce_group",
-        "reduce_hold",
-        "reduce_release",
-        "enter",
-        "keep_start",
-        "keep_wait",
-    )
-    for name in voids:
-        torch.fx.node.has_side_effect(getattr(torch.ops.lightning_zero, name).default)
-
-
-def _gather_shape(shard: Tensor, shape: list[int], dtype: torch.dtype, kept: Tensor | None = None) -> Tensor:
-    return shard.new_empty(shape, dtype=dtype)
-
-
-def _group_shape(shards: list[Tensor], dtype: torch.dtype, numel: int) -> Tensor:
-    return shards[0].new_empty(numel, dtype=dtype)
+    for op in OPS.values():
+        torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake)
+        if op.has_effect:
+            torch.fx.node.has_side_effect(op.overload)
+    torch.library.register_autograd(f"{NAMESPACE}::gather", _backward_of_four, setup_context=_keep_shard)
+    torch.library.register_autograd(f"{NAMESPACE}::gather_eager", _gather_backward, setup_context=_keep_shard)
 
 
 def _keep_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

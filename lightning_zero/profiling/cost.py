@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat import ops
 from lightning_zero.compat.tensors import tree_map_only
+from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import (
     Storage,
     is_view,
@@ -171,8 +172,8 @@ def _transfer(node: Node) -> str | None:
     target = node.target
     if not isinstance(target, ops.OpOverload):
         return None
-    if target.namespace == "lightning_zero":
-        return "reduce" if target.overloadpacket.__name__.startswith("reduce") else "gather"
+    if (ours := op_of(target)) is not None:
+        return "reduce" if ours.copies_grads else "gather"
     return "gather" if target.namespace == "_c10d_functional" else None
 
 

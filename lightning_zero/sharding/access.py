@@ -20,11 +20,11 @@ class ShardAccess:
 
     def before_reading(self) -> None:
         """Edits of gathered weights are in the shards from here on."""
-        self._executor.sync_edits()
+        self._executor.weights.sync_edits()
 
     def settle(self) -> None:
         """Likewise; and what is still done to copies given out so far does not count any more."""
-        self._executor.sync_edits(forget=True)
+        self._executor.weights.sync_edits(forget=True)
 
     def before_overwriting(self) -> None:
         """Shards are about to get values that win over copies given out before."""
@@ -34,13 +34,13 @@ class ShardAccess:
     def before_writing(self) -> None:
         """Shards are about to change: ranks that still read them are waited for. Harmless when repeated. The next
         gather on this rank ends it, if :meth:`done_writing` does not."""
-        self._executor.begin_writing()
+        self._executor.weights.begin_writing()
 
     def done_writing(self) -> None:
         """Other ranks may read what this one has written. Harmless where nothing was."""
-        self._executor.end_writing()
+        self._executor.weights.end_writing()
 
     def may_have_changed(self) -> None:
         """Shards may have changed without a word, as under an exchange of ``param.data``: what was made of them is made
         anew before it is next read."""
-        self._executor.expire_shadows()
+        self._executor.weights.expire_shadows()

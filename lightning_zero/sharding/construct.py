@@ -29,7 +29,7 @@ def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[No
     hooks = torch.nn.modules.module
 
     def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        index = -1 if param is None else sharder.executor.find_gathered(param)
+        index = -1 if param is None else sharder.executor.weights.find_gathered(param)
         if index < 0:
             return None
         record = sharder.at(index)

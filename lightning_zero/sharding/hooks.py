@@ -53,7 +53,7 @@ class GradientHooks:
                 record.param._backward_hooks = None  # takes the executor's guard away, too
                 self._guarded.discard(record.index)
             if record.index not in self._guarded and record.param.requires_grad and record.owners:
-                self._sharder.executor.guard_gradient(record.index)
+                self._sharder.executor.parameters.guard_gradient(record.index)
                 self._guarded.add(record.index)
             later: Any = record.param._post_accumulate_grad_hooks
             for key, hook in list(later.items()) if later else ():

@@ -120,7 +120,7 @@ class Peers:
         weights = self.for_weights
         if weights is not None and self._tried("gather_by", lambda: sharder.allocate_shadows(dtype, weights)):
             return
-        if not sharder.executor.takes_turns:  # otherwise shards are read, and cast
+        if not sharder.executor.weights.takes_turns():  # otherwise shards are read, and cast
             self.for_weights = None
             sharder.allocate_shadows(dtype)
 
@@ -141,7 +141,7 @@ class Peers:
             found.update({dtype: memory.empty(size, dtype) for dtype, size in sizes.items()})
             for mine, _ in found.values():
                 mine.zero_()
-            if not executor.takes_turns:
+            if not executor.weights.takes_turns():
                 self._take_turns(executor, memory)
 
         if not self._tried("gather_by", allocate):
@@ -151,10 +151,10 @@ class Peers:
 
     def _take_turns(self, executor: Executor, memory: PeerMemory) -> None:
         if executor.device.type == "cpu":
-            executor.take_turns(memory.empty(1, torch.int64)[1])
+            executor.transport.take_turns(memory.empty(1, torch.int64)[1])
             return
         self._set_barrier(executor)
-        if error := _given_rows(memory, executor, executor.world_size, executor.take_turns):
+        if error := _given_rows(memory, executor, executor.world_size, executor.transport.take_turns):
             raise UnsupportedError(f"the kernels by which ranks take turns cannot be compiled ({error})")
 
     def _set_barrier(self, executor: Executor) -> None:
@@ -163,7 +163,7 @@ class Peers:
         if memory is None or self._barrier or executor.device.type != "cuda":
             return
         self._barrier = True
-        if error := _given_rows(memory, executor, LANES * executor.world_size, executor.set_barrier):
+        if error := _given_rows(memory, executor, LANES * executor.world_size, executor.transport.set_barrier):
             raise UnsupportedError(
                 f"The kernel by which ranks meet on their devices cannot be compiled ({error}). Pass "
                 "gather_by='collective' and reduce_by='collective' to the strategy."
@@ -187,14 +187,14 @@ class Peers:
     def _stage(self, executor: Executor) -> None:
         """Two buckets' worth."""
         assert self.for_gradients is not None
-        unit = 1024 * executor.world_size
+        unit = executor.transport.staging_unit
         size = max(1, math.ceil(2 * self._config.reduce.bucket_mb * 2**20 / unit)) * unit
         mine, others = self.for_gradients.empty(size, torch.uint8)
         staging = [mine if rank == executor.rank else memory for rank, memory in enumerate(others)]
-        executor.set_staging(staging, self._mesh.shard_group, self._mesh.timeout_s)
+        executor.transport.set_staging(staging, self._mesh.shard_group, self._mesh.timeout_s)
         if executor.device.type == "cuda":
             try:
-                executor.compile_means()
+                executor.transport.compile_means()
             except RuntimeError as error:
                 level = logging.WARNING if executor.rank == 0 else logging.DEBUG
                 log.log(level, "Pushed gradients are added up by torch's own kernels, which take longer: %s", error)

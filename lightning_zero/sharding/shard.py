@@ -151,7 +151,7 @@ class Sharder:
         return self._register(record.name, param, shard, record.layout)
 
     def _register(self, name: str, param: nn.Parameter, shard: Tensor, layout: ShardLayout) -> ShardedParameter:
-        index = self.executor.add_parameter(name, param, shard, layout.shape, layout.order)
+        index = self.executor.parameters.add(name, param, shard, layout.shape, layout.order)
         device = self.mesh.device
         sight = Sight(
             name,
@@ -273,7 +273,7 @@ class Sharder:
         # Reverse order of registration: gradients come in that order, so a bucket's shards are neighbours here.
         orphans = [record for record in self.parameters if not record.owners]
         for record in orphans:
-            self.executor.drop_parameter(record.index)
+            self.executor.parameters.drop(record.index)
         self._place([record for record in reversed(self.parameters) if record.owners])
 
     def arrange(self, groups: Sequence[Sequence[Tensor]], by_dimensions: bool = False) -> None:
@@ -298,11 +298,13 @@ class Sharder:
         for record, view in zip(live, arena.views, strict=True):
             view.copy_(record.shard)
             record.shard = view
-            self.executor.move_parameter(record.index, view)
+            self.executor.parameters.move(record.index, view)
             record.show_shard()
             if everywhere:
                 part = slice(view.storage_offset(), view.storage_offset() + view.numel())
-                self.executor.set_shards(record.index, [memory[part] for memory in everywhere[view.dtype][1]])
+                self.executor.parameters.set_shards(
+                    record.index, [memory[part] for memory in everywhere[view.dtype][1]]
+                )
         self.arena = arena
         self.access.done_writing()
 
@@ -316,7 +318,7 @@ class Sharder:
         new.sort(key=lambda record: record.shard.data_ptr())
         arena = Arena([(record.layout, record.param.dtype) for record in new], self.mesh.device)
         for record, view in zip(new, arena.views, strict=True):
-            self.executor.set_grad(record.index, view)
+            self.executor.parameters.set_grad(record.index, view)
             self.gradients[record.index] = view
         self.grad_arena = self.grad_arena or arena
 
@@ -333,19 +335,23 @@ class Sharder:
             else:
                 copies[masters.dtype] = torch.empty_like(masters, dtype=dtype), []
         shadowed = [record for record in self.live if record.param.dtype in copies]
-        exact = self._allocate_exact(shadowed, peers) if peers is not None and not self.executor.takes_turns else {}
+        exact = (
+            self._allocate_exact(shadowed, peers)
+            if peers is not None and not self.executor.weights.takes_turns()
+            else {}
+        )
         # Made known only now that there is memory for all: half of it would be worse than none.
         for masters in wide:
             self._shadows.append(copies[masters.dtype][0])
-            self.executor.add_shadow_memory(self._shadows[-1], masters)
+            self.executor.parameters.add_shadow_memory(self._shadows[-1], masters)
         for record in shadowed:
             copy, all_ranks = copies[record.param.dtype]
             part = slice(record.shard.storage_offset(), record.shard.storage_offset() + record.layout.shard_numel)
-            self.executor.set_shadow(record.index, copy[part])
+            self.executor.parameters.set_shadow(record.index, copy[part])
             if all_ranks:
-                self.executor.set_peers(record.index, [memory[part] for memory in all_ranks])
+                self.executor.parameters.set_peers(record.index, [memory[part] for memory in all_ranks])
         for index, (mine, *theirs) in exact.items():
-            self.executor.set_exact(index, mine, theirs)
+            self.executor.parameters.set_exact(index, mine, theirs)
         self.access.before_writing()  # what is to be read first must be written
 
     def _allocate_exact(self, shadowed: list[ShardedParameter], peers: PeerMemory) -> dict[int, tuple[Tensor, ...]]:
@@ -386,7 +392,7 @@ class Sharder:
                 layouts.append((record, whole, used))
         self._kept = Arena([(whole, used) for _, whole, used in layouts], self.mesh.device)
         for (record, whole, _), flat in zip(layouts, self._kept.views, strict=True):
-            self.executor.set_kept(record.index, flat)
+            self.executor.parameters.set_kept(record.index, flat)
             view = flat[: whole.numel].view(whole.shape)
             for owner, key in record.owners:
                 owner.__dict__.setdefault(KEPT, {})[key] = view

@@ -114,7 +114,7 @@ class StepCycle:
         self._sharder.view.end_forward()
         try:
             self.reset()
-            self._executor.release_buffers()
+            self._executor.gradients.release_buffers()
         except RuntimeError as error:
             if not self._watchdog.failed:
                 raise
@@ -124,9 +124,9 @@ class StepCycle:
         """After an exception: drops half-done work and gathered weights. Not collective."""
         self.state, self._inside, self._step = State.IDLE, False, None
         self._compiled.reset()
-        self._executor.abort_backward()
+        self._executor.gradients.abort()
         self._sharder.access.settle()
-        self._executor.drop_weights()  # a traceback may hold them for long
+        self._executor.weights.drop()  # a traceback may hold them for long
         self._buffers.reset()
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class StepCycle:
     def gradients_came(self) -> None:
         """At the end of each backward, announced or not; called by the executor."""
         self._sharder.view.end_forward()  # users' hooks come next
-        self._hooks.run(self._executor.attached())
+        self._hooks.run(self._executor.gradients.attached())
 
     def after_backward(self) -> None:
         """Should come after each backward: weights that forward read win over what is then written to

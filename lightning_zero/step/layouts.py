@@ -53,7 +53,7 @@ class StepLayouts:
     def current(self, own: Own) -> StepLayout:
         """Of the gradients that there are now."""
         why = self._what_changed(own)
-        key = self._sharder.executor.gradients_key()
+        key = self._sharder.executor.gradients.key()
         if why is None and self.last is not None and key == self._key:
             return self.last
         if why is not None:
@@ -67,7 +67,7 @@ class StepLayouts:
             self._by_pattern[pattern] = layout
             if len(self._by_pattern) > _PATTERNS:
                 del self._by_pattern[next(iter(self._by_pattern))]
-        self.last, self._key = layout, self._sharder.executor.gradients_key()
+        self.last, self._key = layout, self._sharder.executor.gradients.key()
         self.note(own.state)
         return layout
 

@@ -257,7 +257,7 @@ _ALL = (
     Point(
         "replaying",
         "has started a replay, which runs on",
-        ("lightning_zero.native.executor:Executor.after_replay",),
+        (f"{PAIRS}:_started",),
         6,
         training=REPLAYED,
     ),

@@ -13,7 +13,7 @@ def compare() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with engine_for(torch.nn.Linear(8, 8), device=str(device)) as engine:
         executor = engine.executor
-        executor.compile_means()
+        executor.transport.compile_means()
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for n in (1, 7, 8, 1027, 1 << 20, (1 << 22) + 5):
                 for offset, shift in ((0, 0), (8, 0), (3, 0), (0, 1)):
@@ -23,13 +23,13 @@ def compare() -> None:
                     expected = rows.float().mean(0)
                     for add in (False, True):
                         to = before.clone() if shift == 0 else torch.cat((before[:1], before))[1:]
-                        assert executor.mean_rows(to, rows, add)
+                        assert executor.transport.mean_rows(to, rows, add)
                         wanted = expected + before if add else expected
                         torch.testing.assert_close(to, wanted, rtol=1e-6, atol=1e-6)
         rows = torch.ones(2, 8, device=device)
-        assert not executor.mean_rows(torch.empty(8, device=device), rows.double())
-        assert not executor.mean_rows(torch.empty(8, device=device), torch.ones(3, 8, device=device))
-        assert not executor.mean_rows(torch.empty(8, device=device, dtype=torch.bfloat16), rows)
+        assert not executor.transport.mean_rows(torch.empty(8, device=device), rows.double())
+        assert not executor.transport.mean_rows(torch.empty(8, device=device), torch.ones(3, 8, device=device))
+        assert not executor.transport.mean_rows(torch.empty(8, device=device, dtype=torch.bfloat16), rows)
 
 
 def test_means_are_torchs(ranks: Ranks) -> None:

@@ -36,7 +36,7 @@ class OneRank:
         self.key = 0
         self.collectives: list[str] = []
         self.executor: Any = SimpleNamespace(
-            device=CPU, gradients_key=lambda: self.key, collective=self._collective, waiting=None
+            device=CPU, gradients=SimpleNamespace(key=lambda: self.key), collective=self._collective, waiting=None
         )
 
     def _collective(self, what: str, lane: Any, start: Callable[..., Any]) -> None:

@@ -115,7 +115,7 @@ def new_twin(executor: Executor, name: str, full: Tensor, trainable: bool = True
     shard = torch.empty(layout.shard_numel, dtype=full.dtype)
     layout.write(shard, full, executor.rank)
     param = nn.Parameter(full.clone(), requires_grad=trainable)
-    index = executor.add_parameter(name, param, shard, layout.shape)
+    index = executor.parameters.add(name, param, shard, layout.shape)
     param.data = shard.view(layout.visible_shape)
     return Twin(index, param, layout, shard, full.clone())
 
@@ -132,9 +132,9 @@ class Sequence:
         self.executor = Executor(mesh, self._config(), self._ended)
         self.pushing = self.rng.random() < 0.3  # gradients go into peers' memory
         if self.pushing:
-            size = self.rng.choice((1, 2, 64)) * 1024 * self.world
+            size = self.rng.choice((1, 2, 64)) * self.executor.transport.staging_unit
             peers = PeerMemory(mesh)
-            self.executor.set_staging(peers.empty(size, torch.uint8)[1], mesh.shard_group)
+            self.executor.transport.set_staging(peers.empty(size, torch.uint8)[1], mesh.shard_group)
         self.trace = [
             f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, "
             f"{'pushed' if self.pushing else 'scattered'}, {self.reduce}"
@@ -153,7 +153,7 @@ class Sequence:
         for twin in self.twins:
             if twin.full.dtype in (torch.float32, torch.float64) and self.rng.random() < 0.5:
                 twin.shadow = self.rng.choice(FLOATS[1:3])
-                self.executor.set_shadow(
+                self.executor.parameters.set_shadow(
                     twin.index, torch.full((twin.layout.shard_numel,), math.nan, dtype=twin.shadow)
                 )
 
@@ -167,7 +167,6 @@ class Sequence:
         return ReduceConfig(
             bucket_mb=BUCKETS[size],
             double_buffer=rng.random() < 0.6 or self.ragged,
-            average=rng.choice(("predivide", "average")),
             dtype=rng.choice((None, None, torch.bfloat16, torch.float32)),
             free_buckets=rng.random() < 0.3,
         )
@@ -197,10 +196,10 @@ class Sequence:
         for twin, view, grad in zip(order, shards.views, grads.views, strict=True):
             view.copy_(twin.shard)
             twin.shard = view
-            self.executor.move_parameter(twin.index, view)
+            self.executor.parameters.move(twin.index, view)
             twin.param.data = view.view(twin.layout.visible_shape)
             if grad.is_floating_point():
-                self.executor.set_grad(twin.index, grad.fill_(math.nan))
+                self.executor.parameters.set_grad(twin.index, grad.fill_(math.nan))
 
     @property
     def trainable(self) -> list[Twin]:
@@ -217,7 +216,7 @@ class Sequence:
             self.trace.append(step.__name__)
             step()
             self.check()
-        self.executor.sync_edits(forget=True)
+        self.executor.weights.sync_edits(forget=True)
         self.edited = False
         self.check()
 
@@ -269,7 +268,7 @@ class Sequence:
             self.expect_equal(grad.double(), expected, f"gradient of {name}, off by {error:.3g} > {twin.slack:.3g}")
 
     def _ended(self) -> None:
-        self.heard.append(sorted(self.executor.attached()))
+        self.heard.append(sorted(self.executor.gradients.attached()))
 
     def _count_gather(self, twin: Twin, dtype: torch.dtype, eager: bool = False) -> None:
         self.counts["gathers"] += 1
@@ -301,8 +300,12 @@ class Sequence:
         if kind == "gather_eager":
             view = result.detach().reshape(-1)[1:]
             for tensor in (result, view) if view.numel() else ():
-                self.expect(self.executor.find_gathered(tensor) == twin.index, "a gathered weight is not known as one")
-            self.expect(self.executor.find_gathered(expected) == -1, "another tensor is taken for a gathered weight")
+                self.expect(
+                    self.executor.weights.find_gathered(tensor) == twin.index, "a gathered weight is not known as one"
+                )
+            self.expect(
+                self.executor.weights.find_gathered(expected) == -1, "another tensor is taken for a gathered weight"
+            )
             if self.rng.random() < 0.3:
                 twin.held.append(result)
 
@@ -352,19 +355,19 @@ class Sequence:
     def rewrite(self) -> None:
         """A change that autograd does not see, as when two sets of weights are exchanged."""
         self._read_shadows()
-        self.executor.sync_edits(forget=True)
+        self.executor.weights.sync_edits(forget=True)
         self.edited = False
         twin = self.rng.choice([twin for twin in self.twins if twin.full.is_floating_point()])
         twin.param.data.mul_(0.5)
         twin.full.mul_(0.5)
-        self.executor.expire_shadows()
+        self.executor.weights.expire_shadows()
         self._read_shadows()
 
     def update(self) -> None:
         """An optimizer's step: it changes shards in place, element by element."""
         self._read_shadows()
         if self.edited or self.rng.random() < 0.5:
-            self.executor.sync_edits(forget=True)
+            self.executor.weights.sync_edits(forget=True)
             self.edited = False
         for twin in self.twins:
             if not twin.full.is_floating_point():
@@ -405,7 +408,7 @@ class Sequence:
         self.executor.configure(self._config())
 
     def release(self) -> None:
-        self.executor.release_buffers()
+        self.executor.gradients.release_buffers()
         self.expect(self.executor.counters()["bucket_bytes"] == 0, "bucket memory was not given back")
 
     def interrupted(self) -> None:
@@ -515,7 +518,7 @@ class Sequence:
             twin = self.twins[index]
             held = 0.0 if twin.grad is None else torch.finfo(twin.full.dtype).eps * twin.grad.norm().item()
             # A third is exact in no dtype.
-            exact = self.whole and (self.world < 3 or self.reduce.average == "average")
+            exact = self.whole and self.world < 3
             twin.slack = twin.slack if exact else twin.slack + rounding[index] + held
             twin.grad = value if twin.grad is None else twin.grad + value
             wire_bytes += self.world * twin.layout.shard_numel * self._wire(twin).itemsize

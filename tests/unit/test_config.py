@@ -17,7 +17,6 @@ WRONG = [
     (ReduceConfig, {"bucket_mb": math.nan}, r"bucket_mb=nan must be a positive"),
     (ReduceConfig, {"bucket_mb": math.inf}, r"bucket_mb=inf must be a positive"),
     (ReduceConfig, {"bucket_mb": "64"}, r"bucket_mb='64' must be a positive"),
-    (ReduceConfig, {"average": "mean"}, r"average='mean' must be 'predivide' or 'average'"),
     (ReduceConfig, {"dtype": torch.int8}, r"reduce_dtype=torch\.int8 is no floating point type\. Try torch\.bfloat16"),
     (EngineConfig, {"gather_by": "mail"}, r"gather_by='mail' must be 'auto', 'collective' or 'copy'"),
     (EngineConfig, {"capture_step": "yes"}, r"capture_step='yes' must be True, False or 'auto'"),

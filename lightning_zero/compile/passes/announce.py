@@ -15,6 +15,7 @@ from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import first_call, is_reduce, is_start, kind_of, ops, weight_name
 from lightning_zero.compile.passes.grouping import word
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
+from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["announce_plan", "read_plan"]
@@ -28,8 +29,9 @@ def announce_plan(graph: Graph) -> Graph:
     first = next((node for node in graph.nodes if is_start(node) or is_reduce(node)), None)
     if first is None:
         return graph
-    gathers = first.target in (ops("gather_group"), ops("gather_start"))
-    shards: Any = first.args[0 if gathers else 1]
+    op = op_of(first.target)
+    assert op is not None
+    shards: Any = first.args[op.shards]
     shard = shards[0] if isinstance(shards, list | tuple) else shards
     with graph.inserting_before(first_call(graph)):
         enter = graph.call_function(ops("enter"), (shard, plan.digest, plan.to_json()))

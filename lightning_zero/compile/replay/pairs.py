@@ -84,29 +84,34 @@ class Pair(Protocol):
         """Gives the memory back. Nothing is replayed any more."""
 
 
+def _started(executor: Executor, number: int) -> None:
+    """A replay has been started, and may still be running: enters into the books what it does."""
+    executor.graphs.after_replay(number)
+
+
 class _Graph:
     """One of the two CUDA graphs, and its entries in the executor's books. Captures what ``run`` queues."""
 
     def __init__(self, job: Job, pool: Any, run: Callable[[], None], backward: bool) -> None:
         self._executor = job.executor
         self._graph = torch.cuda.CUDAGraph()
-        job.executor.record_graph(backward, backward and job.adding)
+        job.executor.graphs.begin(backward, backward and job.adding)
         with capturing(self._graph, pool):
             try:
                 run()
-                self.number = job.executor.end_recording()
+                self.number = job.executor.graphs.end()
             except BaseException:
-                job.executor.abort_recording()  # joins streams, without which the capture could not be ended
+                job.executor.graphs.abort()  # joins streams, without which the capture could not be ended
                 raise
 
     def replay(self) -> None:
-        self._executor.before_replay(self.number)
+        self._executor.graphs.before_replay(self.number)
         self._graph.replay()
-        self._executor.after_replay(self.number)
+        _started(self._executor, self.number)
 
     def close(self) -> None:
         self._graph.reset()
-        self._executor.drop_graph(self.number)
+        self._executor.graphs.drop(self.number)
 
 
 class CapturedPair:
@@ -120,8 +125,8 @@ class CapturedPair:
         beside = job.beside if isinstance(job.beside, CapturedPair) else None
         stream = beside._stream if beside is not None else torch.cuda.Stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
-        if executor.takes_turns:
-            executor.meet_peers()  # or the graph would hold the wait, of one step for all
+        if executor.weights.takes_turns():
+            executor.weights.meet_peers()  # or the graph would hold the wait, of one step for all
         torch.cuda.empty_cache()  # graphs cannot use what is cached for others
         stream.wait_stream(current)
         self._executor = executor
@@ -136,14 +141,14 @@ class CapturedPair:
             given = [grad for grad in self._grads if grad is not None]
             try:
                 self._backward = _Graph(job, self._pool, lambda: job.run_backward(wanted, given), backward=True)
-                executor.never_ran(self._backward.number)
+                executor.graphs.never_ran(self._backward.number)
             finally:
                 # The backward was recorded as if the forward had run. From here on nobody may think so.
-                executor.never_ran(self._forward.number)
+                executor.graphs.never_ran(self._forward.number)
             self._into = [tensor.grad for tensor in job.copied]
 
     def fits(self) -> bool:
-        return self._executor.fits(self._forward.number, self._backward.number)
+        return self._executor.graphs.fits(self._forward.number, self._backward.number)
 
     def forward(self) -> Sequence[Tensor]:
         self._forward.replay()
@@ -177,25 +182,25 @@ class EmulatedPair:
     def _recorded(self, backward: bool, adding: bool) -> Iterator[None]:
         known = self._numbers.get(backward)
         if known is None:
-            self._executor.meet_peers()
+            self._executor.weights.meet_peers()
         else:
-            self._executor.before_replay(known)
-        self._executor.record_graph(backward, adding)
+            self._executor.graphs.before_replay(known)
+        self._executor.graphs.begin(backward, adding)
         try:
             yield
-            number = self._executor.end_recording()
+            number = self._executor.graphs.end()
         except BaseException:
-            self._executor.abort_recording()
+            self._executor.graphs.abort()
             raise
         if known is None and backward:
             # Only a first run can tell its number. What comes before a replay, it has found as it should be.
-            self._executor.before_replay(number)
-        self._executor.after_replay(self._numbers.setdefault(backward, number))
+            self._executor.graphs.before_replay(number)
+        _started(self._executor, self._numbers.setdefault(backward, number))
         if known is not None:
-            self._executor.drop_graph(number)
+            self._executor.graphs.drop(number)
 
     def fits(self) -> bool:
-        return len(self._numbers) < 2 or self._executor.fits(self._numbers[False], self._numbers[True])
+        return len(self._numbers) < 2 or self._executor.graphs.fits(self._numbers[False], self._numbers[True])
 
     def forward(self) -> Sequence[Tensor]:
         with torch.enable_grad(), self._recorded(backward=False, adding=False):
@@ -212,7 +217,7 @@ class EmulatedPair:
                 outputs.append(output)
                 given.append(torch.zeros_like(output) if grad is None else grad)
         if self._adding is None:
-            self._adding = self._executor.has_gradients()
+            self._adding = self._executor.gradients.has_any()
         with torch.enable_grad(), self._recorded(True, self._adding):
             self._job.run_backward(outputs, given)
         return [tensor.grad for tensor in self._job.copied]
@@ -220,7 +225,7 @@ class EmulatedPair:
     def close(self) -> None:
         self._outputs = []
         for number in self._numbers.values():
-            self._executor.drop_graph(number)
+            self._executor.graphs.drop(number)
 
 
 @contextmanager

@@ -160,7 +160,7 @@ class _Call:
         trains = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if replays is None or not replays.enabled or not trains or in_backward:
             return self._compiled(*args)
-        epoch, backwards = replays.executor.epoch(), replays.executor.backwards()
+        epoch, backwards = replays.executor.weights.epoch(), replays.executor.gradients.backwards()
         first, again = epoch != self._epoch, backwards == self._backwards
         self._epoch, self._backwards_before, self._backwards = epoch, self._backwards, backwards
         variant = None if self._off else self._variant(args, first, again)
@@ -192,7 +192,7 @@ class _Call:
         """What a replay would raise at is known after the first step, and nobody has to be told."""
         replays = self._replays()
         keeps = keeps_graph()
-        if replays is not None and (keeps or not replays.executor.is_whole_backward()):
+        if replays is not None and (keeps or not replays.executor.gradients.is_whole_backward()):
             self._give_up("a backward pass keeps its graph, or is for some gradients only")
 
     def _variant(self, args: Sequence[Any], first: bool, again: bool) -> Variant | None:
@@ -222,7 +222,7 @@ class _Call:
         self._runs[first] += 1
         if self._runs[first] <= WARMUPS or not replays.ready():
             return None
-        if reason := replays.executor.why_not_recorded():
+        if reason := replays.executor.graphs.why_not():
             self._waits += 1
             if self._waits >= MOST_WAITS:
                 self._give_up(reason)

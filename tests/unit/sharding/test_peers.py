@@ -52,14 +52,15 @@ def test_what_adds_up_gradients_on_a_gpu_is_torch_where_no_kernel_can_be_compile
 ) -> None:
     monkeypatch.setattr(Peers, "_set_barrier", lambda self, executor: None)
     executor: Any = MagicMock(world_size=2, rank=0, device=device)
-    executor.compile_means.side_effect = RuntimeError("no NVRTC")
+    executor.transport.staging_unit = 2048
+    executor.transport.compile_means.side_effect = RuntimeError("no NVRTC")
     sharder: Any = MagicMock(executor=executor)
     mesh: Any = MagicMock(world_size=2, rank=0, device=device)
     peers = Peers(None, Memory(), EngineConfig(), mesh)  # type: ignore[arg-type]
     for _ in range(2):
         assert not peers.allocate(sharder)
-    executor.set_staging.assert_called_once()
-    assert executor.compile_means.call_count == (device is GPU)
+    executor.transport.set_staging.assert_called_once()
+    assert executor.transport.compile_means.call_count == (device is GPU)
     assert ("take longer: no NVRTC" in caplog.text) == (device is GPU)
 
 

@@ -29,6 +29,12 @@ class Calls:
         return call
 
 
+class Parts(Calls):
+    """An executor, whose parts note in one log."""
+
+    weights = gradients = property(lambda self: self)
+
+
 class Compiled(Calls):
     @contextmanager
     def surround(self) -> Iterator[None]:
@@ -49,7 +55,7 @@ class Bench:
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.phases: list[Phase] = []
-        executor = Calls(self.log, {"attached": []})
+        executor = Parts(self.log, {"attached": []})
         self.watchdog = SimpleNamespace(enter=self.phases.append, begin=lambda: None, failed=False)
         self.in_forward = False
         sharder = SimpleNamespace(
@@ -204,8 +210,8 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
         ("end a", ["end_writing"]),
         ("eval_step", ["drop_replays", "sync_edits", "expire_shadows", "before_forward"]),
         ("after_eval", ["sync_edits forget"]),
-        ("reset", ["reset", "abort_backward", "sync_edits forget", "drop_weights", "reset"]),
-        ("tidy_up", ["reset", "abort_backward", "sync_edits forget", "drop_weights", "reset", "release_buffers"]),
+        ("reset", ["reset", "abort", "sync_edits forget", "drop", "reset"]),
+        ("tidy_up", ["reset", "abort", "sync_edits forget", "drop", "reset", "release_buffers"]),
     ],
 )
 def test_when_edits_reach_shards_and_shards_are_written(event: str, calls: list[str]) -> None:
@@ -263,7 +269,7 @@ def test_what_a_lost_device_raises_does_not_hide_what_came_first() -> None:
     def lost() -> None:
         raise RuntimeError("the device is gone")
 
-    bench.cycle._executor.__dict__["abort_backward"] = lost
+    bench.cycle._executor.__dict__["abort"] = lost
     with pytest.raises(RuntimeError, match="gone"):
         bench.cycle.tidy_up()
     bench.watchdog.failed = True
@@ -277,6 +283,6 @@ def test_nobody_else_says_when_edits_are_synchronised() -> None:
     callers = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
-        if any(f"executor.{name}(" in path.read_text() for name in names)
+        if any(f"executor.weights.{name}(" in path.read_text() for name in names)
     }
     assert callers == {"sharding/access.py"}

@@ -14,6 +14,8 @@ from lightning_zero.config import EngineConfig
 
 
 class Books:
+    graphs = weights = gradients = property(lambda self: self)
+
     def __init__(self) -> None:
         self.steps = self.passes = 0
         self.reason = ""
@@ -28,7 +30,7 @@ class Books:
     def is_whole_backward(self) -> bool:
         return not self.partial
 
-    def why_not_recorded(self) -> str:
+    def why_not(self) -> str:
         return self.reason
 
 

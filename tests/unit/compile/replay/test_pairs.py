@@ -43,7 +43,8 @@ class Graph:
 
 class Executor:
     device = torch.device("cpu")
-    takes_turns = True
+    # Its parts, which keep one log.
+    graphs = weights = gradients = property(lambda self: self)
 
     def __init__(self, refuse: int = 0) -> None:
         self.log: list[tuple[Any, ...]] = []
@@ -53,11 +54,14 @@ class Executor:
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self.log.append((name, *args))
 
-    def end_recording(self) -> int:
+    def takes_turns(self) -> bool:
+        return True
+
+    def end(self) -> int:
         self.recorded += 1
         if self.recorded == self.refuse:
             raise NotImplementedError("some of its gradients travel together with those of other graphs")
-        self.log.append(("end_recording",))
+        self.log.append(("end",))
         return self.recorded
 
 
@@ -110,10 +114,10 @@ def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock
     pair = capture(executor)
     assert executor.log == [
         ("meet_peers",),  # a wait for turns must not become part of the graph
-        ("record_graph", False, False),
-        ("end_recording",),
-        ("record_graph", True, False),
-        ("end_recording",),
+        ("begin", False, False),
+        ("end",),
+        ("begin", True, False),
+        ("end",),
         ("never_ran", 2),
         ("never_ran", 1),
     ]
@@ -129,7 +133,7 @@ def test_a_refused_backward_leaves_nothing_that_the_forward_was_to_bring(allocat
     executor = Executor(refuse=2)
     with pytest.raises(NotImplementedError, match="travel together"):
         capture(executor)
-    assert executor.log[-2:] == [("abort_recording",), ("never_ran", 1)]
+    assert executor.log[-2:] == [("abort",), ("never_ran", 1)]
     assert [graph.log for graph in Graph.made] == [["begin", "end"]] * 2
     assert not allocator.mock_calls
 
@@ -152,7 +156,7 @@ def test_what_no_graph_can_hold_gives_the_allocator_back(allocator: MagicMock) -
     executor = Executor()
     with pytest.raises(RuntimeError, match="not permitted"):
         capture(executor, waits)
-    assert executor.log[-1] == ("abort_recording",)
+    assert executor.log[-1] == ("abort",)
     assert allocator.mock_calls == [call.end(3, (0, 7)), call.release(3, (0, 7))]
     assert [graph.log for graph in Graph.made] == [["begin", "end"]] * 2  # the second frees the generator
 
@@ -184,4 +188,4 @@ def test_pairs_of_one_graph_share_memory_and_give_it_back(allocator: MagicMock) 
     executor.log.clear()
     first.close()
     assert [graph.log[-1] for graph in Graph.made] == ["reset", "reset", "end", "end"]
-    assert executor.log == [("drop_graph", 1), ("drop_graph", 2)]
+    assert executor.log == [("drop", 1), ("drop", 2)]

@@ -196,7 +196,7 @@ def test_what_cannot_be_captured_is_said_once_and_runs() -> None:
     training = Training()
     for _ in range(WARMUPS):
         training.step()
-    training.books.why_not_recorded = lambda: ""  # type: ignore[method-assign]
+    training.books.why_not = lambda: ""  # type: ignore[method-assign]
     training.books.reason = "refuse"
     for _ in range(5):
         assert training.step() == 18

@@ -1,8 +1,9 @@
-#include "runtime/cuda_driver.h"
+#include "runtime/cuda_api.h"
 
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 
+#include <string_view>
 #include <type_traits>
 
 namespace lightning_zero {
@@ -43,6 +44,27 @@ void CudaDriver::launch(void* kernel, unsigned blocks, unsigned threads, const c
   const int error =
       launch_kernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream.native_handle(), arguments, nullptr);
   TORCH_CHECK(error == 0, "lightning_zero: cuLaunchKernel failed with error ", error, ".");
+}
+
+const CudaRuntime& CudaRuntime::instance() {
+  static const CudaRuntime runtime = [] {
+    CudaRuntime found;
+    for (const char* name : {"libcudart.so.13", "libcudart.so.12"}) {
+      void* library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+      if (library == nullptr)
+        continue;
+      const auto look_up = [&](auto& function, const char* symbol) {
+        function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, symbol));
+      };
+      look_up(found.copy_rows, "cudaMemcpy2DAsync");
+      look_up(found.last_error, "cudaGetLastError");
+      if (name == std::string_view("libcudart.so.13"))
+        look_up(found.copy_batch, "cudaMemcpyBatchAsync");
+      break;
+    }
+    return found;
+  }();
+  return runtime;
 }
 
 }  // namespace lightning_zero

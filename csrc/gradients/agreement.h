@@ -1,0 +1,36 @@
+// What ranks tell each other at the end of a backward, on the host: no device is read.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "context.h"
+#include "transport/communicator.h"
+
+namespace lightning_zero {
+
+class Agreement {
+ public:
+  // `control`: null where there is one rank.
+  Agreement(Context& context, Communicator* control) : context_(context), control_(control) {}
+
+  struct Agreed {
+    std::vector<int64_t> flags;  // the largest of any rank
+    bool same_order = true;      // of arrival, on all ranks
+  };
+  // `flags`: of this rank; as long on every rank. `meetings`: that there were before this backward. Throws
+  // where ranks met at different times.
+  Agreed agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals, int64_t meetings);
+
+  // Something that the agreements to come carry along; and whether, since the last question, some rank had
+  // something to say.
+  void say(bool yes) { to_say_ = yes; }
+  bool was_said() { return std::exchange(said_, false); }
+
+ private:
+  Context& context_;
+  Communicator* control_;
+  bool to_say_ = false, said_ = false;
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,56 @@
+// The gradients' part in captured graphs. See [Note: captured graphs] in cuda_graph/recorder.h.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gradients/reducer.h"
+
+namespace lightning_zero {
+
+class GradientRecording {
+ public:
+  GradientRecording(Context& context, Transports& transports, Reducer& reducer)
+      : context_(context), transports_(transports), reducer_(reducer) {}
+
+  // What a graph does to gradients.
+  struct Recorded {
+    bool adding = false;             // to those that are there, rather than in their place
+    int64_t layout = 0;              // of buckets
+    std::vector<const void*> grads;  // where they lie
+    std::vector<int64_t> arrivals;   // empty: a forward
+    size_t launched = 0;             // buckets
+    ReduceTransport::Traffic traffic;
+  };
+
+  // Why none can begin now; empty when it can.
+  std::string why_not() const;
+  void begin(bool backward, bool adding);
+  // Launches what is complete; why a replay would not do the same, empty when it would.
+  std::string finish();
+  Recorded end();
+  void abort();  // harmless where nothing is recorded
+
+  // Whether no replay fits any more; and whether this one does.
+  bool is_stale() const { return reducer_.layout().is_stale(); }
+  bool fits(const Recorded& graph) const;
+  // For a backward; before it: joins autograd's, and sees to it that gradients are added, or not.
+  void before_replay(const Recorded& graph);
+  void after_replay(const Recorded& graph);
+  // The backward in which something was replayed is over, or has been interrupted.
+  void forget_replay() { set_aside_.clear(); }
+
+ private:
+  void restore();
+
+  Context& context_;
+  Transports& transports_;
+  Reducer& reducer_;
+  Recorded recorded_;
+  Backward around_;  // what goes on around the recording
+  // Gradients, and what was there before a replay that overwrites it.
+  std::vector<std::pair<at::Tensor, at::Tensor>> set_aside_;
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,101 @@
+// What an executor does with gradients: reduce() copies one into its bucket on the caller's stream. Complete
+// buckets are reduced in one fixed order on the gradients' stream and accumulated into the gradient arena
+// there. When autograd finishes, end_backward() makes the ranks agree on what is still missing, sends it,
+// lets the caller's stream wait once, and attaches param.grad.
+//
+// [Note: one order on every rank] A rank may see gradients its peers do not. Buckets are therefore launched
+// strictly in order, a bucket that is not complete holds back the ones behind it, and end_backward() takes
+// the maximum over ranks of what arrived (on a host group: no device is read) before it launches the rest. A
+// gradient that arrives after its bucket was launched (a weight used in two graphs) waits in a second bucket
+// that is launched after the agreement.
+//
+// State is per parameter and backward, never per graph. All methods may be called from autograd's threads.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "context.h"
+#include "gradients/agreement.h"
+#include "gradients/layout.h"
+#include "transport/transports.h"
+
+namespace lightning_zero {
+
+// What is known of the backward that goes on.
+struct Backward {
+  std::vector<int> tasks;         // autograd's, that will call end_backward()
+  std::vector<int64_t> arrivals;  // parameters, in order
+  size_t next_launch = 0;
+  // While a graph is recorded: whether its gradients are added to those that are there.
+  std::optional<bool> recorded_adding;
+};
+
+class Reducer {
+ public:
+  // `begun`: autograd has begun to bring gradients; the callee sees to it that end_backward() is called when
+  // it ends.
+  Reducer(Context& context, Transports& transports, std::function<void()> begun);
+
+  // -- ops
+  // `hold`: the caller leaves the gradient's memory alone until it calls release().
+  void reduce(int64_t index, const at::Tensor& grad, bool hold = false);
+  void release(int64_t index);
+
+  void end_backward();
+  // Name of an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
+  void on_end(std::string op) { end_op_ = std::move(op); }
+  void abort();            // drops what an interrupted backward left
+  void release_buffers();  // bucket memory; legal outside backward
+
+  // Parameters with a gradient from the last backward.
+  std::vector<int64_t> attached() const { return attached_; }
+  // Changes whenever a parameter's gradient comes, goes or lies elsewhere.
+  int64_t key() const;
+  // Whether gradients are there, to which a backward that begins now would add.
+  bool has_any() const;
+  int64_t backwards() const { return backwards_; }  // that have ended
+  Agreement& agreement() { return agreement_; }
+
+  // -- for the other owners, which hold the lock
+  bool in_backward() const { return !backward_.tasks.empty(); }
+  Backward& backward() { return backward_; }
+  BucketLayout& layout() { return layout_; }
+  // Memory, or buckets too, are to be others than before.
+  void forget_pools() { pools_.clear(); }
+  void forget_buckets();
+  // Memory that nobody else has used, for the same buckets.
+  void renew_pools();
+  void drain() { pools_.drain(); }
+  // A gradient comes, or all that a graph brings.
+  void join();
+  void launch_complete();
+  void add_counters(std::map<std::string, int64_t>& counters) const;
+  void close();
+
+ private:
+  std::unique_ptr<BufferPool> make_pool(at::ScalarType dtype) const;
+  void open(ReduceBucket& bucket, bool adding);
+  void launch(ReduceBucket& bucket);
+  void launch_all();
+  Agreement::Agreed agree();
+  void attach(const std::vector<int64_t>& flags);
+  void finish();
+
+  Context& context_;
+  Transports& transports_;
+  std::function<void()> begun_;
+  std::string end_op_;
+  BucketLayout layout_;
+  BufferPools pools_;
+  PoolStats pool_stats_;
+  Agreement agreement_;
+  Backward backward_;
+  std::vector<int64_t> attached_;
+  int64_t backwards_ = 0;
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,113 @@
+#include "parameters.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
+
+#include <numeric>
+
+#include "gradients/reducer.h"
+#include "weights/weights.h"
+
+namespace lightning_zero {
+
+int64_t Parameters::add(std::string name, at::Tensor param, at::Tensor shard, std::vector<int64_t> shape,
+                        std::optional<std::vector<int64_t>> order) {
+  Lock lock(context_.mutex);
+  TORCH_INTERNAL_ASSERT(shard.dim() == 1 && shard.is_contiguous() && shard.numel() > 0 &&
+                        shard.device() == context_.device);
+  const auto numel = c10::multiply_integers(shape);
+  TORCH_INTERNAL_ASSERT(numel <= context_.size * shard.numel());
+  if (!order) {
+    order.emplace(shape.size());
+    std::iota(order->begin(), order->end(), 0);
+  }
+  auto record = std::make_unique<ParamRecord>();
+  record->index = static_cast<int64_t>(context_.records.size());
+  record->name = std::move(name);
+  record->param = std::move(param);
+  record->shard = std::move(shard);
+  record->numel = numel;
+  record->shape = std::move(shape);
+  record->order = std::move(*order);
+  ShardTable::instance().add(record->shard, ParamRef{&executor_, record->index});
+  context_.records.push_back(std::move(record));
+  gradients_.layout().add_parameter();
+  return context_.records.back()->index;
+}
+
+void Parameters::move(int64_t index, at::Tensor shard) {
+  Lock lock(context_.mutex);
+  auto& record = context_.at(index);
+  TORCH_INTERNAL_ASSERT(shard.dim() == 1 && shard.is_contiguous() && shard.numel() == record.shard_numel());
+  weights_.edits().sync(/*forget=*/true);
+  ShardTable::instance().remove(record.shard);
+  weights_.access().take_back();
+  record.shards.clear();
+  record.shard = std::move(shard);
+  ShardTable::instance().add(record.shard, ParamRef{&executor_, index});
+}
+
+void Parameters::drop(int64_t index) {
+  Lock lock(context_.mutex);
+  auto& record = context_.at(index);
+  ShardTable::instance().remove(record.shard);
+  record.live = false;
+  gradients_.layout().forget();
+}
+
+void Parameters::guard_gradient(int64_t index) {
+  Lock lock(context_.mutex);
+  const auto& record = context_.at(index);
+  // The parameter owns the hook, so it must not be owned by it.
+  const auto* impl = record.param.unsafeGetTensorImpl();
+  record.param.register_hook([impl, name = record.name](const at::Tensor& grad) {
+    TORCH_CHECK_VALUE(!grad.defined() || !ShardTable::instance().contains(impl->data()),
+                      "lightning_zero: the training step computed with this rank's shard of ", name,
+                      ", as self.parameters() and self.named_parameters() return it, so each rank would get "
+                      "another result. Read whole weights "
+                      "from their modules (self.layer.weight), or use the optimizer's weight_decay for a "
+                      "penalty on all of them.");
+  });
+}
+
+bool Parameters::is_of_every_rank(const std::vector<at::Tensor>& tensors) const {
+  return static_cast<int64_t>(tensors.size()) == context_.size;
+}
+
+void Parameters::add_shadow_memory(at::Tensor copies, at::Tensor shards) {
+  Lock lock(context_.mutex);
+  weights_.copies().add_memory(std::move(copies), std::move(shards));
+}
+
+void Parameters::set_peers(int64_t index, std::vector<at::Tensor> peers) {
+  Lock lock(context_.mutex);
+  TORCH_INTERNAL_ASSERT(is_of_every_rank(peers));
+  context_.at(index).peers = std::move(peers);
+  weights_.access().share();
+  weights_.access().take_back();
+}
+
+void Parameters::set_exact(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
+  Lock lock(context_.mutex);
+  auto& record = context_.at(index);
+  TORCH_INTERNAL_ASSERT(!record.peers.empty() && is_of_every_rank(peers) &&
+                        copy.scalar_type() == record.shard.scalar_type());
+  record.exact = std::move(copy);
+  record.exact_peers = std::move(peers);
+  weights_.access().take_back();
+}
+
+void Parameters::set_shards(int64_t index, std::vector<at::Tensor> shards) {
+  Lock lock(context_.mutex);
+  TORCH_INTERNAL_ASSERT(weights_.access().takes_turns() && is_of_every_rank(shards));
+  context_.at(index).shards = std::move(shards);
+}
+
+void Parameters::unregister() {
+  for (const auto& record : context_.records) {
+    if (record->live)
+      ShardTable::instance().remove(record->shard);
+  }
+}
+
+}  // namespace lightning_zero

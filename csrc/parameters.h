@@ -1,0 +1,58 @@
+// The parameters that an executor knows, by their numbers, and the memory that belongs to each.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "context.h"
+
+namespace lightning_zero {
+
+class Reducer;
+class Weights;
+
+class Parameters {
+ public:
+  // `executor`: who is found by their shards.
+  Parameters(Context& context, Executor& executor, Weights& weights, Reducer& gradients)
+      : context_(context), executor_(executor), weights_(weights), gradients_(gradients) {}
+
+  // Returns its number. `shape`: the whole parameter's; `order`: that of its dimensions in memory, by default
+  // their own.
+  int64_t add(std::string name, at::Tensor param, at::Tensor shard, std::vector<int64_t> shape,
+              std::optional<std::vector<int64_t>> order);
+  // Another piece of memory with the same values: shards move into an arena once all are known.
+  void move(int64_t index, at::Tensor shard);
+  // Nobody reads it any more: it was tied to another while the model was built.
+  void drop(int64_t index);
+  // Backward raises when autograd brings this shard a gradient: something was computed with the shard itself.
+  void guard_gradient(int64_t index);
+
+  void set_grad(int64_t index, at::Tensor grad) { context_.at(index).grad = std::move(grad); }
+  void set_kept(int64_t index, at::Tensor kept) { context_.at(index).kept = std::move(kept); }
+  void set_shadow(int64_t index, at::Tensor shadow) { context_.at(index).shadow = std::move(shadow); }
+  // All shadows in one tensor, of the shards in another: written in one kernel.
+  void add_shadow_memory(at::Tensor copies, at::Tensor shards);
+  // The parameter's shadow on every rank, in memory that this process can read. See [Note: copies from
+  // peers].
+  void set_peers(int64_t index, std::vector<at::Tensor> peers);
+  // The same for a copy in the parameter's own dtype.
+  void set_exact(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
+  // The parameter's shard on every rank. Only where ranks take turns.
+  void set_shards(int64_t index, std::vector<at::Tensor> shards);
+
+  // No shard is found any more.
+  void unregister();
+
+ private:
+  bool is_of_every_rank(const std::vector<at::Tensor>& tensors) const;
+
+  Context& context_;
+  Executor& executor_;
+  Weights& weights_;
+  Reducer& gradients_;
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,65 @@
+#include "runtime/compat.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/COW.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+namespace lightning_zero::compat {
+
+int current_backward() {
+  return torch::autograd::get_current_graph_task_id();
+}
+
+bool is_whole_backward() {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  return wanted == nullptr || wanted->empty();
+}
+
+Wanted wanted(const at::Tensor& leaf) {
+  if (is_whole_backward())
+    return Wanted::TO_ACCUMULATE;
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
+  const auto found = accumulator ? wanted->find(accumulator.get()) : wanted->end();
+  if (found == wanted->end() || !found->second.should_execute())
+    return Wanted::NO;
+  return found->second.captures_ ? Wanted::TO_RETURN : Wanted::TO_ACCUMULATE;
+}
+
+void at_end_of_backward(std::function<void()> callback) {
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
+}
+
+void call(const std::string& op, torch::jit::Stack stack) {
+  c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), "").callBoxed(&stack);
+}
+
+void mark(const at::Tensor& tensor) {
+  auto& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (c10::impl::cow::has_simple_data_ptr(storage))
+    c10::impl::cow::lazy_clone_storage(storage);  // the clone goes at once
+}
+
+bool is_marked(const at::Tensor& tensor) {
+  return c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr());
+}
+
+c10::intrusive_ptr<c10d::ProcessGroup> process_group(const std::string& name) {
+  return c10d::resolve_process_group(name);
+}
+
+void register_work(const at::Tensor& tensor, c10::intrusive_ptr<c10d::Work> work) {
+  c10d::register_work(tensor, work);
+}
+
+std::function<void()> symmetric_barrier(const at::Tensor& memory, const std::string& group_name,
+                                        int64_t timeout_ms, int channel) {
+  auto signals = c10d::symmetric_memory::rendezvous(memory, group_name);
+  return [signals, timeout_ms, channel] { signals->barrier(channel, static_cast<size_t>(timeout_ms)); };
+}
+
+}  // namespace lightning_zero::compat

@@ -1,0 +1,32 @@
+#include "transport/peer_copy.h"
+
+#include <algorithm>
+
+namespace lightning_zero {
+
+bool PeerCopyGather::is_ready(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const {
+  return memory_.is_published() &&
+         std::all_of(records.begin(), records.end(),
+                     [&](const ParamRecord* record) { return !record->copies_in(dtype).empty(); });
+}
+
+bool PeerCopyGather::can_gather(const std::vector<ParamRecord*>& records,
+                                const std::vector<at::Tensor>& outputs, bool grouped) const {
+  if (!grouped)
+    return false;  // a copy may be stale there
+  const auto dtype = outputs[0].scalar_type();
+  const bool alike =
+      std::all_of(outputs.begin(), outputs.end(), [&](const auto& o) { return o.scalar_type() == dtype; });
+  return alike && is_ready(records, dtype);
+}
+
+Pending PeerCopyGather::gather(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
+                               std::vector<at::Tensor>&, bool) {
+  const auto dtype = outputs[0].scalar_type();
+  std::vector<const std::vector<at::Tensor>*> peers;
+  for (const auto* record : records) peers.push_back(&record->copies_in(dtype));
+  context_.count("copied_weights", static_cast<int64_t>(records.size()));
+  return comm_.copy_group(std::move(outputs), peers);
+}
+
+}  // namespace lightning_zero

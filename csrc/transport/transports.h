@@ -1,0 +1,84 @@
+// What ranks move weights and gradients by: made, chosen and kept here.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "context.h"
+#include "runtime/turns.h"
+#include "transport/communicator.h"
+#include "transport/row_means.h"
+#include "transport/transport.h"
+
+namespace lightning_zero {
+
+class Transports {
+ public:
+  // Names of process groups: of the weights' collectives; of the gradients'; and one on CPUs, for agreements.
+  Transports(Context& context, const std::string& gather_group, const std::string& reduce_group,
+             const std::string& control_group);
+
+  Communicator& gathers() { return gathers_; }
+  Communicator& reduces() { return reduces_; }
+  Communicator* control() { return control_ ? &*control_ : nullptr; }  // null where there is one rank
+
+  // The best first; the last can gather everything.
+  std::vector<std::unique_ptr<GatherTransport>> make_gathers(WeightMemory& memory);
+  ReduceTransport& reduce() { return *reduce_; }
+
+  void watch(const c10::intrusive_ptr<Watchdog>& watchdog);
+  void configure(const ExecutorOptions& options);
+
+  // Memory of each rank that this one can write, of two halves, a multiple of staging_unit() bytes. See
+  // [Note: gradients pushed to peers]. `group_name`: by which they are symmetric memory, on an accelerator.
+  void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
+  int64_t staging_unit() const;
+  // How ranks meet on their devices, instead of by torch's barriers; see DeviceBarrier.
+  void set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words);
+  // Kernels that add up what is pushed; see RowMeans.
+  void use_means(const at::Tensor& code);
+  // Whether one of them has written, or added, the mean over the rows of `from` to `to`. For their tests:
+  // nobody else can reach them alone.
+  bool mean_rows(const at::Tensor& to, const at::Tensor& from, bool add) const {
+    return means_(to, from, add);
+  }
+
+  // Of each rank's number of its turn; and on devices, where there is a barrier: the kernels of turns.cu, and
+  // of each rank a number for each rank.
+  std::unique_ptr<Turns> make_turns(std::vector<at::Tensor> numbers);
+  std::unique_ptr<Turns> make_device_turns(const at::Tensor& code, std::vector<at::Tensor> rows);
+
+  // A stage of training or evaluation begins, on every rank: steps are counted alike from now on, although an
+  // exception may have ended the stage before at another step on each.
+  void begin_stage();
+  // A training step begins, on every rank; returns its number.
+  int64_t next_step() { return ++steps_; }
+  // What ranks had missed of each other in an interrupted one is over.
+  void begin_step(bool in_backward);
+  // A backward was interrupted here, at another point than on peers: lets their devices through their
+  // barriers.
+  void interrupt();
+
+  // See Communicator.
+  void begin_recording();
+  void join();
+  void join_whatever_happened();
+  void end_recording();
+  void close();
+
+ private:
+  void reduce_by_collective();
+
+  Context& context_;
+  Communicator gathers_, reduces_;
+  std::optional<Communicator> control_;
+  std::unique_ptr<ReduceTransport> reduce_;
+  RowMeans means_;
+  std::shared_ptr<DeviceBarrier> barrier_;
+  int64_t steps_ = 0;         // training steps begun, of the barrier and of turns
+  bool interrupted_ = false;  // devices were let through their barriers
+};
+
+}  // namespace lightning_zero

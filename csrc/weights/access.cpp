@@ -1,0 +1,101 @@
+#include "weights/access.h"
+
+#include <ATen/ATen.h>
+
+namespace lightning_zero {
+
+void Access::take(std::unique_ptr<Turns> turns) {
+  TORCH_INTERNAL_ASSERT(!turns_);
+  turns_ = std::move(turns);
+}
+
+void Access::watch(const c10::intrusive_ptr<Watchdog>& watchdog) {
+  if (turns_)
+    turns_->watch(watchdog);
+}
+
+at::Tensor Access::source_in(ParamRecord& record, at::ScalarType dtype) {
+  if (record.shard.scalar_type() == dtype)
+    return record.shard;
+  if (!record.shadow.defined() || record.shadow.scalar_type() != dtype)
+    return {};
+  if (copies_.is_stale(record)) {
+    if (!record.peers.empty())
+      return {};  // a peer may be reading it
+    copies_.write(record);
+  }
+  return record.shadow;
+}
+
+void Access::begin_turn_to_write() {
+  if (turns_->writing())
+    return;
+  ++context_.epoch;
+  published_ = false;
+  before_change_();
+  turns_->begin_writing();
+}
+
+void Access::end_writing() {
+  if (!turns_ || !turns_->writing())
+    return;
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  copies_.write_all();
+  turns_->end_writing();
+}
+
+void Access::begin_reading() {
+  end_writing();
+  turns_->wait_to_read();
+  published_ = true;
+}
+
+void Access::begin_step(int64_t step) {
+  if (!turns_)
+    return;
+  end_writing();
+  turns_->begin_step(step);
+}
+
+void Access::expire() {
+  if (turns_)
+    return;
+  ++context_.epoch;
+  published_ = false;
+  before_change_();
+}
+
+void Access::let_read(bool everything, bool wait) {
+  if (!turns_)
+    return publish(everything, wait);
+  begin_reading();
+  if (wait)
+    comm_.catch_up();
+}
+
+void Access::publish(bool everything, bool wait) {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const auto stale = copies_.stale(everything);
+  if (!stale.empty())
+    before_change_();
+  // Whether this rank has anything to write is its own affair: all ranks meet here whenever one might.
+  if (shared_) {
+    auto all_have_read = comm_.barrier();
+    if (!stale.empty() || !has_streams(context_.device))
+      all_have_read.wait(context_.device);
+  }
+  if (everything) {
+    copies_.write_all();
+  } else {
+    for (auto* record : stale) copies_.write(*record);
+  }
+  if (!shared_)
+    return;
+  copies_.write_exact(stale);
+  auto all_have_written = comm_.barrier();
+  if (wait || !has_streams(context_.device))
+    all_have_written.wait(context_.device);
+  published_ = true;
+}
+
+}  // namespace lightning_zero

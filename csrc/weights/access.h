@@ -1,0 +1,77 @@
+// When shards and their copies may be written, and when they may be read.
+//
+// [Note: copies from peers] Where all ranks can read each other's shadows, compiled graphs fetch weights by
+// plain copies: a copy engine does them, no multiprocessor, and no rank waits for another. What makes it safe
+// is that a shadow changes only at points which every rank passes: before the forward of a training step
+// (Weights::write_shadows) and where a compiled graph begins (Weights::enter). There, all ranks have read
+// what they wanted (first barrier), stale shadows are written, and all ranks have written theirs (second
+// barrier). Eager code, which may find a stale shadow anywhere, casts the shard instead and gathers through
+// the process group.
+//
+// [Note: turns] Where all ranks can read the shards themselves, everybody reads what it
+// wants when it wants, out of shadows and shards, and ranks need not read the same: what changes shards says
+// so before (begin_writing), and ranks take turns. See runtime/turns.h. There are no meetings where graphs
+// begin, and eager code copies, too. Whether eager code has edited a weight that it was given must be told
+// alike on every rank, and without a look at values on a device: its memory is marked as copy-on-write, with
+// nobody to share it, so that whoever may write to it takes the mark away. Only then values are compared.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "context.h"
+#include "runtime/turns.h"
+#include "transport/communicator.h"
+#include "transport/transport.h"
+#include "weights/compute_copies.h"
+
+namespace lightning_zero {
+
+class Access : public WeightMemory {
+ public:
+  // `comm`: of what reads peers' memory. `before_change`: what has been fetched ahead is of values that go.
+  Access(Context& context, Communicator& comm, ComputeCopies& copies, std::function<void()> before_change)
+      : context_(context), comm_(comm), copies_(copies), before_change_(std::move(before_change)) {}
+
+  // Peers read shadows.
+  void share() { shared_ = true; }
+  // What peers read is not what it was.
+  void take_back() { published_ = false; }
+  // Peers read shards, in turns.
+  void take(std::unique_ptr<Turns> turns);
+  // Whether peers read anything.
+  bool is_shared() const { return shared_ || turns_; }
+
+  bool is_published() const override { return published_; }
+  bool takes_turns() const override { return turns_ != nullptr; }
+  at::Tensor source_in(ParamRecord& record, at::ScalarType dtype) override;
+
+  // -- where ranks take turns
+  bool is_writing() const { return turns_->writing(); }
+  void begin_turn_to_write();
+  void end_writing();  // harmless where there are none
+  void begin_reading() override;
+  void begin_step(int64_t step);
+  void watch(const c10::intrusive_ptr<Watchdog>& watchdog);
+
+  // Shards may have changed. Where ranks take turns nothing changes without begin_turn_to_write().
+  void expire();
+
+  // Weights may be read here as they are now; on every rank. `everything`: all copies are written, and not
+  // only stale ones. `wait`: by the current stream, too, and not only by what this executor launches.
+  void let_read(bool everything, bool wait = false);
+  void close() { turns_.reset(); }
+
+ private:
+  void publish(bool everything, bool wait);
+
+  Context& context_;
+  Communicator& comm_;
+  ComputeCopies& copies_;
+  std::function<void()> before_change_;
+  std::unique_ptr<Turns> turns_;
+  bool shared_ = false;     // some shadow is read by peers
+  bool published_ = false;  // every rank's shadows may be read, until the next point where they change
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,62 @@
+// Weights that eager code was given, and what it does to them: edits reach shards.
+#pragma once
+
+#include <vector>
+
+#include "context.h"
+#include "weights/access.h"
+#include "weights/gathered_table.h"
+#include "weights/gatherer.h"
+
+namespace lightning_zero {
+
+class Edits {
+ public:
+  Edits(Context& context, Access& access, Gatherer& gatherer)
+      : context_(context), access_(access), gatherer_(gatherer) {}
+
+  // A weight that eager code was given.
+  struct Tracked {
+    at::Tensor flat;  // 1-D, padded
+    int64_t index;
+    uint32_t version;  // of the parameter when it was gathered
+    // What code was given: views of `flat`, until somebody assigns other memory to one's `data`.
+    std::vector<at::Tensor> given;
+    uint64_t edits = 0;  // edits_seen() when its shard changed, after which edits come too late
+    bool held();
+    uint64_t edits_seen() const;
+  };
+
+  // How many weights are watched.
+  size_t watched() const { return tracked_.size(); }
+  // What code holds of this parameter in this dtype; null when it holds nothing.
+  Tracked* held(int64_t index, at::ScalarType dtype);
+  // Code is given `full`, a view of `flat`, which is what it held before, or new.
+  void hand_out(Tracked* before, const at::Tensor& flat, const at::Tensor& full, const ParamRecord& record);
+
+  // Copies edits made to weights that eager code still holds, or held last, into their shards. `forget`: and
+  // stop watching them, because the shards are about to change.
+  void sync(bool forget);
+  // Where ranks take turns, edits are a turn to write, and weights that nobody edited must not begin one.
+  void take();
+  // Lets go of all; edits to come of those that code still holds are not seen.
+  void drop();
+  // Parameter of which the tensor is a gathered weight, or a view of one; -1 when it is none.
+  int64_t find_gathered(const at::Tensor& tensor);
+  void close();
+
+ private:
+  void take_assigned(Tracked& weight);
+  void refuse_late();
+  bool is_edited(const Tracked& weight);
+  void copy(const Tracked& weight);
+
+  Context& context_;
+  Access& access_;
+  Gatherer& gatherer_;
+  GatheredTable gathered_;
+  std::vector<Tracked> tracked_;
+  std::vector<Tracked> outdated_;  // still held although their shards have changed
+};
+
+}  // namespace lightning_zero

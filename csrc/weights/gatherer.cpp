@@ -1,0 +1,61 @@
+#include "weights/gatherer.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace lightning_zero {
+
+at::Tensor Gatherer::fresh(int64_t numel, const at::TensorOptions& options) const {
+  auto memory = at::empty({numel}, options);
+  if (!context_.options.poison)
+    return memory;
+  // Poisoned again before it goes back to the allocator.
+  return at::from_blob(
+      memory.mutable_data_ptr(), {numel}, [memory](void*) { fill_with_poison(memory); }, options);
+}
+
+GatherTransport& Gatherer::transport_for(const std::vector<ParamRecord*>& records,
+                                         const std::vector<at::Tensor>& outputs, bool grouped) const {
+  return **std::find_if(transports_.begin(), transports_.end() - 1, [&](const auto& transport) {
+    return transport->can_gather(records, outputs, grouped);
+  });
+}
+
+Pending Gatherer::gather(ParamRecord& record, at::ScalarType dtype, at::Tensor& output,
+                         std::vector<at::Tensor>& sources) {
+  if (!output.defined())
+    output = fresh(whole_numel(record), record.shard.options().dtype(dtype));
+  context_.count("gathers");
+  context_.count("gather_bytes", static_cast<int64_t>(output.nbytes()));
+  context_.touch(record);
+  const std::vector<ParamRecord*> records{&record};
+  std::vector<at::Tensor> outputs{output};
+  auto& transport = transport_for(records, outputs, /*grouped=*/false);
+  return transport.gather(records, std::move(outputs), sources, /*grouped=*/false);
+}
+
+Pending Gatherer::gather_group(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
+                               std::vector<at::Tensor>& sources) {
+  auto& transport = transport_for(records, outputs, /*grouped=*/true);
+  return transport.gather(records, std::move(outputs), sources, /*grouped=*/true);
+}
+
+bool Gatherer::is_ready(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const {
+  return std::any_of(transports_.begin(), transports_.end(),
+                     [&](const auto& transport) { return transport->is_ready(records, dtype); });
+}
+
+bool Gatherer::read_alone(ParamRecord& record, const at::Tensor& output) {
+  const std::vector<ParamRecord*> records{&record};
+  std::vector<at::Tensor> outputs{output}, sources;
+  for (auto& transport : transports_) {
+    if (transport->needs_no_rank() && transport->can_gather(records, outputs, /*grouped=*/false)) {
+      transport->gather(records, std::move(outputs), sources, /*grouped=*/false).wait(context_.device);
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace lightning_zero

@@ -1,0 +1,85 @@
+#include "weights/resident.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace lightning_zero {
+
+bool ResidentWeights::is_kept(const ParamRecord& record) const {
+  return record.kept_epoch == context_.epoch &&
+         record.kept_version == static_cast<int64_t>(record.param._version());
+}
+
+void ResidentWeights::keep(ParamRecord& record) const {
+  record.kept_epoch = context_.epoch;
+  record.kept_version = static_cast<int64_t>(record.param._version());
+}
+
+void ResidentWeights::start(at::TensorList kept, at::TensorList shards) {
+  std::vector<ParamRecord*> records;
+  bool stale = false;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    auto& record = context_.at(ShardTable::instance().find(shards[i], "keep_start").index);
+    TORCH_INTERNAL_ASSERT(record.kept.defined() && record.kept.const_data_ptr() == kept[i].const_data_ptr(),
+                          record.name);
+    // The same on every rank: whether a weight is gathered must not depend on what one of them happens to
+    // hold.
+    stale = stale || !is_kept(record);
+    records.push_back(&record);
+  }
+  if (recording_) {
+    auto& noted = stale ? recording_->gathered : recording_->found;
+    for (const auto* record : records) noted.push_back(record->index);
+  }
+  if (!stale)
+    return;
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  auto arriving = std::make_shared<Arriving>();
+  std::vector<at::Tensor> outputs;
+  int64_t bytes = 0;
+  for (auto* record : records) {
+    outputs.push_back(record->kept);
+    bytes += static_cast<int64_t>(record->kept.nbytes());
+    keep(*record);
+  }
+  context_.count("gathers", static_cast<int64_t>(records.size()));
+  context_.count("gather_bytes", bytes);
+  context_.count("kept_gathers", static_cast<int64_t>(records.size()));
+  arriving->pending = gatherer_.gather_group(records, std::move(outputs), arriving->sources);
+  for (auto* record : records) arriving_[record->index] = arriving;
+}
+
+void ResidentWeights::wait(at::TensorList shards) {
+  Lock lock(context_.mutex);
+  if (arriving_.empty())
+    return;
+  for (const auto& shard : shards) {
+    const auto found = arriving_.find(ShardTable::instance().find(shard, "keep_wait").index);
+    if (found == arriving_.end())
+      continue;
+    found->second->pending.wait(context_.device);
+    arriving_.erase(found);
+  }
+}
+
+ResidentWeights::Recorded ResidentWeights::end_recording() {
+  arriving_.clear();
+  return std::exchange(recording_, {}).value();
+}
+
+void ResidentWeights::never_ran(const Recorded& graph) {
+  for (const auto i : graph.gathered) context_.at(i).kept_epoch = -1;
+}
+
+bool ResidentWeights::finds_all(const Recorded& graph, std::set<int64_t>& gathered) const {
+  gathered.insert(graph.gathered.begin(), graph.gathered.end());
+  return std::all_of(graph.found.begin(), graph.found.end(),
+                     [&](int64_t i) { return is_kept(context_.at(i)) || gathered.count(i) > 0; });
+}
+
+void ResidentWeights::after_replay(const Recorded& graph) {
+  for (const auto i : graph.gathered) keep(context_.at(i));
+}
+
+}  // namespace lightning_zero

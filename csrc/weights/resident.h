@@ -1,0 +1,54 @@
+// Weights that stay whole in memory of their own until the optimizer steps ("kept").
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+#include "context.h"
+#include "weights/gatherer.h"
+
+namespace lightning_zero {
+
+class ResidentWeights {
+ public:
+  ResidentWeights(Context& context, Gatherer& gatherer) : context_(context), gatherer_(gatherer) {}
+
+  // Gathers them into their memory, `kept`, unless they are there.
+  void start(at::TensorList kept, at::TensorList shards);
+  void wait(at::TensorList shards);
+  bool any_arriving() const { return !arriving_.empty(); }
+  void close() { arriving_.clear(); }
+
+  // -- see [Note: captured graphs]
+  // By index: weights that a recorded graph gathers; and those that must be there already.
+  struct Recorded {
+    std::vector<int64_t> gathered, found;
+  };
+  void begin_recording() { recording_.emplace(); }
+  // What was recorded has only been captured: what it was to leave behind is not there.
+  Recorded end_recording();
+  void never_ran(const Recorded& graph);
+  // Whether a replay finds what it needs, where `gathered` has been gathered before; its own is added to
+  // that.
+  bool finds_all(const Recorded& graph, std::set<int64_t>& gathered) const;
+  void after_replay(const Recorded& graph);
+
+ private:
+  bool is_kept(const ParamRecord& record) const;
+  void keep(ParamRecord& record) const;
+
+  Context& context_;
+  Gatherer& gatherer_;
+  // Gathers into kept memory that have not been waited for, by parameter.
+  struct Arriving {
+    Pending pending;
+    std::vector<at::Tensor> sources;
+  };
+  std::unordered_map<int64_t, std::shared_ptr<Arriving>> arriving_;
+  std::optional<Recorded> recording_;
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,171 @@
+#include "weights/weights.h"
+
+#include <ATen/ATen.h>
+
+#include "runtime/compat.h"
+
+namespace lightning_zero {
+
+Weights::Weights(Context& context, Transports& transports)
+    : context_(context),
+      copies_(context),
+      access_(context, transports.gathers(), copies_, [this] { first_.drop(); }),
+      gatherer_(context, transports.make_gathers(access_)),
+      first_(context, gatherer_),
+      resident_(context, gatherer_),
+      edits_(context, access_, gatherer_) {}
+
+void Weights::sync_edits_if_any() {
+  if (edits_.watched() > 0)
+    edits_.sync(/*forget=*/false);
+}
+
+// ---- ops
+
+at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked) {
+  Lock lock(context_.mutex);
+  auto& record = context_.at(index);
+  edits_.sync(/*forget=*/false);
+  // A weight that is read while it is still held is the same memory, as in a plain module: of two copies, the
+  // one that nobody edited would undo the edits of the other. It is gathered all the same, since ranks may
+  // hold weights for different times.
+  auto* held = tracked ? edits_.held(index, dtype) : nullptr;
+  auto flat = held != nullptr ? held->flat : at::Tensor();
+  {
+    // The same values again: autograd must not take them for an edit of the weight that was read first.
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    std::vector<at::Tensor> sources;
+    gatherer_.gather(record, dtype, flat, sources).wait(context_.device);
+  }
+  if (!tracked)
+    return as_parameter(flat, record.numel, shape);
+  auto full = as_parameter(flat, record);
+  context_.count("eager_gathers");
+  edits_.hand_out(held, flat, full, record);
+  return full;
+}
+
+at::Tensor Weights::gather_start(int64_t index, at::IntArrayRef shape, at::ScalarType dtype) {
+  Lock lock(context_.mutex);
+  sync_edits_if_any();
+  auto& record = context_.at(index);
+  at::Tensor flat;
+  std::vector<at::Tensor> sources{record.shard};
+  auto pending = gatherer_.gather(record, dtype, flat, sources);
+  auto full = as_parameter(flat, record.numel, shape);
+  compat::register_work(
+      full, c10::make_intrusive<PendingWork>(std::move(pending), std::move(sources), context_.device));
+  return full;
+}
+
+at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
+  Lock lock(context_.mutex);
+  sync_edits_if_any();
+  std::vector<ParamRecord*> records;
+  for (const auto& shard : shards)
+    records.push_back(&context_.at(ShardTable::instance().find(shard, "gather_group").index));
+  context_.touch(*records.front());
+  context_.count("gathers", static_cast<int64_t>(shards.size()));
+  context_.count("gather_bytes", numel * static_cast<int64_t>(c10::elementSize(dtype)));
+  context_.count("gather_groups");
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  if (auto waiting = first_.take(records, dtype, numel); waiting.defined())
+    return waiting;
+  std::vector<at::Tensor> sources;
+  auto started = start(gatherer_, {std::move(records), dtype, numel}, sources);
+  compat::register_work(started.buffer, c10::make_intrusive<PendingWork>(
+                                            std::move(started.pending), std::move(sources), context_.device));
+  return started.buffer;
+}
+
+void Weights::keep_start(at::TensorList kept, at::TensorList shards) {
+  Lock lock(context_.mutex);
+  sync_edits_if_any();
+  resident_.start(kept, shards);
+}
+
+void Weights::enter(const std::string& digest, const std::string& plan) {
+  std::unique_lock lock(context_.mutex);
+  if (recording_)
+    return;  // before_replay() does this each time
+  if (plans_.count(digest) == 0 && !new_plan_op_.empty()) {
+    lock.unlock();  // Python waits there for the other ranks
+    compat::call(new_plan_op_, {digest, plan});
+    lock.lock();
+    plans_.insert(digest);
+  }
+  if (!access_.is_shared())
+    return;
+  sync_edits_if_any();
+  first_.begin_graph();
+  access_.let_read(/*everything=*/false);
+}
+
+// ---- when shards change
+
+void Weights::begin_writing() {
+  Lock lock(context_.mutex);
+  if (!access_.takes_turns())
+    return access_.expire();
+  if (!access_.is_writing())
+    edits_.take();
+  access_.begin_turn_to_write();
+}
+
+void Weights::end_writing() {
+  Lock lock(context_.mutex);
+  access_.end_writing();
+}
+
+void Weights::expire_shadows() {
+  Lock lock(context_.mutex);
+  access_.expire();
+}
+
+void Weights::write_shadows() {
+  Lock lock(context_.mutex);
+  first_.drop();
+  if (!copies_.has_memory())
+    return;
+  access_.let_read(/*everything=*/true);
+  first_.begin_step(/*noting=*/access_.is_published());
+}
+
+void Weights::meet_peers() {
+  Lock lock(context_.mutex);
+  sync_edits_if_any();
+  first_.drop();
+  access_.let_read(/*everything=*/false, /*wait=*/true);
+}
+
+void Weights::close() {
+  edits_.close();
+  resident_.close();
+  first_.forget();
+  copies_.close();
+  access_.close();
+}
+
+// ---- recordings
+
+std::string Weights::why_not_recorded() const {
+  if (resident_.any_arriving())
+    return "weights that are kept over a step are still on their way";
+  if (edits_.watched() > 0)
+    return "code that is not compiled holds weights";
+  return {};
+}
+
+void Weights::begin_recording() {
+  // Nothing that was launched before may be waited for inside, and nothing inside from without.
+  first_.forget();
+  resident_.begin_recording();
+  recording_ = copies_.recording = true;
+}
+
+ResidentWeights::Recorded Weights::end_recording() {
+  recording_ = copies_.recording = false;
+  return resident_.end_recording();
+}
+
+}  // namespace lightning_zero

@@ -1,0 +1,81 @@
+// What an executor does with weights: gathers them for code, compiled or not, and keeps up with who changes
+// them.
+//
+// gather() brings a whole weight into a fresh tensor on the weights' stream; the caller's stream waits before
+// the tensor is used, and the allocator frees it in stream order afterwards. All methods may be called from
+// any thread.
+#pragma once
+
+#include <set>
+#include <string>
+
+#include "context.h"
+#include "transport/transports.h"
+#include "weights/access.h"
+#include "weights/compute_copies.h"
+#include "weights/edits.h"
+#include "weights/first_groups.h"
+#include "weights/gatherer.h"
+#include "weights/resident.h"
+
+namespace lightning_zero {
+
+class Weights {
+ public:
+  Weights(Context& context, Transports& transports);
+
+  // -- ops
+  at::Tensor gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked);
+  at::Tensor gather_start(int64_t index, at::IntArrayRef shape, at::ScalarType dtype);
+  // Several weights in one launch into one tensor of `numel` elements: weight i, padded, behind weight i - 1.
+  at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel);
+  // Weights that stay until the optimizer steps: gathers them into their memory unless they are there.
+  void keep_start(at::TensorList kept, at::TensorList shards);
+  // A compiled graph begins that gathers and reduces as `plan` says.
+  void enter(const std::string& digest, const std::string& plan);
+
+  // -- when shards change
+  // Something is about to change shards; and it has. Harmless when repeated. Where ranks take no turns, the
+  // first is expire_shadows(), and the second nothing.
+  void begin_writing();
+  void end_writing();
+  // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again
+  // before use.
+  void expire_shadows();
+  // A training step begins: writes all shadows, and starts to fetch what the last step's graph fetched first.
+  void write_shadows();
+  // Shadows are brought up to date, and may be read by what is queued on the current stream.
+  void meet_peers();
+
+  // Name of an op `(str digest, str plan) -> ()` that is called before a graph with a plan not seen before
+  // runs; it may raise.
+  void on_new_plan(std::string op) { new_plan_op_ = std::move(op); }
+
+  Access& access() { return access_; }
+  ComputeCopies& copies() { return copies_; }
+  Edits& edits() { return edits_; }
+  ResidentWeights& resident() { return resident_; }
+  size_t watched() const { return edits_.watched(); }  // by edits()
+  void close();
+
+  // -- see [Note: captured graphs]. Called by who holds the lock.
+  std::string why_not_recorded() const;
+  void begin_recording();
+  ResidentWeights::Recorded end_recording();
+
+ private:
+  void sync_edits_if_any();
+
+  Context& context_;
+  ComputeCopies copies_;
+  Access access_;
+  Gatherer gatherer_;
+  FirstGroups first_;
+  ResidentWeights resident_;
+  Edits edits_;
+  bool recording_ = false;
+  std::string new_plan_op_;
+  std::set<std::string> plans_;  // digests of those that all ranks are known to have
+};
+
+}  // namespace lightning_zero

@@ -1,0 +1,164 @@
+"""What the parts of the C++ executor can be asked, for readers and for type checkers: the objects themselves are C++'s.
+
+Their methods and arguments are named in ``csrc/bindings.cpp``; ``tests/native/test_facets.py`` compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["Gradients", "Graphs", "Parameters", "Weights"]
+
+
+class Parameters(Protocol):
+    """Which parameters there are, and what memory belongs to each."""
+
+    def add(
+        self, name: str, param: Tensor, shard: Tensor, shape: Sequence[int], order: Sequence[int] | None = None
+    ) -> int:
+        """Registers a parameter: ``shard`` is its 1-D part in an arena, ``shape`` the whole parameter's, ``order`` that
+        of its dimensions in memory, by default their own. Returns its index."""
+
+    def move(self, index: int, shard: Tensor) -> None:
+        """The parameter's shard lies elsewhere now, with the same values."""
+
+    def drop(self, index: int) -> None:
+        """No module reads this parameter any more."""
+
+    def guard_gradient(self, index: int) -> None:
+        """From now on backward raises ``ValueError`` when autograd itself brings this shard a gradient."""
+
+    def set_grad(self, index: int, grad: Tensor) -> None:
+        """Gives a parameter its 1-D part of the gradient arena, of the shard's size and dtype."""
+
+    def set_kept(self, index: int, kept: Tensor) -> None:
+        """Memory for the whole parameter, 1-D with padding, where it stays until the optimizer steps."""
+
+    def set_shadow(self, index: int, shadow: Tensor) -> None:
+        """Memory for the shard's values in another dtype, 1-D, of the shard's size; what gathers in that dtype read."""
+
+    def add_shadow_memory(self, copies: Tensor, shards: Tensor) -> None:
+        """Shadows that are neighbours in memory, and their shards likewise: :meth:`Weights.write_shadows` writes them
+        in one kernel."""
+
+    def set_peers(self, index: int, peers: list[Tensor]) -> None:
+        """The parameter's shadow on each rank, in memory that this process can read. Compiled code then copies from
+        there instead of gathering. The same parameters on every rank."""
+
+    def set_exact(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
+        """Memory for a copy of the shard in its own dtype, on this rank and on each: for weights that compiled code
+        with mixed precision reads in full precision. After :meth:`set_peers`."""
+
+    def set_shards(self, index: int, shards: list[Tensor]) -> None:
+        """The parameter's shard on each rank, in memory that this process can read; after ``take_turns``."""
+
+
+class Weights(Protocol):
+    """When shards change, and what eager code does to whole weights."""
+
+    def takes_turns(self) -> bool:
+        """Whether a gather needs no other rank."""
+
+    def begin_writing(self) -> None:
+        """Must come before shards change, on every rank: whoever still reads them is waited for. Harmless when
+        repeated."""
+
+    def end_writing(self) -> None:
+        """Should come once they have changed: other ranks, which may want to read, wait for it. The next gather on this
+        rank does it, too."""
+
+    def expire_shadows(self) -> None:
+        """Shards may have changed without :meth:`begin_writing`: each shadow is written again before it is next read.
+        Where ranks take turns nothing happens."""
+
+    def write_shadows(self) -> None:
+        """Before the forward of a training step: writes all shadows. Collective where peers read them."""
+
+    def meet_peers(self) -> None:
+        """Writes weights in the dtype that is computed in where they changed. Collective where peers read them."""
+
+    def epoch(self) -> int:
+        """Changes whenever shards may have changed."""
+
+    def sync_edits(self, forget: bool = False) -> None:
+        """Copies in-place edits of weights read outside compiled code into their shards.
+
+        ``forget`` also stops watching them; needed before shards are changed behind autograd's back.
+        """
+
+    def drop(self) -> None:
+        """Lets go of all weights that eager code was given; edits to come of those it still holds are not seen."""
+
+    def find_gathered(self, tensor: Tensor) -> int:
+        """Index of the parameter that ``tensor`` is a gathered weight, or a view of one, of; otherwise -1."""
+
+
+class Gradients(Protocol):
+    """What backward passes have brought."""
+
+    def attached(self) -> list[int]:
+        """Indices of the parameters that the last backward gave a gradient."""
+
+    def key(self) -> int:
+        """A number that changes whenever a parameter's gradient comes, goes or lies elsewhere."""
+
+    def has_any(self) -> bool:
+        """Whether some trainable parameter has a gradient."""
+
+    def is_whole_backward(self) -> bool:
+        """Whether the backward pass that goes on is for all gradients, not those of ``backward(inputs=...)`` only."""
+
+    def backwards(self) -> int:
+        """How many backward passes have ended."""
+
+    def say_at_agreement(self, yes: bool) -> None:
+        """What the end of each backward, where ranks agree, tells the others from now on."""
+
+    def was_said(self) -> bool:
+        """Whether some rank has said yes there since the last question; the same on every rank."""
+
+    def release_buffers(self) -> None:
+        """Frees the buckets' memory."""
+
+    def abort(self) -> None:
+        """Drops what an interrupted backward left behind."""
+
+
+class Graphs(Protocol):
+    """Compiled code that is replayed as graphs of the device."""
+
+    def why_not(self) -> str:
+        """Why what compiled code does cannot be recorded now; empty when it can."""
+
+    def begin(self, backward: bool, adding: bool) -> None:
+        """What follows, up to :meth:`end`, is noted, and agreed on with nobody: a compiled graph's forward, or its
+        backward, whose gradients overwrite those that are there, or are added to them."""
+
+    def end(self) -> int:
+        """Ends it; returns its number.
+
+        Raises:
+            NotImplementedError: a replay would not do what a run does; the message says why.
+        """
+
+    def abort(self) -> None:
+        """Forgets it; harmless when nothing is recorded."""
+
+    def fits(self, forward: int, backward: int) -> bool:
+        """Whether replays of a forward and its backward, by their numbers, would still do what runs do."""
+
+    def never_ran(self, number: int) -> None:
+        """What was recorded has only been captured; nothing that it leaves behind is there."""
+
+    def drop(self, number: int) -> None:
+        """Forgets what was recorded."""
+
+    def before_replay(self, number: int) -> None:
+        """Must come before each replay, for a backward inside of autograd's. Collective as
+        :meth:`Weights.meet_peers`."""
+
+    def after_replay(self, number: int) -> None:
+        """Must come after each replay: enters into the books what was done."""
