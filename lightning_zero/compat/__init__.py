@@ -13,6 +13,7 @@ since which of the supported versions it is there::
 
 The first is imported from here under its new name. The second is an attribute of objects, or a method that we override:
 it is used as it is, since a call around it would cost time in each step, and Dynamo traces some of its users.
+``graphs.py`` gives names to texts: keys that torch leaves in graphs and documents nowhere.
 
 ``tests/unit/test_private_names.py`` refuses private names elsewhere; ``tests/unit/compat`` has a test named after each
 entry, which fails when a newer torch or Lightning lacks it or means something else by it. Importing

@@ -26,6 +26,7 @@ from lightning_zero.compat.compiler import (
     lookup_backend,
     min_cut_partition,
 )
+from lightning_zero.compat.graphs import SEEN_BY_USERS
 from lightning_zero.compile.discover import CallNotes
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
@@ -235,9 +236,9 @@ class _Pass(CustomGraphPass):
         self._function(graph)
         # Inductor noted before our passes which outputs users see; torch 2.11 stumbles over one that has become None.
         output = output_node(graph)
-        seen = output.meta.get("user_visible_output_idxs")
+        seen = output.meta.get(SEEN_BY_USERS)
         if seen is not None and isinstance(output.args[0], tuple | list):
-            output.meta["user_visible_output_idxs"] = [i for i in seen if output.args[0][i] is not None]
+            output.meta[SEEN_BY_USERS] = [i for i in seen if output.args[0][i] is not None]
 
     def uuid(self) -> str | None:
         return self._uuid

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, ORIGIN
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.errors import UnsupportedError
 
@@ -35,7 +36,7 @@ def name_weights(graph: Graph) -> list[str]:
     names = []
     for node in _gathers(graph):
         names.append(_name(node))
-        node.meta["custom"] = {**node.meta.get("custom", {}), WEIGHT: names[-1]}
+        node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), WEIGHT: names[-1]}
     return names
 
 
@@ -79,7 +80,7 @@ def refuse_edits(graph: Graph) -> None:
 
 
 def _storage(node: Node) -> int | None:
-    value = node.meta.get("example_value")
+    value = node.meta.get(EXAMPLE)
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
@@ -99,7 +100,7 @@ def _written(node: Node) -> list[Node]:
 def _name(gather: Node) -> str:
     shard = gather.args[0]
     assert isinstance(shard, Node)
-    source = getattr(shard.meta.get("grapharg"), "source", None)
+    source = getattr(shard.meta.get(ORIGIN), "source", None)
     path = getattr(source, "name", "")
     keys = re.findall(r"_(?:modules|parameters)\['?([^'\]]+)'?\]", path() if callable(path) else path)
     return ".".join(keys) or shard.name

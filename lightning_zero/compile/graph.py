@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.graphs import CUSTOM, TANGENTS
 from lightning_zero.compat.ops import OpOverload, to_copy, unsafe_view
 from lightning_zero.native.ops import OPS, Role, op_of
 
@@ -33,7 +34,7 @@ __all__ = [
 
 GATHER = "gather"
 REDUCE = "reduce"
-WEIGHT = "lightning_zero.weight"  # key in node.meta["custom"], which tracing carries from graph to graph
+WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing carries from graph to graph
 
 _aten = torch.ops.aten
 _CASTS = {
@@ -72,7 +73,7 @@ def shard_of(node: Node) -> Node:
 
 def weight_name(node: Node) -> str:
     """The parameter that a gather or a reduce belongs to; in graphs not made by Dynamo, the input's own name."""
-    return node.meta.get("custom", {}).get(WEIGHT) or shard_of(node).name
+    return node.meta.get(CUSTOM, {}).get(WEIGHT) or shard_of(node).name
 
 
 def is_op(node: Node) -> bool:
@@ -99,7 +100,7 @@ def kind_of(graph: Graph) -> str:
     """``"backward"`` when a graph, after partitioning, is given gradients of a forward graph's outputs, otherwise
     ``"forward"``."""
     inputs = graph.find_nodes(op="placeholder")
-    return "backward" if any(node.name.startswith("tangents") for node in inputs) else "forward"
+    return "backward" if any(node.name.startswith(TANGENTS) for node in inputs) else "forward"
 
 
 def first_call(graph: Graph) -> Node:

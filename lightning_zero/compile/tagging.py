@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_zero.compat.graphs import BACKWARD, MODULES, RECOMPUTE, REGION, SIDE
 from lightning_zero.compile.graph import gathers, is_op, is_view_or_cast, reduces, shard_of
 from lightning_zero.compile.passes.persist import after_tangents, choose_kept
 from lightning_zero.config import RecomputePolicy
@@ -30,21 +31,21 @@ def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
     """
     backward = after_tangents(graph)
     for node in graph.nodes:
-        if node.op != "call_function" or node in backward or "recompute" in node.meta or not is_op(node):
+        if node.op != "call_function" or node in backward or RECOMPUTE in node.meta or not is_op(node):
             continue
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or torch.Tag.nondeterministic_seeded in node.target.tags:
             continue
         again = recompute(str(node.target), nbytes(value), _module_path(node))
         if again is not None:
-            node.meta.setdefault("ac_graph_id", 1)
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+            node.meta.setdefault(REGION, 1)
+            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
     return graph
 
 
 def _module_path(node: Node) -> str:
     """Of the innermost module, as in ``named_modules()`` of the module that is compiled."""
-    stack = node.meta.get("nn_module_stack") or {}
+    stack = node.meta.get(MODULES) or {}
     path = next(reversed(stack.values()), ("",))[0] if stack else ""
     keys = re.findall(r"_modules\['?([^'\]]+)'?\]", path)
     return ".".join(keys) or path
@@ -70,13 +71,13 @@ def tag_gathers(
         # The partitioner honours tags only among nodes that carry a region number; activation checkpointing uses
         # others.
         if node.op == "call_function":
-            node.meta.setdefault("ac_graph_id", 1)
+            node.meta.setdefault(REGION, 1)
         if is_view_or_cast(node) and node.args and node.args[0] in tagged:
             tagged.add(node)
         if node in kept:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
         elif node in tagged:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
     seen: Counter[Node] = Counter()
     for node in reduces(graph):
         # Equal calls become one from here on. Two equal gradients of a tied weight (of ``head(x) + other(x)``) are two.
@@ -85,5 +86,5 @@ def tag_gathers(
         seen[shard_of(node)] += 1
         # A gradient that does not depend on the loss (zeros, what a custom function makes up) could else be handed over
         # in forward.
-        node.meta["partitioner_tag"] = "must_be_in_backward"
+        node.meta[SIDE] = BACKWARD
     return graph

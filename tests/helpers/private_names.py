@@ -18,6 +18,7 @@ OURS = "_zero_"  # what we put on objects of torch's and Lightning's begins so
 FOREIGN = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning"}
 FORM = re.compile(r".{10,} \((torch|lightning) \d+\.\d+\+\)")
 COMPAT = "compat"
+META = "torch.fx.Node.meta."  # before texts that graphs.py names
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ def _entries(path: Path) -> Iterator[Entry]:
                 comment = _comment_above(lines, element.lineno)
                 yield Entry(path.stem, None, str(element.value), comment, element.lineno)
             continue
-        if isinstance(value, ast.Call):  # getattr(torch._C, "_name", None)
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            name = f"torch.fx.Node.meta.{value.value}"
+        elif isinstance(value, ast.Call):  # getattr(torch._C, "_name", None)
             owner, last = value.args[0], value.args[1]
             assert isinstance(last, ast.Constant)
             name = f"{dotted(owner, bound)}.{last.value}"
@@ -129,7 +132,9 @@ def _is_super(node: ast.expr) -> bool:
 
 def check_package(package: Path, listed: Iterable[Entry]) -> list[str]:
     """Complaints about private names of others outside of ``compat``."""
+    listed = list(listed)
     attributes = {entry.name.rpartition(".")[2] for entry in listed if entry.alias is None}
+    keys = {entry.name.removeprefix(META) for entry in listed if entry.name.startswith(META)}
     trees = {
         path: ast.parse(path.read_text(), str(path))
         for path in sorted(package.rglob("*.py"))
@@ -140,7 +145,7 @@ def check_package(package: Path, listed: Iterable[Entry]) -> list[str]:
         everywhere.read(tree)
     found = []
     for path, tree in trees.items():
-        for line, what in _Check(tree, everywhere.names, attributes).complaints():
+        for line, what in _Check(tree, everywhere.names, attributes, keys).complaints():
             found.append(f"{path.relative_to(package.parent)}:{line}: {what}; list it in {package.name}/{COMPAT}")
     return found
 
@@ -153,13 +158,15 @@ class _Check:
     - An attribute of ``self`` or ``super()``: ours, anywhere in the package, or listed.
     - An attribute of something else: ours, in the same module, or listed.
     - A text that is a private name, as ``getattr`` and ``__dict__`` take it, and a keyword: as for ``self``.
+    - A text that is a key of graphs' meta data, which has a name in ``compat``: never.
     - A method with ``@override``: ours, anywhere else in the package, or listed.
     """
 
-    def __init__(self, tree: ast.Module, everywhere: Counter[str], attributes: set[str]) -> None:
+    def __init__(self, tree: ast.Module, everywhere: Counter[str], attributes: set[str], keys: set[str]) -> None:
         self._tree = tree
         self._everywhere = everywhere
         self._attributes = attributes
+        self._keys = keys
         own = _Own()
         own.read(tree)
         self._here = own.names
@@ -180,7 +187,8 @@ class _Check:
             yield from self._attribute(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in self._parts:
             name = node.value.removesuffix(".")
-            if is_private(name) and not self._is_known(name, self._everywhere):
+            unknown = is_private(name) and not self._is_known(name, self._everywhere)
+            if unknown or node.value in self._keys:
                 yield f"says {node.value!r}"
         elif isinstance(node, ast.keyword) and node.arg and is_private(node.arg):
             if not self._is_known(node.arg, self._everywhere):

@@ -8,7 +8,11 @@ from tests.helpers.private_names import Entry, check_package, entries
 
 PACKAGE = "lightning_zero"
 REPO = Path(__file__).resolve().parents[2]
-LISTED = [Entry("modules", None, "torch.nn.Module._listed", "", 1), Entry("ops", "to_copy", "torch._C._copy", "", 1)]
+LISTED = [
+    Entry("modules", None, "torch.nn.Module._listed", "", 1),
+    Entry("ops", "to_copy", "torch._C._copy", "", 1),
+    Entry("graphs", "SIDE", "torch.fx.Node.meta.partitioner_tag", "", 1),
+]
 
 
 def test_private_names_stand_in_compat() -> None:
@@ -56,6 +60,7 @@ def check(root: Path, source: str, path: str = "optim/x.py", **others: str) -> l
         ("module.__dict__['_parameters']", "says '_parameters'"),
         ("NAME = '_orig_mod.'", "says '_orig_mod.'"),
         ("state.update(_optimizers=[])", "says _optimizers="),
+        ("node.meta['partitioner_tag'] = 1", "says 'partitioner_tag'"),
     ],
 )
 def test_checker_catches(tmp_path: Path, source: str, words: str) -> None:
@@ -77,6 +82,7 @@ def test_checker_catches(tmp_path: Path, source: str, words: str) -> None:
         "class A:\n    def __init__(self):\n        self._mine = 1\n    def f(self, other):\n        return other._mine",
         "def _here(): ...\nclass A:\n    _field: int\n    def f(self, x):\n        x._here, x._field",
         "type(module)._zero_cache\nmodule.__dict__['_zero_sight']\nf(_zero_kept={})",
+        "node.meta['val']\n'the partitioner_tag'\nf'partitioner_tag{a}'",
         "f'{a}_norm_{b}'\n_, *_ = x\nname.endswith('_')\n'_'",
         "'''_text'''\n'a _text'\n'__deepcopy__'\n'_with space'",
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.graphs import CUSTOM, RECOMPUTE
 from lightning_zero.compile.graph import cast_dtype, gathers, ops
 
 __all__ = ["fuse_casts"]
@@ -32,8 +33,8 @@ def fuse_casts(graph: Graph) -> Graph:
             if dtype not in narrow:
                 with graph.inserting_before(node):
                     narrow[dtype] = graph.call_function(ops("gather"), (shard, shape, dtype, *kept))
-                narrow[dtype].meta.update({key: value for key, value in user.meta.items() if key != "recompute"})
-                narrow[dtype].meta["custom"] = node.meta.get("custom", {})  # the weight's name
+                narrow[dtype].meta.update({key: value for key, value in user.meta.items() if key != RECOMPUTE})
+                narrow[dtype].meta[CUSTOM] = node.meta.get(CUSTOM, {})  # the weight's name
             user.replace_all_uses_with(narrow[dtype])
             graph.erase_node(user)
         if not node.users:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.graphs import RECOMPUTE
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import gathers, ops, readers, shard_of, weight_name
 from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, most_bytes, size_of
@@ -113,7 +114,7 @@ def _use(graph: Graph, group: Group, start: Node, before: Node, world_size: int)
             flat = graph.call_function(_slice, (ready, 0, offset, offset + numel))
             weight = graph.call_function(_view, (flat, list(node.meta["val"].shape)))
         flat.meta["val"] = buffer[offset : offset + numel]
-        weight.meta.update({key: meta for key, meta in node.meta.items() if key not in ("recompute", "val")})
+        weight.meta.update({key: meta for key, meta in node.meta.items() if key not in (RECOMPUTE, "val")})
         weight.meta["val"] = flat.meta["val"].view(node.meta["val"].shape)
         node.replace_all_uses_with(weight)
         offset += _padded(node, world_size)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, readers, shard_of
 from lightning_zero.compile.passes.grouping import most_bytes
 from lightning_zero.profiling.tensors import nbytes
@@ -154,7 +155,7 @@ def _forms(gather: Node) -> list[Node]:
 
 def after_tangents(graph: Graph) -> set[Node]:
     """What a joint graph computes in backward: all that depends on gradients of the outputs."""
-    found = {node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")}
+    found = {node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)}
     for node in graph.nodes:
         if node.op != "output" and any(source in found for source in node.all_input_nodes):
             found.add(node)

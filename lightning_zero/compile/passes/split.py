@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
+from lightning_zero.compat.graphs import RECOMPUTE
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import gathers, ops
 
@@ -22,7 +23,7 @@ def split_gathers(graph: Graph) -> Graph:
             start = graph.call_function(ops("gather_start"), node.args[:3])
             ready = graph.call_function(wait_tensor, (start,))
         for new in (start, ready):
-            new.meta.update({key: value for key, value in node.meta.items() if key != "recompute"})
+            new.meta.update({key: value for key, value in node.meta.items() if key != RECOMPUTE})
         node.replace_all_uses_with(ready)
         graph.erase_node(node)
     return graph

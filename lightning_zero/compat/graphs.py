@@ -1,0 +1,34 @@
+"""What the parts of torch.compile leave for each other in a graph. Without underscores, and documented nowhere: keys of
+``Node.meta`` and names, as texts.
+"""
+
+# What the partitioner is told of a node, a torch.utils.checkpoint.CheckpointPolicy. (torch 2.11+)
+RECOMPUTE = "recompute"
+
+# The number of a region; the partitioner honours what it is told only among nodes that have one. (torch 2.11+)
+REGION = "ac_graph_id"
+
+# On which side of the partition a node has to be, whatever it depends on. (torch 2.11+)
+SIDE = "partitioner_tag"
+
+# That side, for what hands gradients over. (torch 2.11+)
+BACKWARD = "must_be_in_backward"
+
+# What AOTAutograd calls the inputs of a backward, with a number: by these a backward is recognised. (torch 2.11+)
+TANGENTS = "tangents"
+
+# In Dynamo's graphs: a fake tensor for the result, whose storage shows in-place edits. (torch 2.11+)
+EXAMPLE = "example_value"
+
+# In Dynamo's graphs: where an input comes from, in whose path a weight's name stands. (torch 2.11+)
+ORIGIN = "grapharg"
+
+# What is carried on from graph to graph: a weight's name. (torch 2.11+)
+CUSTOM = "custom"
+
+# In which modules a node was called, innermost last: users' policies read paths. (torch 2.11+)
+MODULES = "nn_module_stack"
+
+# Which outputs users see, noted before our passes make none of some; Inductor of torch 2.11 stumbles over these.
+# (torch 2.11+)
+SEEN_BY_USERS = "user_visible_output_idxs"

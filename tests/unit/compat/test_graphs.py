@@ -1,0 +1,184 @@
+"""What torch leaves in graphs under the texts of ``compat/graphs.py``, and does with what we leave there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
+from lightning_zero.compat.graphs import (
+    BACKWARD,
+    CUSTOM,
+    EXAMPLE,
+    MODULES,
+    ORIGIN,
+    RECOMPUTE,
+    REGION,
+    SEEN_BY_USERS,
+    SIDE,
+    TANGENTS,
+)
+
+aten = torch.ops.aten
+Graphs = dict[str, list[Node]]
+
+
+def nothing(nodes: list[Node]) -> None:
+    pass
+
+
+def graphs_of(
+    module: Callable[..., Any],
+    *inputs: Tensor,
+    tag: Callable[[list[Node]], None] = nothing,
+    look: Callable[[list[Node]], None] = nothing,
+) -> Graphs:
+    """The nodes of Dynamo's graph (at which ``look`` looks while it is being compiled), of the joint one (which ``tag``
+    may mark), and of forward and backward."""
+    found: Graphs = {}
+
+    def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        tag(list(module.graph.nodes))
+        found["joint"] = list(module.graph.nodes)
+        return min_cut_partition(module, inputs, **kwargs)
+
+    def noted(kind: str) -> Callable[..., Any]:
+        def compiler(module: GraphModule, inputs: Any) -> Any:
+            found[kind] = list(module.graph.nodes)
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    inner = aot_autograd(fw_compiler=noted("forward"), bw_compiler=noted("backward"), partition_fn=partition)
+
+    def backend(module: GraphModule, inputs: Any) -> Any:
+        found["dynamo"] = list(module.graph.nodes)
+        look(found["dynamo"])
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), "said": node.name}
+        return inner(module, inputs)
+
+    torch._dynamo.reset()
+    torch.compile(module, backend=backend, fullgraph=True)(*inputs).sum().backward()
+    return found
+
+
+def calls(nodes: list[Node], op: Any) -> list[Node]:
+    return [node for node in nodes if node.target is op]
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return torch.mm(x, w).sin()
+
+
+@pytest.mark.parametrize(
+    ("policy", "in_backward"), [(CheckpointPolicy.MUST_SAVE, 2), (CheckpointPolicy.MUST_RECOMPUTE, 3)]
+)
+def test_the_partitioner_does_as_it_is_told_in_a_region(policy: CheckpointPolicy, in_backward: int) -> None:
+    def tag(nodes: list[Node]) -> None:
+        for node in nodes:
+            if node.op == "call_function":
+                node.meta[REGION] = 1
+        calls(nodes, aten.mm.default)[0].meta[RECOMPUTE] = policy
+
+    x, w = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
+    found = graphs_of(product, x, w, tag=tag)
+    assert len(calls(found["backward"], aten.mm.default)) == in_backward
+
+
+class _Made(torch.autograd.Function):
+    """The gradient does not depend on the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.mm(ctx.saved_tensors[0], ctx.saved_tensors[0])
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_must_be_in_backward_is(told: bool) -> None:
+    def tag(nodes: list[Node]) -> None:
+        for node in calls(nodes, aten.mm.default) if told else ():
+            node.meta[SIDE] = BACKWARD
+
+    found = graphs_of(_Made.apply, torch.ones(4, 4, requires_grad=True), tag=tag)
+    assert bool(calls(found["backward"], aten.mm.default)) is told
+
+
+@pytest.fixture(scope="module")
+def of_product() -> Graphs:
+    return graphs_of(product, *(torch.ones(4, 4, requires_grad=True) for _ in range(2)))
+
+
+def test_a_backward_is_known_by_its_inputs(of_product: Graphs) -> None:
+    for kind, expected in (("joint", True), ("forward", False), ("backward", True)):
+        inputs = [node.name for node in of_product[kind] if node.op == "placeholder"]
+        assert any(name.startswith(TANGENTS) for name in inputs) is expected, kind
+
+
+def test_what_is_said_of_a_node_comes_along_to_later_graphs(of_product: Graphs) -> None:
+    [said] = [node.name for node in of_product["dynamo"] if node.target is torch.mm]
+    for kind in ("joint", "forward"):
+        assert calls(of_product[kind], aten.mm.default)[0].meta[CUSTOM]["said"] == said
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).mul_(2)
+
+
+@pytest.fixture(scope="module")
+def of_module() -> tuple[Graphs, list[Any]]:
+    """Graphs, and the sources of the inputs of Dynamo's."""
+    module, sources = Outer(), []
+
+    def call(x: Tensor) -> Tensor:  # as modules are compiled here
+        return module._call_impl(x)
+
+    def look(nodes: list[Node]) -> None:
+        sources.extend(node.meta[ORIGIN].source for node in nodes if node.op == "placeholder")
+
+    return graphs_of(call, torch.ones(4, 4), look=look), sources
+
+
+def test_dynamos_inputs_say_where_they_come_from(of_module: tuple[Graphs, list[Any]]) -> None:
+    names = [source.name() if callable(source.name) else source.name for source in of_module[1]]
+    assert any("_modules['inner']" in name and "_parameters['weight']" in name for name in names), names
+
+
+def test_dynamos_values_share_storages_as_tensors_do(of_module: tuple[Graphs, list[Any]]) -> None:
+    edited = next(node for node in of_module[0]["dynamo"] if node.target == "mul_")
+    made = edited.args[0]
+    assert isinstance(made, Node)
+    before, after = (node.meta[EXAMPLE].untyped_storage()._cdata for node in (made, edited))
+    assert before == after
+
+
+def test_nodes_know_the_modules_they_were_called_in(of_module: tuple[Graphs, list[Any]]) -> None:
+    joint = of_module[0]["joint"]
+    called = next(node for node in joint if node.target is aten.mm.default and MODULES in node.meta)
+    path, kind = next(reversed(called.meta[MODULES].values()))
+    assert path == "L['module'].inner.0"
+    assert kind is nn.Linear
+
+
+def test_inductor_notes_which_outputs_users_see() -> None:
+    import inspect
+
+    from torch._inductor import compile_fx
+
+    assert f'"{SEEN_BY_USERS}"' in inspect.getsource(compile_fx)
