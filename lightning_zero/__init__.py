@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
+from lightning_zero.config import Tuning
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import NativeBuildError, RankFailedError, RankMismatchError, UnsupportedError
 from lightning_zero.integrations.trainer.norms import grad_norm
@@ -32,6 +33,7 @@ __all__ = [
     "RankFailedError",
     "RankMismatchError",
     "Rule",
+    "Tuning",
     "UnsupportedError",
     "ZeroStrategy",
     "full_parameters",

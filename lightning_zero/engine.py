@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -29,6 +28,7 @@ from lightning_zero.compile.plan import Plan
 from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.supervisor import Supervisor
 from lightning_zero.config import EngineConfig
+from lightning_zero.config.engine import refuse_changes
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
@@ -63,7 +63,6 @@ class Engine(NotCopied):
     Args:
         device: of this rank.
         config: options.
-        timeout: of the process groups that are made, where no mesh is given; how long ranks wait for each other.
         mesh: ranks to shard over; by default all. ``torch.distributed`` must be initialised.
         skip_modules: module types that are never compiled.
         observe: sees every graph that is compiled.
@@ -74,17 +73,16 @@ class Engine(NotCopied):
         self,
         device: torch.device,
         config: EngineConfig | None = None,
-        timeout: timedelta | None = None,
         mesh: Mesh | None = None,
         skip_modules: tuple[type, ...] = (),
         observe: GraphObserver | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.mesh = mesh = mesh or Mesh.of(device, timeout)
+        self.config = config or EngineConfig()
+        self.mesh = mesh = mesh or Mesh.of(device, self.config.timeout)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
         self.device = device
-        self.config = config or EngineConfig()
-        self.watchdog = Watchdog(mesh, self.config.report_stall_after_s)
+        self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)
         self.executor = Executor(
             mesh,
             self.config,
@@ -94,7 +92,7 @@ class Engine(NotCopied):
         )
         self._costs: Costs | None = None
         self.peers = Peers.of(self.config, mesh)
-        patience_s, check = self.config.agreement_timeout_s, self.watchdog.check
+        patience_s, check = self.config.tuning.agreement_timeout_s, self.watchdog.check
         store = mesh.store("lightning_zero")
         self._agreement = Agreement(store, self.rank, self.world_size, patience_s, mesh.timeout_s, check=check)
         self._agreement.needed = lambda: not self.executor.weights.takes_turns()
@@ -128,14 +126,17 @@ class Engine(NotCopied):
         """Other options from now on; legal between steps.
 
         Raises:
-            UnsupportedError: what was settled when the model was sharded is to be otherwise.
+            UnsupportedError: an option that was settled when the model was sharded is to be another; see
+                :class:`~lightning_zero.config.option.Change`.
         """
         if config == self.config:
             return
+        refuse_changes(self.config, config)
         self.peers.configure(config)
-        recompile = config.compile != self.config.compile
-        self.config = self.optimizers.config = config
-        self._agreement.patience_s = config.agreement_timeout_s
+        recompile = config.compiled != self.config.compiled
+        self.config = config
+        self.optimizers.configure(config)
+        self._agreement.patience_s = config.tuning.agreement_timeout_s
         self.executor.configure(config)
         self.replays.configure(config)
         self.buffers.configure(config)
@@ -150,7 +151,7 @@ class Engine(NotCopied):
 
     def _compiler_arguments(self) -> dict[str, Any]:
         """Of a new compiler. Measures, on all ranks together, when it is first needed."""
-        compile = self.config.compile
+        compile = self.config.compiled
         if self._costs is None and compile.enabled and compile.prefetch:
             self._costs = measure_costs(self.mesh, self.peers.for_weights is not None)
         return self._supervisor.compiler(
@@ -332,22 +333,22 @@ class _Compiled:
     def prepare(self) -> None:
         engine, config = self._engine, self._engine.config
         assert engine.calls is not None
-        if config.compute_dtype is not None and config.compile.enabled:
+        if config.compute_dtype is not None and config.compiled.enabled:
             engine.executor.weights.write_shadows()
-        again = engine._budget.decided(config.compile)
+        again = engine._budget.decided(config.compiled)
         if again is not None:
             engine._compile_arguments = again
             engine.calls.compile_again(again)
-        kept = engine._budget.until_step(config.compile)
+        kept = engine._budget.until_step(config.compiled)
         if kept:
-            engine.sharder.allocate_kept(config.compute_dtype, small_weight_bytes(config.compile), kept)
+            engine.sharder.allocate_kept(config.compute_dtype, small_weight_bytes(config.compiled), kept)
 
     @contextmanager
     def surround(self) -> Iterator[None]:
         engine = self._engine
         calls = engine.calls
         assert calls is not None
-        first = engine.config.compile.enabled and not (calls.modules or calls.eager)
+        first = engine.config.compiled.enabled and not (calls.modules or calls.eager)
         reads = self._count_eager_reads()
         with ExitStack() as stack:
             stack.enter_context(calls.step(first))

@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 4 examples/benchmarks/optimizer_step.py --size 1b --ways captured,eager,fused,fsdp2
 
 Every way steps the same shards (float32, gradients in float32, clipping to norm 1.0, AdamW) and leaves a bfloat16 copy
-of the weights, with gradients that are always there. `captured` and `eager` are lightning_zero with `capture_step` on
-and off; `fused` is `torch.optim.AdamW(fused=True)` with `clip_grad_norm_` on plain tensors of the shards' sizes;
-`fsdp2` the same on the DTensors of `fully_shard`; `deepspeed` is the step of DeepSpeed ZeRO-3 (bfloat16 with float32
-masters, its norm and clipping). The device sleeps for a moment before each step, so that the host is ahead of it when
+of the weights, with gradients that are always there. `captured` and `eager` are lightning_zero with
+`cuda_graph_step` on and off; `fused` is `torch.optim.AdamW(fused=True)` with `clip_grad_norm_` on plain tensors of the
+shards' sizes; `fsdp2` the same on the DTensors of `fully_shard`; `deepspeed` is the step of DeepSpeed ZeRO-3 (bfloat16
+with float32 masters, its norm and clipping). The device sleeps for a moment before each step, so that the host is ahead
+of it when
 the step begins, as it is in a training whose forward and backward take longer than their launches; a way that waits for
 the device within the step pays for that all the same. `--asleep 0` leaves the sleep out. The bytes a step needs:
 gradients read for the norm (4), gradients read and scaled (8), weights and both moments read and written (24), the
@@ -51,11 +52,11 @@ def adamw(params: list[Tensor], **options: object) -> torch.optim.AdamW:
 
 
 def ours(size: str, capture: bool | str) -> tuple[Callable[[], None], int]:
-    from lightning_zero.config import EngineConfig
+    from lightning_zero.config import EngineConfig, Tuning
     from lightning_zero.engine import Engine
 
     device = torch.device("cuda", torch.cuda.current_device())
-    engine = Engine(device, EngineConfig(capture_step=capture, compute_dtype=torch.bfloat16))
+    engine = Engine(device, EngineConfig(tuning=Tuning(cuda_graph_step=capture), compute_dtype=torch.bfloat16))
     model = build(size)
     engine.shard(model)
     optimizer = adamw(list(model.parameters()), fused=True)

@@ -220,7 +220,9 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--no-reshard", action="store_true", help="fsdp2: keep weights gathered after forward")
     parser.add_argument("--ask-on-cpu", action="store_true", help="whether a rank got a SIGTERM")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, or tuning.NAME=VALUE"
+    )
     parser.add_argument("--trace", metavar="FILE", help="a Chrome trace of two steps on rank 0")
     arguments = parser.parse_args()
     L.seed_everything(0, verbose=False)
@@ -230,7 +232,12 @@ def main() -> None:
         strategy = ModelParallelStrategy(data_parallel_size=arguments.devices, tensor_parallel_size=1)
     elif arguments.option:
         options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in arguments.option)}
-        strategy = lightning_zero.ZeroStrategy(compile=arguments.strategy == "zero3_compile", **options)
+        tuning = {
+            name.removeprefix("tuning."): options.pop(name) for name in list(options) if name.startswith("tuning.")
+        }
+        strategy = lightning_zero.ZeroStrategy(
+            compile=arguments.strategy == "zero3_compile", tuning=lightning_zero.Tuning(**tuning), **options
+        )
     clock = Clock(arguments.warm, arguments.ask_on_cpu)
     trainer = L.Trainer(
         strategy=strategy,

@@ -1,4 +1,4 @@
-"""``persist_mb="auto"``: a budget for weights that stay, measured once training runs.
+"""``reshard_after_forward="auto"``: a budget for weights that stay, measured once training runs.
 
 Training starts with no budget. Once no rank has compiled anything for a few optimizer steps, the ranks agree on what
 the fullest of them has left, and everything is compiled once more if another weight fits in. Ranks meet between steps,
@@ -68,9 +68,9 @@ class MeasuredBudget:
 
     def until_step(self, config: CompileConfig) -> float:
         """Bytes of weights that stay until the optimizer steps, as far as that is known."""
-        if not config.enabled or config.persist_until != "step":
+        if not config.enabled or config.resident_until != "step":
             return 0.0
-        return self._bytes_until_step if config.persist_mb == "auto" else config.persist_bytes
+        return self._bytes_until_step if config.resident_mb == "auto" else config.resident_bytes
 
     def settled(self) -> bool:
         """Whether nothing is going to be compiled again for a budget."""
@@ -84,13 +84,13 @@ class MeasuredBudget:
         """Arguments of ``torch.compile`` with which everything is to be compiled again; None for nothing to do, and
         always once there were some. Must come before each pass forward and backward. Collective, if an optimizer has
         stepped since the last time."""
-        self._wanted = config.enabled and config.persist_mb == "auto"
+        self._wanted = config.enabled and config.resident_mb == "auto"
         if self.settled():
             return None
         if not self._gauge.exists:
             self._done = True
             self._supervisor.say(
-                "persist_mb='auto' keeps no weights: this device does not tell how much memory it has."
+                "reshard_after_forward='auto' keeps no parameters: this device does not tell how much memory it has."
             )
             return None
         if not self._stepped:
@@ -106,8 +106,9 @@ class MeasuredBudget:
         self._done = True
         if quiet < MEASURED_STEPS:
             self._supervisor.say(
-                f"persist_mb='auto' keeps no weights: in {MOST_STEPS} steps there were never {MEASURED_STEPS} in a row "
-                "in which compiled code ran and nothing was compiled. Give a number of MiB to keep some."
+                f"reshard_after_forward='auto' keeps no parameters: in {MOST_STEPS} steps there were never "
+                f"{MEASURED_STEPS} in a row in which compiled code ran and nothing was compiled. Set resident_mb to "
+                "keep some."
             )
             return None
         return self._decide(config, budget, -traffic)
@@ -126,7 +127,7 @@ class MeasuredBudget:
         self._compiled, self._before, self._passes = compiled, now, 1
 
     def _decide(self, config: CompileConfig, budget: float, traffic: float) -> dict[str, Any] | None:
-        until_step = config.persist_until == "step"
+        until_step = config.resident_until == "step"
         share = 0.0 if until_step else kept_share(budget, traffic)
         plans, small_bytes = self._supervisor.plans_in_use, small_weight_bytes(config)
         fits = another_fits(plans, share, budget if until_step else 0.0, small_bytes)
@@ -142,9 +143,9 @@ class MeasuredBudget:
         assert self._memory is not None
         done = f"keeping weights {until} within that; compiling once more" if fits else "no further weight fits in"
         self._supervisor.say(
-            f"persist_mb='auto': {_gib(self._memory.reserved)} reserved at the peak of {MEASURED_STEPS} steps and "
-            f"{_gib(self._memory.others)} taken by others, of {_gib(self._memory.total)}; {_gib(budget)} left on every "
-            f"rank; {done}."
+            f"reshard_after_forward='auto': {_gib(self._memory.reserved)} reserved at the peak of {MEASURED_STEPS} "
+            f"steps and {_gib(self._memory.others)} taken by others, of {_gib(self._memory.total)}; {_gib(budget)} "
+            f"left on every rank; {done}."
         )
 
     def _least(self, *values: float) -> list[float]:

@@ -79,14 +79,14 @@ class Executor:
 
     def configure(self, config: EngineConfig) -> None:
         """Applies options; legal only outside a backward pass."""
-        reduce = config.reduce
+        tuning = config.tuning
         self._native.configure(
-            int(reduce.bucket_mb * 2**20),
-            reduce.double_buffer,
-            reduce.free_buckets,
-            config.sync_collectives,
-            config.poison,
-            reduce.dtype,
+            int(tuning.reduce_bucket_mb * 2**20),
+            tuning.reduce_double_buffer,
+            tuning.free_reduce_buckets,
+            tuning.sync_collectives,
+            tuning.poison,
+            config.wire_dtype,
         )
 
     def _define(self, event: str, arguments: str, callback: Callable[..., None]) -> str:

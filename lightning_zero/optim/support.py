@@ -60,12 +60,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def check_capture(optimizer: torch.optim.Optimizer, reason: str | None) -> None:
-    """Raises :class:`UnsupportedError` where there is a reason why a step that must be captured cannot be."""
+def check_capture(optimizer: torch.optim.Optimizer, reason: str | None, option: str) -> None:
+    """Raises :class:`UnsupportedError` where there is a reason why a step that must be captured cannot be. ``option``:
+    what the user has set to True."""
     if reason is not None:
         raise UnsupportedError(
-            f"capture_step=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
-            "Pass capture_step='auto' to step it eagerly where it must be."
+            f"{option}=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
+            f"Pass {option}='auto' to step it eagerly where it must be."
         )
 
 

@@ -1,7 +1,7 @@
 """Memory of every rank that every rank can read, so that weights are fetched, and gradients sent, by plain copies.
 
 On GPUs of one host it is torch's symmetric memory: copy engines read it over NVLink, without a kernel that would take
-multiprocessors from the model. On a CPU it is shared memory of the operating system.
+SMs from the model. On a CPU it is shared memory of the operating system.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
+from lightning_zero.config.engine import settled
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
@@ -62,11 +63,12 @@ class Peers:
             UnsupportedError: ``"copy"`` where that is impossible.
         """
         shadows, device = _has_shadows(config), mesh.device
-        wanted = [_wanted(config.gather_by, device, shadows, True), _wanted(config.reduce_by, device, True, False)]
+        gather, reduce = config.tuning.gather_transport, config.tuning.reduce_transport
+        wanted = [_wanted(gather, device, shadows, True), _wanted(reduce, device, True, False)]
         memory, reason = PeerMemory.of(mesh) if any(wanted) else (None, "")
-        for name, choice in (("gather_by", config.gather_by), ("reduce_by", config.reduce_by)):
+        for name, choice in (("gather_transport", gather), ("reduce_transport", reduce)):
             here = reason
-            if name == "gather_by" and not shadows and device.type != "cpu":
+            if name == "gather_transport" and not shadows and device.type != "cpu":
                 here = "only compiled code with mixed precision keeps weights where others can read them"
             if choice == "copy" and here:
                 raise _impossible(name, here)
@@ -81,16 +83,15 @@ class Peers:
             UnsupportedError: it is to be otherwise.
         """
         shadows = _has_shadows(config)
-        ways = {"gather_by": (self.for_weights, shadows, True), "reduce_by": (self.for_gradients, True, False)}
+        ways = {
+            "gather_transport": (self.for_weights, shadows, True),
+            "reduce_transport": (self.for_gradients, True, False),
+        }
         for name, (memory, usable, on_cpu) in ways.items():
-            before, now = getattr(self._config, name), getattr(config, name)
+            before, now = getattr(self._config.tuning, name), getattr(config.tuning, name)
             copies = _wanted(now, self._mesh.device, usable, on_cpu)
             if now != before and copies != (memory is not None):
-                raise UnsupportedError(
-                    f"The model was sharded with {name}={before!r}, and what lies where was settled then: "
-                    f"{name}={now!r} would change nothing. Pass {name}={before!r}, or call "
-                    "lightning_zero.unshard(model) first."
-                )
+                raise settled(name, before, now)
         self._config = config
 
     def allocate(self, sharder: Sharder) -> bool:
@@ -104,9 +105,9 @@ class Peers:
         self._set_barrier(sharder.executor)
         memory = self.for_gradients
         if memory is not None and not self._staged:
-            self._staged = self._tried("reduce_by", lambda: self._stage(sharder.executor))
+            self._staged = self._tried("reduce_transport", lambda: self._stage(sharder.executor))
             self.for_gradients = memory if self._staged else None
-        if self._config.compute_dtype is not None and self._config.compile.enabled and not self._shadowed:
+        if self._config.compute_dtype is not None and self._config.compile and not self._shadowed:
             self._shadowed = True
             self._allocate_shadows(sharder, self._config.compute_dtype)
         before, self._told = self._told, self._ways
@@ -118,7 +119,7 @@ class Peers:
 
     def _allocate_shadows(self, sharder: Sharder, dtype: torch.dtype) -> None:
         weights = self.for_weights
-        if weights is not None and self._tried("gather_by", lambda: sharder.allocate_shadows(dtype, weights)):
+        if weights is not None and self._tried("gather_transport", lambda: sharder.allocate_shadows(dtype, weights)):
             return
         if not sharder.executor.weights.takes_turns():  # otherwise shards are read, and cast
             self.for_weights = None
@@ -144,7 +145,7 @@ class Peers:
             if not executor.weights.takes_turns():
                 self._take_turns(executor, memory)
 
-        if not self._tried("gather_by", allocate):
+        if not self._tried("gather_transport", allocate):
             self.for_weights = None
             return {}
         return found
@@ -166,21 +167,21 @@ class Peers:
         if error := _given_rows(memory, executor, LANES * executor.world_size, executor.transport.set_barrier):
             raise UnsupportedError(
                 f"The kernel by which ranks meet on their devices cannot be compiled ({error}). Pass "
-                "gather_by='collective' and reduce_by='collective' to the strategy."
+                "gather_transport='collective' and reduce_transport='collective' to the strategy."
             )
 
     def _tried(self, name: str, allocate: Callable[[], None]) -> bool:
-        memory = self.for_weights if name == "gather_by" else self.for_gradients
+        memory = self.for_weights if name == "gather_transport" else self.for_gradients
         assert memory is not None
         try:
             with memory.all_or_nothing():
                 allocate()
             return True
         except UnsupportedError as error:  # on every rank
-            if getattr(self._config, name) == "copy":
+            if getattr(self._config.tuning, name) == "copy":
                 raise _impossible(name, str(error)) from error
             if self._mesh.rank == 0:
-                what = {"gather_by": "weights", "reduce_by": "gradients"}[name]
+                what = {"gather_transport": "weights", "reduce_transport": "gradients"}[name]
                 log.warning("Collectives move all %s from now on, which is slower: %s.", what, error)
             return False
 
@@ -188,7 +189,7 @@ class Peers:
         """Two buckets' worth."""
         assert self.for_gradients is not None
         unit = executor.transport.staging_unit
-        size = max(1, math.ceil(2 * self._config.reduce.bucket_mb * 2**20 / unit)) * unit
+        size = max(1, math.ceil(2 * self._config.tuning.reduce_bucket_mb * 2**20 / unit)) * unit
         mine, others = self.for_gradients.empty(size, torch.uint8)
         staging = [mine if rank == executor.rank else memory for rank, memory in enumerate(others)]
         executor.transport.set_staging(staging, self._mesh.shard_group, self._mesh.timeout_s)
@@ -235,7 +236,7 @@ def _wanted(choice: str, device: torch.device, usable: bool, on_cpu: bool) -> bo
 
 
 def _has_shadows(config: EngineConfig) -> bool:
-    return config.compute_dtype is not None and config.compile.enabled and config.compile.prefetch
+    return config.compute_dtype is not None and config.compile and config.tuning.prefetch
 
 
 def _impossible(name: str, reason: str) -> UnsupportedError:

@@ -20,7 +20,7 @@ def why_not_captured(
 ) -> str | None:
     """Why the optimizer's step cannot be captured, as it is now; None if it can."""
     if not capture:
-        return "capture_step is off"
+        return "it is not to be captured"
     if device.type != "cuda" and not emulate:
         return f"there are no CUDA graphs on device {str(device)!r}"
     if any(p.dtype is torch.float64 for group in optimizer.param_groups for p in group["params"]):

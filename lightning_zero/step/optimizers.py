@@ -55,7 +55,7 @@ class OptimizerSteps:
         sharder: knows the shards.
         group: process group over which norms are summed.
         cycle: hears of each step.
-        config: ``capture_step`` and ``emulate_capture`` are those of optimizers that are seen first from now on.
+        config: options.
     """
 
     def __init__(
@@ -71,12 +71,15 @@ class OptimizerSteps:
         """What steps this optimizer over the arenas."""
         stepper = self._steppers.get(optimizer)
         if stepper is None:
-            config = self.config
-            stepper = OptimizerStepper(
-                optimizer, self._sharder, self._group, config.capture_step, config.emulate_capture
-            )
+            stepper = OptimizerStepper(optimizer, self._sharder, self._group, *_capture(self.config))
             self._steppers[optimizer] = stepper
         return stepper
+
+    def configure(self, config: EngineConfig) -> None:
+        """Other options. Where they capture steps otherwise, each optimizer's next step is laid out anew."""
+        if _capture(config) != _capture(self.config):
+            self._steppers.clear()
+        self.config = config
 
     def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None) -> None:
         """Gradients are final, and the optimizer's own ``step`` is next; :meth:`end` must come after it. Inside its
@@ -139,8 +142,8 @@ class OptimizerSteps:
         """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no
         shards."""
         check_optimizer(optimizer)
-        if self.config.capture_step is True:
-            check_capture(optimizer, self.stepper(optimizer).why_eager)
+        if self.config.cuda_graph_step is True:
+            check_capture(optimizer, self.stepper(optimizer).why_eager, self.config.named("cuda_graph_step"))
         check_members(optimizer.param_groups, type(optimizer).__name__, self._sharder.find)
         zero_gradients_plainly(optimizer)
 
@@ -161,3 +164,7 @@ class OptimizerSteps:
         with executor.waiting("norms of gradients", Lane.REDUCE):
             norms = norms_of_each(shards, norm_type, self._group, executor.device)
         return dict(zip([record.index for record in live], norms, strict=True))
+
+
+def _capture(config: EngineConfig) -> tuple[bool | str, bool]:
+    return config.cuda_graph_step, config.tuning.emulate_cuda_graph_step

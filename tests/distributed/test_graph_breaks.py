@@ -143,7 +143,7 @@ class Fragile(Case):
 def trip_and_go_on(backend: str, where: str, at: int) -> dict[str, Any]:
     model = build(Fragile)
     batches = make_batches(Fragile, 5, SAMPLES)
-    with engine_for(model, backend, bucket_mb=0.002) as engine:
+    with engine_for(model, backend, reduce_bucket_mb=0.002) as engine:
         optimizer = adamw(model)
         out = train_sharded(engine, model, batches[:at], optimizer)
         with gathered_weights() as gathered:

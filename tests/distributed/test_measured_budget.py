@@ -1,4 +1,4 @@
-"""``persist_mb="auto"``: what the fullest rank has left decides, once, at the same step on every rank."""
+"""``reshard_after_forward="auto"``: what the fullest rank has left decides, once, at the same step on every rank."""
 
 from typing import Any
 from unittest.mock import patch
@@ -54,7 +54,7 @@ class Blocks(Case):
 
 
 def train(
-    spare: list[int], persist: Any = "auto", steps: int = 7, accumulate: int = 1, lengths: bool = False, **options: Any
+    spare: list[int], resident: Any = "auto", steps: int = 7, accumulate: int = 1, lengths: bool = False, **options: Any
 ) -> dict[str, Any]:
     """A training's losses and weights; for each batch, whether it compiled and how many bytes it gathered."""
     torch._dynamo.reset()
@@ -75,7 +75,8 @@ def train(
         return model.loss(tuple(part[:rows] for part in batch))
 
     with patch("lightning_zero.engine.MemoryGauge", Gauge), patch.object(Gauge, "spare", spare, create=True):
-        settings = {"persist_mb": persist, "gather_group_mb": 0.001, **options}
+        budget = {"reshard_after_forward": "auto"} if resident == "auto" else {"resident_mb": resident}
+        settings = {**budget, "gather_group_mb": 0.001, **options}
         with engine_for(model, "aot_eager", observe=count, **settings) as engine:
             engine._supervisor._say = said.append
             batches = make_batches(Blocks, steps * accumulate, 12)
@@ -131,7 +132,7 @@ def test_nothing_is_compiled_again_for_a_budget_that_no_weight_fits_in(ranks: Ra
 
 
 def accumulate() -> dict[str, Any]:
-    return train([TOTAL // 2] * 2, steps=6, accumulate=2, persist_until="step")
+    return train([TOTAL // 2] * 2, steps=6, accumulate=2, resident_until="step")
 
 
 def test_in_accumulation_weights_stay_until_the_optimizer_steps(ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ STEPS, SAMPLES, CLIP = 8, 12, 0.1
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ["OddMLP", "NonContiguous", "MixedDtypes"])
 def test_odd_parameters_train_as_in_one_process(ranks: Ranks, world_size: int, case: str, backend: str) -> None:
-    options = {"bucket_mb": 0.0003}  # several buckets, which take turns in the same memory
+    options = {"reduce_bucket_mb": 0.0003}  # several buckets, which take turns in the same memory
     # Adam would make whole steps out of how bfloat16 is rounded.
     optimizer = sgd if case == "MixedDtypes" else adamw
     found = ranks.run(
@@ -52,7 +52,7 @@ def compare_mixed(out: Reference, expected: Reference) -> None:
 
 def pad_everything(case: str, backend: str) -> dict[str, Any]:
     model = build(case)
-    with engine_for(model, backend, bucket_mb=0.0003) as engine:
+    with engine_for(model, backend, reduce_bucket_mb=0.0003) as engine:
         optimizer = adamw(model)
         train_sharded(engine, model, make_batches(case, STEPS, SAMPLES), optimizer, clip_norm=CLIP)
         state = whole_state(engine, optimizer)

@@ -181,7 +181,7 @@ def train_sharded_steps(
     model = build(Parts)
     model.__dict__["_parameters_of_later"] = lambda: model._modules["later"]._parameters["weight"]
     model.later.requires_grad_(event is not unfreeze_and_add)
-    with engine_for(model, "eager", emulate_capture=emulate, device=device, capture_step=capture) as engine:
+    with engine_for(model, "eager", emulate_cuda_graph_step=emulate, device=device, cuda_graph_step=capture) as engine:
         with engine.shards_in_sight():
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.check(optimizer)
@@ -285,7 +285,7 @@ def test_changes_between_steps_are_noticed(ranks: Ranks, name: str, event: Event
 def hooks_see() -> list[Any]:
     model = build(Parts)
     seen = []
-    with engine_for(model, "eager", emulate_capture=True) as engine:
+    with engine_for(model, "eager", emulate_cuda_graph_step=True) as engine:
         with engine.shards_in_sight():
             optimizer = torch.optim.AdamW(model.parameters())
         params = optimizer.param_groups[0]["params"]
@@ -340,7 +340,7 @@ def test_hooks_see_the_optimizers_own_parameters_and_state(ranks: Ranks) -> None
 
 def require_capture(name: str, emulate: bool) -> str:
     model = build(Parts)
-    with engine_for(model, "eager", emulate_capture=emulate, capture_step=True) as engine:
+    with engine_for(model, "eager", emulate_cuda_graph_step=emulate, cuda_graph_step=True) as engine:
         with engine.shards_in_sight():
             optimizer = OPTIMIZERS[name](model)
         try:
@@ -352,8 +352,8 @@ def require_capture(name: str, emulate: bool) -> str:
 
 def test_a_step_that_must_be_captured_but_cannot_is_an_error(ranks: Ranks) -> None:
     (message,) = ranks.run(1, require_capture, "AdamW", False)
-    assert "capture_step=True, but the step of AdamW cannot be captured: there are no CUDA graphs" in message
-    assert "capture_step='auto'" in message
+    assert "cuda_graph_step=True, but the step of AdamW cannot be captured: there are no CUDA graphs" in message
+    assert "cuda_graph_step='auto'" in message
     (message,) = ranks.run(1, require_capture, "Lion", True)
     assert "the step of Lion cannot be captured: its update rule is not one that is known here" in message
     assert ranks.run(1, require_capture, "AdamW", True) == [""]

@@ -19,14 +19,14 @@ STEPS = 4
 
 OFF: dict[str, Any] = {"prefetch": False}
 ON: dict[str, Any] = {"gather_group_mb": 0.02, "reduce_group_mb": 0.02}
-PERSISTENT: dict[str, Any] = ON | {"persist_mb": float("inf")}
+PERSISTENT: dict[str, Any] = ON | {"resident_mb": float("inf")}
 # All weights at once; and each as late as a device that computes slowly lets it.
 EARLY: dict[str, Any] = ON | {"prefetch_mb": 64}
 LATE: dict[str, Any] = ON | {"costs": Costs(NOMINAL.gathers, DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-5))}
 WAYS = (OFF, ON, PERSISTENT, EARLY, LATE)
 # Weights copied out of peers' memory.
-COPIED: dict[str, Any] = ON | {"gather_by": "copy"}
-KEPT: dict[str, Any] = COPIED | {"persist_mb": float("inf"), "persist_until": "step"}
+COPIED: dict[str, Any] = ON | {"gather_transport": "copy"}
+KEPT: dict[str, Any] = COPIED | {"resident_mb": float("inf"), "resident_until": "step"}
 
 
 def all_ways(case: str, mixed: bool, ways: Sequence[dict[str, Any]] = WAYS) -> list[tuple[Reference, dict[str, int]]]:
@@ -70,7 +70,7 @@ def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_copies_from_peers_bring_the_same_bits(ranks: Ranks, world_size: int) -> None:
-    ways = (ON | {"gather_by": "collective"}, COPIED, KEPT)
+    ways = (ON | {"gather_transport": "collective"}, COPIED, KEPT)
     for (on, gathered), *others in ranks.run(world_size, all_ways, "TiedBlock", True, ways, deadline=240):
         assert gathered.get("copied_weights", 0) == 0
         assert others[0][1]["groups_ahead"] > 0  # on their way before the graph began
@@ -81,8 +81,8 @@ def test_copies_from_peers_bring_the_same_bits(ranks: Ranks, world_size: int) ->
 
 def mean_of_parts(case: str, mixed: bool) -> list[tuple[Reference, dict[str, int]]]:
     """Gradients reduce-scattered; pushed into peers' memory; and weights copied out of it, too."""
-    pushed = ON | {"reduce_by": "copy"}
-    return all_ways(case, mixed, (ON, pushed, pushed | {"gather_by": "copy"}) if mixed else (ON, pushed))
+    pushed = ON | {"reduce_transport": "copy"}
+    return all_ways(case, mixed, (ON, pushed, pushed | {"gather_transport": "copy"}) if mixed else (ON, pushed))
 
 
 @pytest.mark.parametrize(("world_size", "mixed"), [(2, True), (3, False)])
@@ -112,21 +112,23 @@ def test_places_do_differ(ranks: Ranks) -> None:
     assert len(usual[0]) > 4
 
 
-@pytest.mark.parametrize("gather_by", ["collective", "copy"])
-def test_a_shadow_follows_its_master(ranks: Ranks, gather_by: str) -> None:
+@pytest.mark.parametrize("gather_transport", ["collective", "copy"])
+def test_a_shadow_follows_its_master(ranks: Ranks, gather_transport: str) -> None:
     """In-place changes that leave no trace in version counters, between steps, are seen by the next step."""
-    for before, after, expected in ranks.run(2, change_masters_behind_the_back, gather_by, deadline=120):
+    for before, after, expected in ranks.run(2, change_masters_behind_the_back, gather_transport, deadline=120):
         assert before != after
         assert after == expected
 
 
-def change_masters_behind_the_back(gather_by: str) -> tuple[float, float, float]:
+def change_masters_behind_the_back(gather_transport: str) -> tuple[float, float, float]:
     torch.manual_seed(0)
     model = build("OneBlock")
     (batch,) = make_batches("OneBlock", 1, 4)
     context = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
     losses = []
-    with engine_for(model, "aot_eager", compute_dtype=BF16, reduce_dtype=BF16, gather_by=gather_by) as engine:
+    with engine_for(
+        model, "aot_eager", compute_dtype=BF16, reduce_dtype=BF16, gather_transport=gather_transport
+    ) as engine:
         for step in range(3):
             if step == 2:
                 for param in model.parameters():

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero.config import EngineConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
@@ -23,13 +22,14 @@ from lightning_zero.sharding import peers
 from lightning_zero.sharding.peers import PeerMemory, Peers
 from lightning_zero.sharding.shared_memory import mapped
 from tests.helpers.models import build, make_batches
+from tests.helpers.options import config
 from tests.helpers.oracle import assert_close_relative, assert_same_bits, shard_batch
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 MIXED: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16, "gather_group_mb": 0.01}
-COPY: dict[str, Any] = {"gather_by": "copy", "reduce_by": "copy"}
+COPY: dict[str, Any] = {"gather_transport": "copy", "reduce_transport": "copy"}
 autocast = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
 
 
@@ -141,21 +141,27 @@ def falls_back(nth: int, oracle: dict[str, str]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("nth", "gather_by", "reduce_by"),
+    ("nth", "gather_transport", "reduce_transport"),
     [(1, "collective", "collective"), (2, "collective", "copy"), (3, "collective", "copy"), (4, "copy", "collective")],
 )
-def test_where_memory_runs_out_collectives_take_over(ranks: Ranks, nth: int, gather_by: str, reduce_by: str) -> None:
-    oracle = {"gather_by": gather_by, "reduce_by": reduce_by}
+def test_where_memory_runs_out_collectives_take_over(
+    ranks: Ranks, nth: int, gather_transport: str, reduce_transport: str
+) -> None:
+    oracle = {"gather_transport": gather_transport, "reduce_transport": reduce_transport}
     for got, expected in ranks.run(2, falls_back, nth, oracle, deadline=240):
         assert got[0] == expected[0]
         same = ("copied_weights", "gathers", "reduces", "agreements", "shadow_writes")
         assert {name: got[1].get(name) for name in same} == {name: expected[1].get(name) for name in same}
         assert got[2:4] == expected[2:4], "half of what was wanted was left"
-        assert got[4] == ([gather_by == "copy"] if nth > 1 else []), "compiled code is planned with others' costs"
+        assert got[4] == ([gather_transport == "copy"] if nth > 1 else []), (
+            "compiled code is planned with others' costs"
+        )
 
 
 def test_without_memory_for_casts_weights_are_cast_when_they_are_read(ranks: Ranks) -> None:
-    for got, expected in ranks.run(2, falls_back, 5, {"gather_by": "copy", "reduce_by": "copy"}, deadline=240):
+    for got, expected in ranks.run(
+        2, falls_back, 5, {"gather_transport": "copy", "reduce_transport": "copy"}, deadline=240
+    ):
         assert got[0] == expected[0]
         assert got[2] < expected[2]
         assert got[3:] == expected[3:] == ("", [])
@@ -169,7 +175,10 @@ def refused(nth: int, choices: dict[str, str]) -> str:
     return "it trained"
 
 
-@pytest.mark.parametrize(("nth", "name"), [(2, "gather_by"), (3, "gather_by"), (4, "reduce_by"), (5, "gather_by")])
+@pytest.mark.parametrize(
+    ("nth", "name"),
+    [(2, "gather_transport"), (3, "gather_transport"), (4, "reduce_transport"), (5, "gather_transport")],
+)
 def test_copies_that_were_asked_for_are_refused_by_name_on_every_rank(ranks: Ranks, nth: int, name: str) -> None:
     for message in ranks.run(2, refused, nth, COPY, deadline=240):
         assert (
@@ -181,7 +190,7 @@ def test_copies_that_were_asked_for_are_refused_by_name_on_every_rank(ranks: Ran
 def with_a_stub_for_a_barrier(choice: str) -> str:
     with patch.object(PeerMemory, "_meet", lambda self: None):
         try:
-            with engine_for(None, "aot_eager", **MIXED, reduce_by=choice) as engine:
+            with engine_for(None, "aot_eager", **MIXED, reduce_transport=choice) as engine:
                 return engine.peers.missing
         except UnsupportedError as error:
             return str(error)
@@ -189,7 +198,7 @@ def with_a_stub_for_a_barrier(choice: str) -> str:
 
 def test_a_barrier_that_does_not_wait_is_not_relied_on(ranks: Ranks) -> None:
     for message in ranks.run(2, with_a_stub_for_a_barrier, "copy"):
-        assert "reduce_by='copy' is impossible here: a barrier between their devices does not wait" in message
+        assert "reduce_transport='copy' is impossible here: a barrier between their devices does not wait" in message
 
 
 def objections(backend: str, atomics: str) -> str | None:
@@ -214,7 +223,7 @@ def test_gpus_that_cannot_wait_for_each_other_are_told_on_every_rank(ranks: Rank
 def configured(options: dict[str, Any], other: dict[str, Any]) -> str:
     with engine_for(build("OneBlock"), "aot_eager", **MIXED, **options) as engine:
         try:
-            engine.configure(replace(engine.config, **other))
+            engine.configure(replace(engine.config, tuning=replace(engine.config.tuning, **other)))
         except UnsupportedError as error:
             return str(error)
         return str(engine._agreement.patience_s)
@@ -223,10 +232,14 @@ def configured(options: dict[str, Any], other: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "other", "said"),
     [
-        ({"gather_by": "copy"}, {"gather_by": "collective"}, "sharded with gather_by='copy'"),
-        ({"reduce_by": "collective"}, {"reduce_by": "copy"}, "sharded with reduce_by='collective'"),
-        ({}, {"reduce_by": "copy"}, "Pass reduce_by='auto', or call lightning_zero.unshard(model) first"),
-        ({}, {"reduce_by": "collective", "gather_by": "copy"}, "25.0"),  # what "auto" has come to
+        ({"gather_transport": "copy"}, {"gather_transport": "collective"}, "sharded with gather_transport='copy'"),
+        (
+            {"reduce_transport": "collective"},
+            {"reduce_transport": "copy"},
+            "sharded with reduce_transport='collective'",
+        ),
+        ({}, {"reduce_transport": "copy"}, "Pass reduce_transport='auto', or call lightning_zero.unshard(model) first"),
+        ({}, {"reduce_transport": "collective", "gather_transport": "copy"}, "25.0"),  # what "auto" has come to
         ({}, {"agreement_timeout_s": 7.0}, "7.0"),
     ],
 )
@@ -241,7 +254,7 @@ def on_two_hosts(choice: str) -> tuple[str, dict[str, int]]:
     with patch("lightning_zero.mesh.host_name", lambda: f"host {dist.get_rank()}"):
         try:
             _, counters = train_case(
-                "OneBlock", "aot_eager", 2, engine_options=MIXED | {"gather_by": choice}, context=autocast
+                "OneBlock", "aot_eager", 2, engine_options=MIXED | {"gather_transport": choice}, context=autocast
             )
         except UnsupportedError as error:
             return str(error), {}
@@ -250,14 +263,14 @@ def on_two_hosts(choice: str) -> tuple[str, dict[str, int]]:
 
 def test_copying_between_hosts_is_refused_by_name(ranks: Ranks) -> None:
     for message, _ in ranks.run(2, on_two_hosts, "copy"):
-        assert "gather_by='copy' is impossible here: ranks 0 and 1 are on different hosts" in message
-        assert "gather_by='auto'" in message
+        assert "gather_transport='copy' is impossible here: ranks 0 and 1 are on different hosts" in message
+        assert "gather_transport='auto'" in message
 
 
 def on_gpus_without_mixed_precision() -> str:
     with patch.object(PeerMemory, "of", lambda *args: (MagicMock(), "")):
         try:
-            Peers.of(EngineConfig(gather_by="copy"), Mesh.of(torch.device("cuda", 0)))
+            Peers.of(config(gather_transport="copy"), Mesh.of(torch.device("cuda", 0)))
         except UnsupportedError as error:
             return str(error)
     return ""
@@ -403,8 +416,8 @@ def test_an_edit_wins_over_what_was_fetched_ahead(ranks: Ranks) -> None:
         for rank in range(2):
             with torch.no_grad(), autocast():
                 expected[rank].append(model.loss(shard_batch(batch, rank, 2)).item())
-    gathered = ranks.run(2, edited_between_graphs, {"gather_by": "collective"}, deadline=120)
-    copied = ranks.run(2, edited_between_graphs, {"gather_by": "copy"}, deadline=120)
+    gathered = ranks.run(2, edited_between_graphs, {"gather_transport": "collective"}, deadline=120)
+    copied = ranks.run(2, edited_between_graphs, {"gather_transport": "copy"}, deadline=120)
     for rank in range(2):
         assert copied[rank][1]["groups_ahead"] > 0, "in the third step, which nothing is edited in"
         assert copied[rank][0] == gathered[rank][0]

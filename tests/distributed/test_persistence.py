@@ -15,7 +15,7 @@ from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 WINDOWS, ACCUMULATE = 3, 4
-STEP: dict[str, Any] = {"persist_mb": float("inf"), "persist_until": "step", "gather_group_mb": 0.02}
+STEP: dict[str, Any] = {"resident_mb": float("inf"), "resident_until": "step", "gather_group_mb": 0.02}
 
 
 def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Reference, dict[str, int]]]:
@@ -54,7 +54,7 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
     """Names of the weights that there is memory for, their bytes, what a step gathers of them, and the training."""
     torch._dynamo.reset()
     model = build("TiedBlock")
-    with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"persist_mb": megabytes}) as engine:
+    with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"resident_mb": megabytes}) as engine:
         batches, optimizer = make_batches("TiedBlock", 6, 12), sgd(model)
         out = train_sharded(engine, model, batches, optimizer, accumulate=2)
         kept = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in engine.sharder.kept}

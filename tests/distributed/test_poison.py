@@ -13,8 +13,8 @@ from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 PLAIN: dict[str, Any] = {"gather_group_mb": 0.001}
-KEPT = PLAIN | {"persist_mb": 0.02}
-STEP = PLAIN | {"persist_mb": 0.03, "persist_until": "step"}
+KEPT = PLAIN | {"resident_mb": 0.02}
+STEP = PLAIN | {"resident_mb": 0.03, "resident_until": "step"}
 
 
 def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bool) -> list[Reference]:

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine
+from tests.helpers.options import config
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.spread import check_spread
 from tests.ranks.pool import Ranks
@@ -37,8 +37,7 @@ def train(bucket_mb: float) -> None:
     model = Uneven()
     reference = Uneven()
     reference.load_state_dict(model.state_dict())
-    config = EngineConfig(compile=CompileConfig(enabled=False), reduce=ReduceConfig(bucket_mb=bucket_mb))
-    engine = Engine(torch.device("cpu"), config)
+    engine = Engine(torch.device("cpu"), config(compile=False, reduce_bucket_mb=bucket_mb))
     engine.shard(model)
     check_spread(engine, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)

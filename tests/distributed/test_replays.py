@@ -12,7 +12,7 @@ from tests.ranks.pool import Ranks
 
 
 def both(way: str) -> tuple[Any, Any]:
-    return train(way, "aot_eager", emulate_graphs=True), train(way, "aot_eager")
+    return train(way, "aot_eager", emulate_cuda_graph_model=True), train(way, "aot_eager")
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way].emulated])
@@ -30,7 +30,7 @@ def test_replays_train_like_runs_and_count_like_them(ranks: Ranks, way: str) -> 
 def closed_before_its_backward() -> tuple[int, str]:
     """A captured forward, and what its backward says when the engine is closed between the two."""
     model = build("OneBlock")
-    with engine_for(model, "aot_eager", emulate_graphs=True, **COPY) as engine:
+    with engine_for(model, "aot_eager", emulate_cuda_graph_model=True, **COPY) as engine:
         optimizer = adamw(model)
         for batch in make_batches("OneBlock", 8, 4):
             with engine.train_step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero import unshard
-from lightning_zero.config import CompileConfig, EngineConfig
+from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.sharding.refusals import plainly
 from tests.ranks.pool import Ranks
@@ -45,7 +45,7 @@ def sharded(*modules: nn.Module) -> Iterator[list[Engine]]:
     engines = []
     try:
         for module in modules:
-            engine = Engine(torch.device("cpu"), EngineConfig(compile=CompileConfig(enabled=False)))
+            engine = Engine(torch.device("cpu"), EngineConfig(compile=False))
             engine.shard(module)
             engines.append(engine)
         yield engines

@@ -127,7 +127,7 @@ class LateSurprise(Case):
 def test_a_gradient_that_arrives_after_its_bucket_has_left_is_not_lost(
     ranks: Ranks, world_size: int, case: type[Case], backend: str
 ) -> None:
-    options = {"bucket_mb": 0.0003}  # a bucket for each parameter
+    options = {"reduce_bucket_mb": 0.0003}  # a bucket for each parameter
     out, counters = ranks.run(
         world_size, train_case, case, backend, STEPS, SAMPLES, engine_options=options, loss_fn=case_loss
     )[0]

@@ -115,7 +115,7 @@ def train(make: Callable[[], Any], backend: str, options: dict[str, Any]) -> lis
         (Whole, "eager", {}),
         (Parts, "aot_eager", {}),
         (Whole, "aot_eager", {"poison": True}),
-        pytest.param(Parts, "aot_eager", {"reduce_by": "copy"}, marks=pytest.mark.slow),
+        pytest.param(Parts, "aot_eager", {"reduce_transport": "copy"}, marks=pytest.mark.slow),
     ],
     ids=["eager", "parts", "whole", "pushed"],
 )
@@ -129,7 +129,7 @@ def test_ranks_that_call_other_modules_train_as_if_they_had_no_gradients_there(
 
 def test_without_such_memory_they_are_told_within_seconds(ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match="RankMismatchError|RankFailedError|ranks differ"):
-        ranks.run(2, train, Whole, "eager", {"gather_by": "collective"}, deadline=60)
+        ranks.run(2, train, Whole, "eager", {"gather_transport": "collective"}, deadline=60)
 
 
 class Packed(nn.Module):

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.mesh import Mesh
 from tests.helpers.models import build, make_batches
+from tests.helpers.options import config
 from tests.helpers.oracle import Reference, assert_close_relative
 from tests.helpers.sharded import BACKENDS, adamw, engine_for, sgd, train_plain, train_sharded
 from tests.ranks.pool import Ranks
@@ -25,8 +25,8 @@ def train_in_turn(backend: str) -> list[list[Reference]]:
     # Other options for each, and two models of the same classes.
     with (
         engine_for(first, backend) as one,
-        engine_for(second, backend, bucket_mb=0.001) as two,
-        engine_for(third, backend, bucket_mb=1.0) as three,
+        engine_for(second, backend, reduce_bucket_mb=0.001) as two,
+        engine_for(third, backend, reduce_bucket_mb=1.0) as three,
     ):
         jobs = ((one, first, adamw(first)), (two, second, sgd(second)), (three, third, sgd(third)))
         assert type(first.first) is not type(third.first)
@@ -93,7 +93,7 @@ def a_model_for_each_part(parts: list[list[int]]) -> list[dict[str, torch.Tensor
     mesh = Mesh.over(parts, torch.device("cpu"))
     number = next(n for n, part in enumerate(parts) if dist.get_rank() in part)
     model = build("OddMLP", seed=number)
-    engine = Engine(mesh.device, EngineConfig(compile=CompileConfig(backend="aot_eager")), mesh=mesh)
+    engine = Engine(mesh.device, config(compile_backend="aot_eager"), mesh=mesh)
     try:
         engine.shard(model)
         return train_sharded(engine, model, make_batches("OddMLP", STEPS, SAMPLES), sgd(model)).params

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.errors import RankFailedError, RankMismatchError
 from lightning_zero.native.watchdog import Lane, Phase
+from tests.helpers.options import config
 from tests.ranks.pool import Ranks
 
 WIDTH = 64
@@ -37,11 +37,16 @@ class Two(nn.Module):
 
 @contextmanager
 def watched(
-    report_s: float = 1.0, timeout_s: float = 60.0, gather_by: str = "collective"
+    report_s: float = 1.0, timeout_s: float = 60.0, gather_transport: str = "collective"
 ) -> Iterator[tuple[Engine, nn.Module]]:
     torch.manual_seed(0)
-    config = EngineConfig(compile=CompileConfig(enabled=False), report_stall_after_s=report_s, gather_by=gather_by)
-    engine = Engine(torch.device("cpu"), config, timedelta(seconds=timeout_s))
+    chosen = config(
+        compile=False,
+        report_stall_after_s=report_s,
+        gather_transport=gather_transport,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    engine = Engine(torch.device("cpu"), chosen)
     model = Two()
     engine.shard(model)
     try:
@@ -98,7 +103,7 @@ def test_ranks_that_wait_in_a_collective_of_somebody_elses_are_told_where_all_ar
 
 
 def one_takes_a_norm() -> tuple[str, float]:
-    with watched(gather_by="auto") as (engine, model):
+    with watched(gather_transport="auto") as (engine, model):
         step(engine, model)
         began = time.monotonic()
         try:

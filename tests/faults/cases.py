@@ -115,7 +115,7 @@ def _more() -> Iterator[Case]:
     yield case("skip", "log", **OTHER_COLLECTIVES | {"named": False})  # gloo aborts where sizes differ
     for point in ("validation_step", "checkpoint_gather"):  # weights are read out of memory, without the others
         yield case("skip", point, **GOES_ON | {"named": False, "named_within_s": None})
-        yield case("skip", point, options={"gather_by": "collective"}, **OTHER_COLLECTIVES)
+        yield case("skip", point, options={"gather_transport": "collective"}, **OTHER_COLLECTIVES)
 
     yield case("full_shared_memory", "peer_memory")
 
@@ -178,7 +178,7 @@ def _on_gpus() -> Iterator[Case]:
     yield case("sleep", "batch_end", step=10, **compiled, **GOES_ON, quick=True)
     yield case("sleep", "forward", **eager, **GOES_ON)
     yield case("skip", "validation_step", **compiled, **GOES_ON | {"named": False, "named_within_s": None})
-    yield case("skip", "validation_step", **compiled, options={"gather_by": "collective"}, **OTHER_COLLECTIVES)
+    yield case("skip", "validation_step", **compiled, options={"gather_transport": "collective"}, **OTHER_COLLECTIVES)
 
 
 CASES: tuple[Case, ...] = (*_raises(), *_more())

@@ -147,7 +147,7 @@ PAIRS = "lightning_zero.compile.replay.pairs"
 MODEL = "tests.faults.model"
 
 COMPILED = {"strategy": "aot_eager"}
-COPIED = COMPILED | {"precision": "bf16-mixed", "options": {"gather_by": "copy", "reduce_by": "copy"}}
+COPIED = COMPILED | {"precision": "bf16-mixed", "options": {"gather_transport": "copy", "reduce_transport": "copy"}}
 REPLAYED = COMPILED | {"emulate": True, "steps": 12}
 
 _ALL = (

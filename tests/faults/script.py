@@ -7,7 +7,6 @@ import faulthandler
 import os
 import signal
 import sys
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.faults.injector import Injector, output_of
 from tests.faults.model import VALIDATION_BATCHES, Trained, loaders
 from tests.faults.points import POINTS
 from tests.faults.spec import VARIABLE, Orders, Training
+from tests.helpers.options import arguments
 from tests.ranks.worker import dump_stacks_on_signal
 
 
@@ -28,8 +28,7 @@ class Emulated(ZeroStrategy):
     """Behaves as if compiled code were replayed."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._options = replace(self._options, emulate_graphs=True)
+        super().__init__(**arguments(**options, emulate_cuda_graph_model=True))
 
 
 def strategy_of(training: Training) -> ZeroStrategy:
@@ -40,8 +39,8 @@ def strategy_of(training: Training) -> ZeroStrategy:
     }
     if training.timeout_s is not None:
         options["timeout"] = timedelta(seconds=training.timeout_s)
-    kind = Emulated if training.emulate else ZeroStrategy
-    return kind(**options | dict(training.options))
+    options |= dict(training.options)
+    return Emulated(**options) if training.emulate else ZeroStrategy(**arguments(**options))
 
 
 def trainer_of(orders: Orders) -> pl.Trainer:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.headroom import MARGIN, MemoryGauge
 from lightning_zero.report.stopwatch import Stopwatch
+from tests.helpers.options import config
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(2)
@@ -35,13 +35,14 @@ def test_peaks_and_what_is_left(ranks: Ranks) -> None:
     ranks.run(2, gauge_a_device, backend="nccl")
 
 
-def train(persist: float | str, until: str) -> tuple[list[float], list[int], list[str]]:
+def train(resident: float | str, until: str) -> tuple[list[float], list[int], list[str]]:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)))
     said: list[str] = []
-    config = EngineConfig(compile=CompileConfig(backend="aot_eager", persist_mb=persist, persist_until=until))
-    engine = Engine(device, config, say=said.append)
+    budget = {"reshard_after_forward": "auto"} if resident == "auto" else {"resident_mb": resident}
+    chosen = config(compile_backend="aot_eager", resident_until=until, **budget)
+    engine = Engine(device, chosen, say=said.append)
     try:
         engine.shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu(2)
 def both(way: str, backend: str) -> tuple[Any, Any, int]:
     device = f"cuda:{torch.cuda.current_device()}"
     must = True if WAYS[way].replays else "auto"  # raises with the reason where nothing can be captured
-    results = [train(way, backend, device, capture_graphs=capture) for capture in (must, False)]
+    results = [train(way, backend, device, cuda_graph_model=capture) for capture in (must, False)]
     left = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
     return *results, sum(segment["allocated_size"] for segment in left)
 

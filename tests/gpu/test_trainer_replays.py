@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_zero import ZeroStrategy
+from tests.helpers.options import arguments
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
 from tests.trainer.ways import PARTS, WAYS, fit
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.gpu(2)
 def fit_both(name: str) -> list[dict[str, Any]]:
     wanted = True if WAYS[name].replays else "auto"  # True raises with the reason where nothing can be captured
     options = WAYS[name].strategy
-    strategies = [ZeroStrategy(compile_backend="aot_eager", capture_graphs=c, **options) for c in (wanted, False)]
+    strategies = [
+        ZeroStrategy(**arguments(compile_backend="aot_eager", cuda_graph_model=c, **options)) for c in (wanted, False)
+    ]
     return [fit(name, strategy, accelerator="gpu", precision="bf16-mixed") for strategy in strategies]
 
 

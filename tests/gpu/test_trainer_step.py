@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import Tuning, ZeroStrategy
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
@@ -99,7 +99,7 @@ def fit(strategy: Any) -> dict[str, Any]:
 
 
 def fit_both() -> tuple[dict[str, Any], dict[str, Any]]:
-    return fit("zero3_compile"), fit(ZeroStrategy(capture_step=False))
+    return fit("zero3_compile"), fit(ZeroStrategy(tuning=Tuning(cuda_graph_step=False)))
 
 
 def test_steps_are_replayed_without_a_copy_to_the_host_and_train_as_eager_ones(ranks: Ranks) -> None:

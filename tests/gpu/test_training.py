@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine
 from tests.helpers.models import build, make_batches
+from tests.helpers.options import config
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import adamw, train_plain, train_sharded
 from tests.ranks.pool import Ranks
@@ -26,17 +26,16 @@ def move(batch, device):
 def train_both(case: str, backend: str, mixed: bool, by: str = "auto", **compile):
     device = torch.device("cuda", torch.cuda.current_device())
     torch.backends.cuda.matmul.allow_tf32 = False
-    config = EngineConfig(
-        ReduceConfig(bucket_mb=0.01, dtype=BF16 if mixed else None),
-        CompileConfig(
-            enabled=backend != "eager",
-            backend=backend if backend != "eager" else "inductor",
-            gather_group_mb=0.02,
-            **compile,
-        ),
-        BF16 if mixed else None,
-        gather_by=by if mixed else "auto",
-        reduce_by=by,
+    chosen = config(
+        compile=backend != "eager",
+        compile_backend=backend if backend != "eager" else "inductor",
+        gather_group_mb=0.02,
+        reduce_bucket_mb=0.01,
+        reduce_dtype="bf16" if mixed else None,
+        compute_dtype=BF16 if mixed else None,
+        gather_transport=by if mixed else "auto",
+        reduce_transport=by,
+        **compile,
     )
     context = partial(torch.autocast, "cuda", BF16, cache_enabled=False) if mixed else nullcontext
     batches = [move(batch, device) for batch in make_batches(case, STEPS, SAMPLES)]
@@ -44,7 +43,7 @@ def train_both(case: str, backend: str, mixed: bool, by: str = "auto", **compile
     with context():
         expected = train_plain(plain, batches, adamw(plain), world=2, clip_norm=0.25)
     model = build(case)
-    engine = Engine(device, config)
+    engine = Engine(device, chosen)
     try:
         engine.shard(model)
         got = train_sharded(engine, model, batches, adamw(model), clip_norm=0.25, context=context)
@@ -86,9 +85,9 @@ def test_copies_between_gpus_are_as_good_as_collectives(ranks: Ranks, case: str,
         assert_close_relative(mine.grad_norms, theirs.grad_norms, 2e-2, what="norms")
 
 
-def train_with_kept_weights(case: str, backend: str, persist_until: str):
+def train_with_kept_weights(case: str, backend: str, resident_until: str):
     with patch("lightning_zero.compile.passes.SMALL_BYTES", 256):
-        return train_both(case, backend, False, persist_mb=float("inf"), persist_until=persist_until)
+        return train_both(case, backend, False, resident_mb=float("inf"), resident_until=resident_until)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -108,9 +107,7 @@ def gathered_memory():
     left = []
     for layers in (4, 12):
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers)))
-        engine = Engine(
-            device, EngineConfig(ReduceConfig(bucket_mb=4), CompileConfig(backend="aot_eager", gather_group_mb=4))
-        )
+        engine = Engine(device, config(reduce_bucket_mb=4, compile_backend="aot_eager", gather_group_mb=4))
         engine.shard(model)
         x = torch.randn(8, 1024, device=device)
         for step in range(3):

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine
 from tests.distributed.test_turns import CHOICES, Experts, Parts, batches
+from tests.helpers.options import config
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import whole_params
 from tests.ranks.pool import Ranks
@@ -51,10 +51,8 @@ def train(
     device = here()
     torch.manual_seed(1)
     model = Parts()
-    config = EngineConfig(
-        ReduceConfig(bucket_mb=0.001, dtype=BF16), CompileConfig(enabled=True, **compile), BF16, **options
-    )
-    engine = Engine(device, config)
+    chosen = config(reduce_bucket_mb=0.001, reduce_dtype="bf16", compute_dtype=BF16, **compile, **options)
+    engine = Engine(device, chosen)
     try:
         engine.shard(model)
         optimizer, losses = sgd(model), []
@@ -85,7 +83,7 @@ def train(
 def test_ranks_that_call_other_modules_train_as_if_they_had_no_gradients_there(
     ranks: Ranks, backend: str, same: bool, graphs: Any
 ) -> None:
-    options = {"capture_graphs": graphs}
+    options = {"cuda_graph_model": graphs}
     for got, expected, counters in ranks.run(
         2, train, options, {"backend": backend}, same, backend="nccl", deadline=240
     ):
@@ -94,10 +92,12 @@ def test_ranks_that_call_other_modules_train_as_if_they_had_no_gradients_there(
         assert_close_relative(got["params"], expected["params"], 1e-2, what="weights")
 
 
-@pytest.mark.parametrize("reduce_by", ["auto", "collective"])
-def test_a_host_that_waits_for_its_device_in_backward_does_not_wait_for_ever(ranks: Ranks, reduce_by: str) -> None:
+@pytest.mark.parametrize("reduce_transport", ["auto", "collective"])
+def test_a_host_that_waits_for_its_device_in_backward_does_not_wait_for_ever(
+    ranks: Ranks, reduce_transport: str
+) -> None:
     """Its device waits for gradients of the other rank, which has none, and comes to the agreement without this host."""
-    options = {"capture_graphs": False, "reduce_by": reduce_by}
+    options = {"cuda_graph_model": False, "reduce_transport": reduce_transport}
     for got, expected, _ in ranks.run(
         2, train, options, {"backend": "aot_eager"}, False, True, backend="nccl", deadline=55
     ):
@@ -109,7 +109,7 @@ def late_readers(late: int) -> list[torch.Tensor]:
     device = here()
     torch.manual_seed(1)
     model = Experts()
-    engine = Engine(device, EngineConfig(compile=CompileConfig(enabled=True, backend="aot_eager"), compute_dtype=BF16))
+    engine = Engine(device, config(compile_backend="aot_eager", compute_dtype=BF16))
     seen = []
     try:
         engine.shard(model)

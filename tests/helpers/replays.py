@@ -23,10 +23,10 @@ COPY: dict[str, Any] = {
     "compute_dtype": BF16,
     "reduce_dtype": BF16,
     "gather_group_mb": 0.01,
-    "gather_by": "copy",
-    "reduce_by": "copy",
+    "gather_transport": "copy",
+    "reduce_transport": "copy",
 }
-TO_STEP: dict[str, Any] = {"persist_mb": float("inf"), "persist_until": "step"}
+TO_STEP: dict[str, Any] = {"resident_mb": float("inf"), "resident_until": "step"}
 
 
 class Dropping(OneBlock):
@@ -135,7 +135,7 @@ WAYS = {
     "clipped": Way(training={"clip_norm": 0.1}),
     "accumulated": Way(training={"accumulate": 3}),
     "accumulated, kept until the step": Way(engine=TO_STEP, training={"accumulate": 3}),
-    "kept until backward": Way(engine={"persist_mb": float("inf")}),
+    "kept until backward": Way(engine={"resident_mb": float("inf")}),
     "gradients zeroed, not dropped": Way(training={"set_to_none": False}),
     "gradients dropped first, then added to": Way(optimizer=Forgetful),
     "gradients added to first, then dropped": Way(optimizer=ForgetfulAtLast),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
@@ -13,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.compile.backend import GraphObserver
-from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.estimate import NOMINAL, Costs
 from lightning_zero.sharding.refusals import on_plain_tensors
 from tests.helpers.models import Case, build, make_batches
+from tests.helpers.options import config
 from tests.helpers.oracle import Batch, Reference, shard_batch
 from tests.helpers.spread import check_spread
 
@@ -42,8 +41,6 @@ def engine_for(
     model: nn.Module | None = None,
     backend: str = "aot_eager",
     observe: GraphObserver | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    bucket_mb: float = 0.01,
     small_bytes: int = 256,
     device: str = "cpu",
     costs: Costs = NOMINAL,
@@ -54,18 +51,12 @@ def engine_for(
     backend: EAGER, or one of the compiler's
     small_bytes: up to this size weights are gathered all together; the real limit is above all that our models have
     costs: as if they had been measured
-    options: further arguments of EngineConfig, or else of CompileConfig
+    options: see ``tests.helpers.options.config``
     """
-    compiled = backend != EAGER
-    own = {option.name for option in fields(EngineConfig)}
-    compile = {name: value for name, value in options.items() if name not in own}
-    config = EngineConfig(
-        reduce=ReduceConfig(bucket_mb=bucket_mb, dtype=reduce_dtype),
-        compile=CompileConfig(enabled=compiled, backend=backend if compiled else "aot_eager", **compile),
-        **{name: value for name, value in options.items() if name in own},
-    )
+    compiled = {"compile": backend != EAGER, "compile_backend": "aot_eager" if backend == EAGER else backend}
+    chosen = config(**{"reduce_bucket_mb": 0.01} | compiled | options)
     with patch("lightning_zero.engine.measure_costs", lambda *args: costs):
-        engine = Engine(torch.device(device), config, observe=observe)
+        engine = Engine(torch.device(device), chosen, observe=observe)
     try:
         with patch("lightning_zero.compile.passes.SMALL_BYTES", small_bytes):
             if model is not None:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.config import EngineConfig, ReduceConfig
+from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.sharding.arena import Arena
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.peers import PeerMemory
+from tests.helpers.options import config
 
 ops = torch.ops.lightning_zero
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -128,8 +129,8 @@ class Sequence:
         self.draws = 0
         self.whole = self.rng.random() < 0.5  # whole numbers: bitwise
         self.ragged = self.world > 1 and self.rng.random() < 0.3  # each rank has gradients of its own choice
-        self.reduce = self._options()
-        self.executor = Executor(mesh, self._config(), self._ended)
+        self.chosen = self._choose()
+        self.executor = Executor(mesh, self.chosen, self._ended)
         self.pushing = self.rng.random() < 0.3  # gradients go into peers' memory
         if self.pushing:
             size = self.rng.choice((1, 2, 64)) * self.executor.transport.staging_unit
@@ -137,7 +138,7 @@ class Sequence:
             self.executor.transport.set_staging(peers.empty(size, torch.uint8)[1], mesh.shard_group)
         self.trace = [
             f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, "
-            f"{'pushed' if self.pushing else 'scattered'}, {self.reduce}"
+            f"{'pushed' if self.pushing else 'scattered'}, {self.chosen}"
         ]
         self.complaints: list[str] = []
         self.counts = {"gathers": 0, "gather_bytes": 0, "eager_gathers": 0, "reduces": 0, "agreements": 0}
@@ -159,20 +160,18 @@ class Sequence:
 
     # -- drawing
 
-    def _options(self) -> ReduceConfig:
+    def _choose(self) -> EngineConfig:
         rng = self.rng
         # Where ranks differ, one may wait seconds for its peers before it takes one buffer more: not here, in hundreds
         # of sequences.
         size = "all" if self.ragged else rng.choice(list(BUCKETS))
-        return ReduceConfig(
-            bucket_mb=BUCKETS[size],
-            double_buffer=rng.random() < 0.6 or self.ragged,
-            dtype=rng.choice((None, None, torch.bfloat16, torch.float32)),
-            free_buckets=rng.random() < 0.3,
+        return config(
+            reduce_bucket_mb=BUCKETS[size],
+            reduce_double_buffer=rng.random() < 0.6 or self.ragged,
+            reduce_dtype=rng.choice((None, None, "bf16", "32")),
+            free_reduce_buckets=rng.random() < 0.3,
+            sync_collectives=rng.random() < 0.1,
         )
-
-    def _config(self) -> EngineConfig:
-        return EngineConfig(reduce=self.reduce, sync_collectives=self.rng.random() < 0.1)
 
     def _values(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int = 0) -> Tensor:
         self.draws += 1
@@ -403,9 +402,9 @@ class Sequence:
             twin.param.requires_grad_(not twin.param.requires_grad)
 
     def options(self) -> None:
-        self.reduce = self._options()
-        self.trace[-1] += f" {self.reduce}"
-        self.executor.configure(self._config())
+        self.chosen = self._choose()
+        self.trace[-1] += f" {self.chosen}"
+        self.executor.configure(self.chosen)
 
     def release(self) -> None:
         self.executor.gradients.release_buffers()
@@ -491,14 +490,14 @@ class Sequence:
         return [pairs[:half], pairs[half:]]
 
     def _wire(self, twin: Twin) -> torch.dtype:
-        return self.reduce.dtype or twin.full.dtype
+        return self.chosen.wire_dtype or twin.full.dtype
 
     def _note_sizes(self, arrivals: list[list[tuple[Twin, Tensor]]]) -> None:
         for twin, _ in (arrival for mine in arrivals for arrival in mine):
-            row = int(self.reduce.bucket_mb * 2**20) // self._wire(twin).itemsize // self.world
+            row = int(self.chosen.tuning.reduce_bucket_mb * 2**20) // self._wire(twin).itemsize // self.world
             self.must_grow |= twin.layout.shard_numel > row
         # Small buckets may all be filling at once; and a rank may have to wait for its peers with all of its buffers.
-        self.may_grow |= self.reduce.bucket_mb < 1 or self.ragged
+        self.may_grow |= self.chosen.tuning.reduce_bucket_mb < 1 or self.ragged
 
     def _expect_gradients(self, arrivals: list[list[tuple[Twin, Tensor]]], before: dict[str, int]) -> None:
         sums: dict[int, Tensor] = {}
@@ -529,7 +528,7 @@ class Sequence:
         self.expect(flushes >= len({self._wire(self.twins[i]) for i in sums}), f"only {flushes} flushes")
         self.expect(sent >= wire_bytes, f"{sent} bytes reduced, at least {wire_bytes} expected")
         self.expect(
-            (after["bucket_bytes"] == 0) == (self.reduce.free_buckets or self.pushing),
+            (after["bucket_bytes"] == 0) == (self.chosen.tuning.free_reduce_buckets or self.pushing),
             f"{after['bucket_bytes']} bytes of buckets kept",
         )
         self.expect(

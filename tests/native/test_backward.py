@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.config import EngineConfig, ReduceConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
+from tests.helpers.options import config
 from tests.helpers.oracle import assert_close_relative
 from tests.native.sequences import Deliver, Interruption, Twin, deliver, new_twin, ops
 from tests.ranks.pool import Ranks
@@ -21,7 +21,7 @@ TINY = 1e-6  # MiB: every parameter has a bucket of its own
 
 
 def make(mesh: Mesh, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, **reduce: Any) -> Any:
-    executor = Executor(mesh, EngineConfig(reduce=ReduceConfig(**reduce)))
+    executor = Executor(mesh, config(**reduce))
     return executor, [new_twin(executor, f"p{i}", torch.zeros(shape, dtype=dtype)) for i, shape in enumerate(shapes)]
 
 
@@ -44,7 +44,7 @@ def assert_grad(twin: Twin, contributions: list[Tensor | None], held: Tensor | f
 def some_ranks_only(bucket_mb: float) -> dict[str, int]:
     """p0: all ranks. p1: only rank 0. p2: only the last rank, twice. p3: nobody. Each rank in an order of its own."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    executor, (p0, p1, p2, p3) = make(Mesh.of(CPU), [(7, 3), (5,), (40,), (2, 2)], bucket_mb=bucket_mb)
+    executor, (p0, p1, p2, p3) = make(Mesh.of(CPU), [(7, 3), (5,), (40,), (2, 2)], reduce_bucket_mb=bucket_mb)
     last = world - 1
     for step in range(3):  # the first one shows the order, and must not be taken as everybody's
         arrivals = [(gradient(p0, rank, step), p0.param)]
@@ -74,7 +74,9 @@ def test_gradients_that_some_ranks_lack_count_as_zero(ranks: Ranks, world_size: 
 
 def interrupt_and_repeat() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    executor, twins = make(Mesh.of(CPU), [(31,), (8, 9), (3,), (100,)], bucket_mb=TINY, double_buffer=False)
+    executor, twins = make(
+        Mesh.of(CPU), [(31,), (8, 9), (3,), (100,)], reduce_bucket_mb=TINY, reduce_double_buffer=False
+    )
     arrivals = [(gradient(t, rank), t.param) for t in reversed(twins)]
     deliver(arrivals)
     for reach in range(1, len(twins)):
@@ -100,7 +102,7 @@ def two_at_once() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     (a, ours), (b, theirs) = (
         make(Mesh.of(CPU), [(33,), (4, 4)]),
-        make(Mesh.of(CPU), [(33,), (4, 4), (5,)], bucket_mb=TINY),
+        make(Mesh.of(CPU), [(33,), (4, 4), (5,)], reduce_bucket_mb=TINY),
     )
     mixed = [(gradient(t, rank, n), t.param) for pair in zip(ours, theirs, strict=False) for n, t in enumerate(pair)]
     for _ in range(2):
@@ -164,7 +166,7 @@ def test_a_backward_inside_a_backward_loses_nothing(ranks: Ranks, world_size: in
 def replaced_gradient(double_buffer: bool) -> None:
     """A bucket that was sent early, then a second gradient for it, on top of a gradient that the user put there."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    executor, (twin,) = make(Mesh.of(CPU), [(31,)], double_buffer=double_buffer)
+    executor, (twin,) = make(Mesh.of(CPU), [(31,)], reduce_double_buffer=double_buffer)
     twin.param.grad = twin.part(torch.ones(31), rank)
     users = twin.param.grad
     deliver([(gradient(twin, rank), twin.param)], [(gradient(twin, rank), twin.param)])
@@ -202,7 +204,7 @@ def count_buckets() -> list[dict[str, int]]:
     capacity = 128 * 4 * world / 2**20  # one shard of 128 elements on each rank
     found = []
     for size in (128, 129):  # fits, does not fit
-        executor, twins = make(mesh, [(size * world,)] * 5, bucket_mb=capacity)
+        executor, twins = make(mesh, [(size * world,)] * 5, reduce_bucket_mb=capacity)
         for _ in range(4):
             deliver([(gradient(t, 0), t.param) for t in reversed(twins)])
         found.append(executor.counters())

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +15,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.trainer.precision import plain
 from lightning_zero.step.captured import CapturedRunner
+from tests.helpers.options import arguments
 from tests.helpers.spread import check_spread
 
 # Neither 2 nor 3 divides any of them, so there is padding; and of a matrix with two of them for its sides each of 2 or 3
@@ -30,8 +30,7 @@ class Captured(ZeroStrategy):
     """Does all that a captured step does, without the graph, and notes for each step whether it was such a one."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._options = replace(self._options, emulate_capture=True)
+        super().__init__(**arguments(**options, emulate_cuda_graph_step=True))
         self.captured: list[bool] = []
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +58,7 @@ def make_strategy(kind: str, **options: Any) -> Any:
     if kind.endswith("captured"):
         return Captured(compile=kind.startswith("compiled"), compile_backend="aot_eager", **options)
     if kind in ("compiled", "eager"):
-        return ZeroStrategy(compile=kind == "compiled", compile_backend="aot_eager", **options)
+        return ZeroStrategy(**arguments(compile=kind == "compiled", compile_backend="aot_eager", **options))
     return {"ddp": "ddp_find_unused_parameters_true", "single": "auto"}[kind]
 
 

@@ -44,6 +44,7 @@ class Write(pl.Callback):
             "launcher": type(trainer.strategy.launcher).__name__,
             "environment": type(trainer.strategy.cluster_environment).__name__,
             "strategy": type(trainer.strategy).__name__,
+            "options": repr(trainer.strategy._options),
             "seen": module.seen,
             "weight": module.net[0].weight.tolist(),
             "held": sum(param.data.numel() for param in module.parameters()),

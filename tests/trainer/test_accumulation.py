@@ -5,11 +5,10 @@ from unittest.mock import patch
 
 import torch
 
-from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import RTOL, Regression, close, make_loader, make_trainer, whole_state
+from tests.trainer.helpers import RTOL, Regression, close, make_loader, make_strategy, make_trainer, whole_state
 
 WINDOW, WINDOWS = 3, 4
 
@@ -30,7 +29,7 @@ def fit_both() -> tuple[dict[str, Any], dict[str, Any], list[int]]:
     plain = Counts()
     make_trainer("ddp", **arguments).fit(plain, make_loader("ddp", WINDOW * WINDOWS))
     ours = Counts()
-    strategy = ZeroStrategy(compile_backend="aot_eager", persist_mb=float("inf"), persist_until="step")
+    strategy = make_strategy("compiled", reshard_after_forward=False, resident_until="step")
     with patch("lightning_zero.compile.passes.SMALL_BYTES", 0):
         trainer = make_trainer("compiled", strategy=strategy, **arguments)
         trainer.fit(ours, make_loader("compiled", WINDOW * WINDOWS))

@@ -324,7 +324,7 @@ class _Watched(pl.Callback):
 def _most_while_building(kind: str, make: Any) -> tuple[int, int]:
     watched, module = _Watched(), make()
     # other ranks' memory that can be read from here takes none of this rank's, but looks as if it did
-    ways = {} if kind == "ddp" else {"gather_by": "collective"}
+    ways = {} if kind == "ddp" else {"gather_transport": "collective"}
     make_trainer(kind, callbacks=[watched], limit_train_batches=1, **ways).fit(module, make_loader(kind))
     whole = sum(value.numel() for value in whole_state(module).values())
     close(module)

@@ -1,6 +1,5 @@
 """``64-true``: everything in float64, on the wire, too."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,8 +124,7 @@ def _captured() -> None:
     with pytest.raises(
         MisconfigurationException, match="replays compute in float32, and it steps parameters of float64"
     ):
-        trainer = make_trainer("eager", precision="64-true", strategy=make_strategy("eager", capture_step=True))
-        trainer.strategy._options = replace(trainer.strategy._options, emulate_capture=True)
+        trainer = make_trainer("eager", precision="64-true", strategy=make_strategy("captured", cuda_graph_step=True))
         trainer.fit(module, make_loader("eager"))
     close(module)
 

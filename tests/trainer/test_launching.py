@@ -122,13 +122,13 @@ NAMES = """
     for name, compiles in (("zero3", False), ("zero3_compile", True), ("ZeRO3_Compile", True)):
         strategy = pl.Trainer(strategy=name, **options).strategy
         assert type(strategy) is lightning_zero.ZeroStrategy
-        assert strategy._compile.enabled is compiles
+        assert strategy._options.compile is compiles
         assert StrategyRegistry[name.lower()]["description"]
 
     before = StrategyRegistry.available_strategies()
     importlib.reload(lightning_zero)
     assert StrategyRegistry.available_strategies() == before
-    assert pl.Trainer(strategy="zero3_compile", **options).strategy._compile.enabled
+    assert pl.Trainer(strategy="zero3_compile", **options).strategy._options.compile
     print("all is well")
 """
 
@@ -160,8 +160,10 @@ CONFIG = """
         class_path: lightning_zero.ZeroStrategy
         init_args:
           compile: false
-          reduce_bucket_mb: 0.5
+          reduce_dtype: bf16
           timeout: null
+          tuning:
+            reduce_bucket_mb: 0.5
 """
 
 
@@ -171,8 +173,12 @@ def test_command_line_by_class_path(native_library: None, tmp_path: Path) -> Non
     script, config = tmp_path / "cli.py", tmp_path / "config.yaml"
     script.write_text(textwrap.dedent(CLI).format(folder=str(SCRIPT.parent), home=str(tmp_path)))
     config.write_text(textwrap.dedent(CONFIG))
-    done = run(str(script), "fit", "--config", str(config), "--model.width=7", cwd=tmp_path)
+    nested = "--trainer.strategy.init_args.tuning.prefetch_mb=3"
+    done = run(str(script), "fit", "--config", str(config), "--model.width=7", nested, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     (result,) = _results(tmp_path)
     assert result["strategy"] == "ZeroStrategy"
     assert len(result["weight"]) == 7
+    assert result["options"] == (
+        "EngineConfig(compile=False, reduce_dtype='bf16', timeout=None, tuning=Tuning(prefetch_mb=3.0, reduce_bucket_mb=0.5))"
+    )

@@ -1,4 +1,4 @@
-"""``persist_mb="auto"`` under a Trainer, beside a schedule that compiles again by itself."""
+"""``reshard_after_forward="auto"`` under a Trainer, beside a schedule that compiles again by itself."""
 
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +27,7 @@ class Roomy(MemoryGauge):
 def train(schedule: Any) -> tuple[list[int], list[str]]:
     torch._dynamo.reset()
     counts = Count()
-    strategy = make_strategy("compiled", persist_mb="auto")
+    strategy = make_strategy("compiled", reshard_after_forward="auto")
     gauge = patch("lightning_zero.engine.MemoryGauge", Roomy)
     # All weights of this model are small, and would stay anyway.
     with gauge, patch("lightning_zero.compile.passes.SMALL_BYTES", 0):

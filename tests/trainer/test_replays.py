@@ -1,11 +1,11 @@
 """Forward and backward replayed through the Trainer (emulated on a CPU), which drops gradients between the two."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_zero import ZeroStrategy
+from tests.helpers.options import arguments
 from tests.helpers.oracle import assert_close_relative
 from tests.ranks.pool import Ranks
 from tests.trainer.helpers import RTOL
@@ -16,8 +16,7 @@ FAST = ("losses kept", "accumulated and clipped")
 
 class Emulated(ZeroStrategy):
     def __init__(self, **options: Any) -> None:
-        super().__init__(compile_backend="aot_eager", **options)
-        self._options = replace(self._options, emulate_graphs=True)
+        super().__init__(**arguments(compile_backend="aot_eager", emulate_cuda_graph_model=True, **options))
 
 
 def fit_both(name: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -144,11 +144,11 @@ def adafactor() -> None:
 
 
 @wrong(
-    r"MisconfigurationException: capture_step=True, but the step of AdamW cannot be captured: there are no CUDA graphs on "
-    r"device 'cpu'\. Pass capture_step='auto'"
+    r"MisconfigurationException: cuda_graph_step=True, but the step of AdamW cannot be captured: there are no CUDA graphs on "
+    r"device 'cpu'\. Pass cuda_graph_step='auto'"
 )
 def capture_where_there_are_no_graphs() -> None:
-    fit(Regression(), strategy=make_strategy("eager", capture_step=True))
+    fit(Regression(), strategy=make_strategy("eager", cuda_graph_step=True))
 
 
 @wrong(

@@ -1,84 +1,198 @@
-"""Options check themselves, and say what to pass instead."""
+"""Options check themselves, say what to pass instead, and are what the strategy, the engine and the README know."""
 
 import dataclasses
+import inspect
 import math
+import typing
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
-from lightning_zero.integrations.trainer.strategy import ZeroStrategy
+from lightning_zero import Tuning, ZeroStrategy
+from lightning_zero.config import CompileConfig, EngineConfig, Options
+from lightning_zero.config.engine import changed
+from lightning_zero.config.option import Change, option_fields
+from lightning_zero.config.options import GROUPS
+from lightning_zero.integrations.trainer.arguments import Arguments
+from tests.helpers.options import OTHERS, arguments
+from tests.helpers.readme import README, written
 
 # What is built, with which arguments, and what the message says.
-WRONG = [
-    (ReduceConfig, {"bucket_mb": 0}, r"bucket_mb=0 must be a positive number of MiB\. Try 64"),
-    (ReduceConfig, {"bucket_mb": -1.5}, r"bucket_mb=-1\.5 must be a positive"),
-    (ReduceConfig, {"bucket_mb": math.nan}, r"bucket_mb=nan must be a positive"),
-    (ReduceConfig, {"bucket_mb": math.inf}, r"bucket_mb=inf must be a positive"),
-    (ReduceConfig, {"bucket_mb": "64"}, r"bucket_mb='64' must be a positive"),
-    (ReduceConfig, {"dtype": torch.int8}, r"reduce_dtype=torch\.int8 is no floating point type\. Try torch\.bfloat16"),
-    (EngineConfig, {"gather_by": "mail"}, r"gather_by='mail' must be 'auto', 'collective' or 'copy'"),
-    (EngineConfig, {"capture_step": "yes"}, r"capture_step='yes' must be True, False or 'auto'"),
-    (CompileConfig, {"backend": "eager"}, r"compile_backend='eager' is unknown\. Choose one of inductor, aot_eager"),
-    (CompileConfig, {"gather_group_mb": 0}, r"gather_group_mb=0 must be a positive number of MiB\. Try 128"),
-    (CompileConfig, {"gather_group_mb": math.nan}, r"gather_group_mb=nan must be a positive"),
-    (CompileConfig, {"gather_group_mb": math.inf}, r"gather_group_mb=inf must be a positive"),
-    (CompileConfig, {"gather_group_mb": "128"}, r"gather_group_mb='128' must be a positive"),
-    (CompileConfig, {"prefetch_mb": 0}, r"prefetch_mb=0 must be a positive number of MiB\. Try 256"),
-    (CompileConfig, {"prefetch_mb": math.inf}, r"prefetch_mb=inf must be a positive"),
-    (CompileConfig, {"reduce_group_mb": 0}, r"reduce_group_mb=0 must be a positive number of MiB\. Try 64"),
-    (CompileConfig, {"persist_mb": -1}, r"persist_mb=-1 must be a number of MiB: 0 to keep no weight"),
-    (CompileConfig, {"persist_mb": math.nan}, r"persist_mb=nan must be a number of MiB"),
-    (CompileConfig, {"persist_mb": "all"}, r"persist_mb='all' must be .*float\('inf'\) to keep all"),
-    (CompileConfig, {"persist_mb": "Auto"}, r"persist_mb='Auto' must be .*or 'auto', for what the first steps leave"),
-    (CompileConfig, {"persist_until": "epoch"}, r"persist_until='epoch' must be 'backward' or 'step'"),
-    (CompileConfig, {"persist_until": "step"}, r"persist_until='step' keeps nothing without a budget.*Set persist_mb"),
-    (CompileConfig, {"persist_until": "step", "persist_mb": 1, "prefetch": False}, r"leave prefetch on"),
-    (CompileConfig, {"activation_memory_budget": 1.5}, r"activation_memory_budget=1\.5 must lie between 0"),
-    (CompileConfig, {"activation_memory_budget": -0.1}, r"activation_memory_budget=-0\.1 must lie between 0"),
-    (EngineConfig, {"agreement_timeout_s": 0}, r"agreement_timeout_s=0 must be a positive number of seconds\. Try 25"),
-    (EngineConfig, {"agreement_timeout_s": math.inf}, r"agreement_timeout_s=inf must be a positive"),
-    (ZeroStrategy, {"persist_until": "step"}, r"Set persist_mb"),
-    (ZeroStrategy, {"agreement_timeout_s": -1}, r"agreement_timeout_s=-1 must be a positive"),
-    (ZeroStrategy, {"reduce_dtype": "fp8"}, r"reduce_dtype='fp8' is unknown\. Choose one of 'bf16', '16', '32'"),
-    (ZeroStrategy, {"reduce_dtype": torch.bfloat16}, r"reduce_dtype=torch\.bfloat16 is unknown\. Choose one of 'bf16'"),
-    (ZeroStrategy, {"reduce_bucket_mb": 0}, r"bucket_mb=0 must be a positive"),
-    (ZeroStrategy, {"compile_backend": "cudagraphs"}, r"compile_backend='cudagraphs' is unknown"),
-    (ZeroStrategy, {"prefetch_mb": -1}, r"prefetch_mb=-1 must be a positive"),
-    (ZeroStrategy, {"gather_group_mb": -1}, r"gather_group_mb=-1 must be a positive"),
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (Tuning, {"reduce_bucket_mb": 0}, r"reduce_bucket_mb=0 must be a positive number of MiB\. Try 64"),
+    (Tuning, {"reduce_bucket_mb": -1.5}, r"reduce_bucket_mb=-1\.5 must be a positive"),
+    (Tuning, {"reduce_bucket_mb": math.nan}, r"reduce_bucket_mb=nan must be a positive"),
+    (Tuning, {"reduce_bucket_mb": math.inf}, r"reduce_bucket_mb=inf must be a positive"),
+    (Tuning, {"reduce_bucket_mb": "64"}, r"reduce_bucket_mb='64' must be a positive"),
+    (Tuning, {"reduce_bucket_mb": True}, r"reduce_bucket_mb=True must be a positive"),
+    (Tuning, {"reduce_group_mb": 0}, r"reduce_group_mb=0 must be a positive number of MiB\. Try 64"),
+    (Tuning, {"gather_group_mb": 0}, r"gather_group_mb=0 must be a positive number of MiB\. Try 128"),
+    (Tuning, {"gather_group_mb": None}, r"gather_group_mb=None must be a positive"),
+    (Tuning, {"prefetch_mb": 0}, r"prefetch_mb=0 must be a positive number of MiB\. Try 256"),
+    (Tuning, {"prefetch_mb": math.inf}, r"prefetch_mb=inf must be a positive"),
+    (Tuning, {"prefetch": "no"}, r"prefetch='no' must be True or False"),
+    (Tuning, {"resident_mb": -1}, r"resident_mb=-1 must be a number of MiB, 0 or more"),
+    (Tuning, {"resident_mb": math.nan}, r"resident_mb=nan must be a number of MiB"),
+    (Tuning, {"resident_mb": "all"}, r"resident_mb='all' must be a number of MiB"),
+    (Tuning, {"resident_until": "epoch"}, r"resident_until='epoch' must be 'backward' or 'step'"),
+    (Tuning, {"gather_transport": "mail"}, r"gather_transport='mail' must be 'auto', 'collective' or 'copy'"),
+    (Tuning, {"cuda_graph_step": "yes"}, r"cuda_graph_step='yes' must be True, False, 'auto' or None"),
+    (Tuning, {"compile_backend": "cudagraphs"}, r"compile_backend='cudagraphs' must be 'inductor' or 'aot_eager'"),
+    (Tuning, {"agreement_timeout_s": 0}, r"agreement_timeout_s=0 must be a positive number of seconds\. Try 25"),
+    (Tuning, {"report_stall_after_s": math.inf}, r"report_stall_after_s=inf must be a positive number of seconds"),
+    (Options, {"activation_memory_budget": 1.5}, r"activation_memory_budget=1\.5 must lie between 0"),
+    (Options, {"activation_memory_budget": -0.1}, r"activation_memory_budget=-0\.1 must lie between 0"),
+    (Options, {"reduce_dtype": "fp8"}, r"reduce_dtype='fp8' must be 'bf16', '16', '32' or None"),
+    (Options, {"reduce_dtype": torch.bfloat16}, r"reduce_dtype=torch\.bfloat16 must be 'bf16'"),
+    (Options, {"cuda_graphs": "yes"}, r"cuda_graphs='yes' must be True, False or 'auto'"),
+    (Options, {"reshard_after_forward": "Auto"}, r"reshard_after_forward='Auto' must be True, False or 'auto'"),
+    (Options, {"tuning": None}, r"tuning=None must be a lightning_zero\.Tuning, or a dict"),
+    (Options, {"tuning": {"resident_mb": -1}}, r"resident_mb=-1 must be"),
+    (Options, {"tuning": Tuning(resident_until="step")}, r"resident_until='step' keeps.*reshard_after_forward=False"),
+    (
+        Options,
+        {"tuning": Tuning(resident_until="step", prefetch=False), "reshard_after_forward": False},
+        r"leave prefetch on",
+    ),
+    (
+        Options,
+        {"tuning": Tuning(resident_mb=1), "reshard_after_forward": "auto"},
+        r"resident_mb=1 and reshard_after_forward='auto' contradict each other",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "words"),
-    WRONG,
-    ids=[f"{m.__name__}-{'-'.join(f'{k}={v}' for k, v in a.items())}" for m, a, _ in WRONG],
+    ("make", "given", "words"),
+    [*WRONG, *((ZeroStrategy, given, words) for make, given, words in WRONG if make is Options)],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_a_wrong_option_is_refused_by_name_with_the_remedy(make: Any, arguments: dict[str, Any], words: str) -> None:
+def test_a_wrong_value_is_refused_by_name_with_the_remedy(make: Any, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        make(**arguments)
+        make(**given)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_gradients_may_travel_in_any_floating_point_dtype(dtype: torch.dtype | None) -> None:
-    assert ReduceConfig(dtype=dtype).dtype == dtype
+@pytest.mark.parametrize(
+    ("make", "name", "words"),
+    [
+        (ZeroStrategy, "persist_mb", r"ZeroStrategy has no option 'persist_mb'\. Did .*tuning=Tuning\(resident_mb"),
+        (ZeroStrategy, "capture_graphs", r"Did you mean cuda_graphs"),
+        (ZeroStrategy, "gather_by", r"tuning=Tuning\(gather_transport=\.\.\.\)"),
+        (ZeroStrategy, "compile_backend", r"Did you mean tuning=Tuning\(compile_backend=\.\.\.\)"),
+        (ZeroStrategy, "cluster_env", r"Did you mean .*cluster_environment"),
+        (ZeroStrategy, "zzz", r"There are .*reshard_after_forward, .*timeout"),
+        (Tuning, "persist_until", r"Tuning has no option 'persist_until'\. Did you mean resident_until"),
+        (Tuning, "cuda_graphs", r"ZeroStrategy\(cuda_graphs=\.\.\.\)"),
+        (Tuning, "gather_grp_mb", r"Did you mean gather_group_mb"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(make: Any, name: str, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        make(**{name: 1})
+
+
+def test_tuning_may_be_a_dict() -> None:
+    assert Options(tuning={"resident_mb": 3}).tuning == Tuning(resident_mb=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Tuning has no option 'residents_mb'. Did you mean resident_mb"):
+        Options(tuning={"residents_mb": 3})  # type: ignore[arg-type]
 
 
 def test_options_cannot_be_changed_behind_the_engines_back() -> None:
-    for config in (EngineConfig(), EngineConfig().reduce, EngineConfig().compile):
-        for field in dataclasses.fields(config):
+    for made in (EngineConfig(), Tuning(), CompileConfig()):
+        for field in dataclasses.fields(made):
             with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(config, field.name, None)
+                setattr(made, field.name, None)
 
 
-def test_equal_options_are_equal() -> None:
-    # An engine compiles again when these differ.
-    assert EngineConfig() == EngineConfig(ReduceConfig(), CompileConfig())
-    assert EngineConfig() != EngineConfig(compile=CompileConfig(dynamic=True))
+def test_what_is_shown_of_options_is_what_was_chosen() -> None:
+    assert (
+        repr(Options(compile=False, tuning=Tuning(prefetch=False)))
+        == "Options(compile=False, tuning=Tuning(prefetch=False))"
+    )
 
 
-def test_a_budget_that_is_to_be_measured_is_none_yet() -> None:
-    assert CompileConfig(persist_mb="auto").persist_bytes == 0
-    assert CompileConfig(persist_mb=1.5).persist_bytes == 1.5 * 2**20
-    assert CompileConfig(persist_mb="auto", persist_until="step").persist_until == "step"
+# -- one definition
+
+
+def test_there_are_few_options_that_users_meet() -> None:
+    assert len(option_fields(Options)) <= 12
+    assert {option.group for _, option in option_fields(Tuning).values()} == set(GROUPS)
+
+
+def test_the_strategy_takes_the_options_and_what_lightning_gives() -> None:
+    signature = inspect.signature(ZeroStrategy)
+    hints = typing.get_type_hints(Arguments)
+    assert {p.name: p.default for p in signature.parameters.values()} == {
+        f.name: f.default for f in dataclasses.fields(Arguments)
+    }
+    assert {p.name: p.annotation for p in signature.parameters.values()} == {
+        f.name: hints[f.name] for f in dataclasses.fields(Arguments)
+    }
+
+
+@pytest.mark.parametrize(("where", "cls"), [(ZeroStrategy.__init__, Options), (Tuning, Tuning)])
+def test_each_option_is_described(where: Any, cls: Any) -> None:
+    assert where.__doc__ is not None
+    words = " ".join(where.__doc__.replace("micro- batches", "micro-batches").split())
+    for name, (_, option) in option_fields(cls).items():
+        assert f"{name}: " in words
+        assert option.text.split(". ")[0][:40] in words, name
+
+
+def test_the_readmes_tables_are_the_options() -> None:
+    text = README.read_text()
+    assert written(text) == text, "run `python -m tests.helpers.readme`"
+
+
+# -- what follows from options
+
+
+def test_every_option_says_what_a_later_trainer_may_do_to_it() -> None:
+    """Those and only those that compiled code depends on are compiled again for."""
+    before = Options()
+    for name, value in OTHERS.items():
+        after = Options(
+            **arguments(**{"reshard_after_forward": False} if name == "resident_until" else {}, **{name: value})
+        )
+        start = Options(reshard_after_forward=False) if name == "resident_until" else before
+        [(found, change, old, new)] = changed(start, after)
+        assert (found, new) == (name, value)
+        assert old != new
+        compiled = CompileConfig.of(start) != CompileConfig.of(after)
+        assert compiled == (change is Change.COMPILED), (
+            f"{name} is {change} and compiled code depends on it: {compiled}"
+        )
+    assert set(OTHERS) == {*option_fields(Options), *option_fields(Tuning)} - {"tuning"}
+
+
+def test_what_stays_resident() -> None:
+    assert CompileConfig.of(Options(reshard_after_forward="auto")).resident_bytes == 0
+    assert CompileConfig.of(Options(reshard_after_forward="auto")).resident_mb == "auto"
+    assert CompileConfig.of(Options(reshard_after_forward=False)).resident_mb == math.inf
+    assert CompileConfig.of(Options(tuning=Tuning(resident_mb=1.5))).resident_bytes == 1.5 * 2**20
+    until_step = Options(reshard_after_forward="auto", tuning=Tuning(resident_until="step"))
+    assert CompileConfig.of(until_step).resident_until == "step"
+    assert CompileConfig.of(Options()) == CompileConfig()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "step", "model", "named"),
+    [
+        (Options(), "auto", "auto", "cuda_graphs"),
+        (Options(cuda_graphs=False), False, False, "cuda_graphs"),
+        (Options(cuda_graphs=True, compile=False), True, False, "cuda_graphs"),
+        (Options(cuda_graphs=False, tuning=Tuning(cuda_graph_step=True)), True, False, "cuda_graph_step"),
+        (Options(cuda_graphs=True, tuning=Tuning(cuda_graph_model="auto")), True, "auto", "cuda_graphs"),
+    ],
+)
+def test_what_is_captured(chosen: Options, step: Any, model: Any, named: str) -> None:
+    assert (chosen.cuda_graph_step, chosen.cuda_graph_model) == (step, model)
+    assert chosen.named("cuda_graph_step") == named
+
+
+@pytest.mark.parametrize(
+    ("word", "dtype"), [(None, None), ("bf16", torch.bfloat16), ("16", torch.float16), ("32", torch.float32)]
+)
+def test_the_dtype_of_gradients_on_the_wire(word: Any, dtype: torch.dtype | None) -> None:
+    assert EngineConfig(reduce_dtype=word).wire_dtype == dtype

@@ -44,7 +44,7 @@ def keeping(config: CompileConfig, last: bool, share: float = 0.0) -> tuple[int,
 
     ``last``: whether backward follows right after the graph's forward. ``share``: of the graph's weights, besides.
     """
-    budget = config.persist_bytes if config.persist_until == "backward" else 0.0
+    budget = config.resident_bytes if config.resident_until == "backward" else 0.0
     group_bytes = int(config.gather_group_mb * 2**20) if last and config.prefetch else 0
     return small_weight_bytes(config), budget, group_bytes, GROUPS_PER_GRAPH, share
 

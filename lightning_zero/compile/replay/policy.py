@@ -80,9 +80,11 @@ class Replays:
         self.drop()
         if impossible is not None and self.device.type == "cuda":
             self._impossible = impossible
-        self.pair: type[CapturedPair] | type[EmulatedPair] = EmulatedPair if config.emulate_graphs else CapturedPair
-        self.enabled = config.emulate_graphs or (bool(config.capture_graphs) and not self._impossible)
-        self._must = config.capture_graphs is True
+        emulated = config.tuning.emulate_cuda_graph_model
+        self.pair: type[CapturedPair] | type[EmulatedPair] = EmulatedPair if emulated else CapturedPair
+        self.enabled = emulated or (bool(config.cuda_graph_model) and not self._impossible)
+        self._must = config.cuda_graph_model is True
+        self._option = config.named("cuda_graph_model")
         if self._must and not self.enabled:
             self.refused(self._impossible)
 
@@ -123,8 +125,8 @@ class Replays:
         """Tells the user; raises :class:`UnsupportedError` where replays were asked for."""
         if self._must:
             raise UnsupportedError(
-                f"capture_graphs=True, but compiled code cannot be replayed as a CUDA graph: {reason}. Pass "
-                "capture_graphs='auto' to run it where it cannot be replayed."
+                f"{self._option}=True, but compiled code cannot be replayed as a CUDA graph: {reason}. Pass "
+                f"{self._option}='auto' to run it where it cannot be replayed."
             )
         if reason not in self._said:
             self._said.add(reason)

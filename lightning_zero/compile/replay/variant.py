@@ -137,7 +137,7 @@ class Replay(torch.autograd.Function):
             raise RuntimeError(
                 "lightning_zero: backward ran twice through one call of compiled code that is replayed as a CUDA "
                 "graph, whose activations are gone after the first time. Call the module again for the second, or "
-                "pass capture_graphs=False to the strategy."
+                "pass cuda_graphs=False to the strategy."
             )
         ctx.token = None
         return (None, *ctx.variant.backward(grads))

@@ -6,12 +6,10 @@ import logging
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
@@ -19,16 +17,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import optimizers_to_device
 from lightning_zero.compile.backend import GraphObserver
-from lightning_zero.config import CompileConfig, EngineConfig, ReduceConfig
+from lightning_zero.config import EngineConfig, Options
+from lightning_zero.config.option import option_fields
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.integrations.trainer.arguments import Arguments, taking
 from lightning_zero.integrations.trainer.averaging import average_shards
 from lightning_zero.integrations.trainer.checks import check_adopted, check_trainable, refuse_callbacks
 from lightning_zero.integrations.trainer.finetuning import tell_shards_apart
@@ -44,8 +43,6 @@ __all__ = ["ZeroStrategy"]
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
-
 
 class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step
@@ -53,133 +50,28 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     Use it by name after ``import lightning_zero``: ``Trainer(strategy="zero3_compile")``, or ``"zero3"`` without
     compilation. Precision, clipping, accumulation and the rest are Trainer arguments.
-
-    Args:
-        compile: compile the outermost modules that the training step calls.
-        compile_backend: ``"inductor"``, or ``"aot_eager"`` to debug.
-        compile_dynamic: as in ``torch.compile(dynamic=...)``.
-        prefetch: gather weights in groups, ahead of their use; otherwise one by one, where they are used.
-        gather_group_mb: at most so many MiB of whole weights in a group.
-        prefetch_mb: at most so many MiB of whole weights in flight or in use at once, as far as groups are started more
-            than one ahead of their use; by default two groups. More hides more of the transfers where batches are
-            small, for memory.
-        persist_mb: so many MiB of whole weights, in the dtype they are used in, live from forward to backward on every
-            rank instead of being gathered twice: faster, for memory. ``float("inf")`` for all. ``"auto"``: none at
-            first, and after a few steps as many as the device has room for; everything is then compiled once more.
-        persist_until: ``"backward"``, or ``"step"``: the weights within ``persist_mb`` stay until the optimizer steps,
-            so that accumulated micro-batches gather them once. What is changed between micro-batches by writing to
-            ``param.data`` counts from the next optimizer step on.
-        activation_memory_budget: share, from 0 to 1, of the memory for activations that compiled code would like to
-            save for backward; what does not fit is computed again, the cheapest first.
-        recompute: decides for single activations: called with an op's name, the bytes of its result and the path of the
-            module that it belongs to; True: compute it again in backward, False: save it, None: no opinion.
-        reduce_dtype: dtype of gradients on the wire: ``"bf16"``, ``"16"``, ``"32"``; by default ``"bf16"`` for
-            ``precision="bf16-mixed"`` and otherwise each parameter's own.
-        reduce_bucket_mb: capacity of a reduce bucket in MiB.
-        reduce_double_buffer: fill one bucket while the other is reduced.
-        reduce_free_buckets: give the buckets' memory back after each backward.
-        gather_by: ``"auto"``: between GPUs of one host, with CUDA 13, compiled code with mixed precision copies weights
-            out of its peers' memory, which takes no multiprocessors; elsewhere they are all-gathered. ``"copy"``: copy,
-            or raise where that cannot be. ``"collective"``: always all-gather.
-        reduce_by: likewise for gradients, which are copied into peers' memory, or else reduce-scattered.
-        capture_step: replay norm, clipping and the optimizer's step as CUDA graphs: ``"auto"`` where that is possible;
-            ``True``, or raise where it is not; ``False`` never.
-        capture_graphs: replay forward and backward of compiled code as CUDA graphs, so that the host is not what limits
-            small batches: ``"auto"`` where that is possible; ``True``, or raise where it is not; ``False`` never. Their
-            memory cannot be used for anything else; evaluation gives it back.
-        broadcast_buffers: as in ``DistributedDataParallel``: before the first forward after each optimizer step, rank
-            0's buffers (running statistics, codebooks) are sent to all ranks: those of modules in which one changes.
-        agreement_timeout_s: a rank that has compiled a graph waits so many seconds for ranks that are not compiling
-            before it raises ``RankMismatchError``.
-        report_stall_after_s: after so many seconds of waiting every rank says on stderr which rank is missing, where it
-            was last and where the others wait; after ``timeout`` the job ends with that text.
-        sync_collectives: debugging: wait on the host before and after every collective.
-        process_group_backend: by default ``"nccl"`` on CUDA and ``"gloo"`` on the CPU.
-        timeout: how long ranks wait for each other.
-
-    Raises:
-        ValueError: an argument that makes no sense; the message says which, and what to pass.
     """
 
     strategy_name = "zero3"
 
-    def __init__(
-        self,
-        compile: bool = True,
-        compile_backend: str = "inductor",
-        compile_dynamic: bool | None = None,
-        prefetch: bool = True,
-        gather_group_mb: float = 128.0,
-        prefetch_mb: float | None = None,
-        persist_mb: float | str = 0.0,
-        persist_until: str = "backward",
-        activation_memory_budget: float = 1.0,
-        recompute: Callable[[str, int, str], bool | None] | None = None,
-        reduce_dtype: str | None = None,
-        reduce_bucket_mb: float = 64.0,
-        reduce_double_buffer: bool = True,
-        reduce_free_buckets: bool = False,
-        gather_by: str = "auto",
-        reduce_by: str = "auto",
-        capture_step: bool | str = "auto",
-        capture_graphs: bool | str = "auto",
-        broadcast_buffers: bool = True,
-        agreement_timeout_s: float = 25.0,
-        report_stall_after_s: float = 30.0,
-        sync_collectives: bool = False,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        if reduce_dtype is not None and reduce_dtype not in _DTYPES:
-            raise ValueError(
-                f"reduce_dtype={reduce_dtype!r} is unknown. Choose one of {', '.join(map(repr, _DTYPES))}."
-            )
-        self._compile = CompileConfig(
-            compile,
-            compile_backend,
-            compile_dynamic,
-            prefetch,
-            gather_group_mb,
-            prefetch_mb=prefetch_mb,
-            persist_mb=persist_mb,
-            persist_until=persist_until,
-            activation_memory_budget=activation_memory_budget,
-            recompute=recompute,
-        )
-        self._reduce_dtype = reduce_dtype
-        self._reduce = ReduceConfig(
-            bucket_mb=reduce_bucket_mb, double_buffer=reduce_double_buffer, free_buckets=reduce_free_buckets
-        )
-        # Here, so that a mistake shows before any process is started.
-        self._options = EngineConfig(
-            sync_collectives=sync_collectives,
-            agreement_timeout_s=agreement_timeout_s,
-            report_stall_after_s=report_stall_after_s,
-            gather_by=gather_by,
-            reduce_by=reduce_by,
-            capture_step=capture_step,
-            capture_graphs=capture_graphs,
-            broadcast_buffers=broadcast_buffers,
-        )
+    @taking(Arguments)
+    def __init__(self, arguments: Arguments) -> None:
+        chosen = {name: getattr(arguments, name) for name in option_fields(Options)}
+        self._options = EngineConfig(**chosen)
         self._engine: Engine | None = None
         self._ask_again: Callable[[], None] | None = None
         self._observers: list[GraphObserver] = []
         self._lightning_module_ref: pl.LightningModule | None = None
         self._prepared = False  # in this stage
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            report_stall_after_s=report_stall_after_s,
+            accelerator=arguments.accelerator,
+            parallel_devices=arguments.parallel_devices,
+            cluster_environment=arguments.cluster_environment,
+            checkpoint_io=arguments.checkpoint_io,
+            precision_plugin=arguments.precision_plugin,
+            process_group_backend=arguments.process_group_backend,
+            timeout=arguments.timeout,
+            report_stall_after_s=arguments.tuning.report_stall_after_s,
         )
 
     # -- what the Trainer asks before anything runs
@@ -238,23 +130,19 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
                     "The ZeRO-3 strategy was asked for something before it was set up. Call this inside a hook of the "
                     "LightningModule or a callback, while trainer.fit() or another stage is running."
                 )
-            self._engine = Engine(
-                self.root_device, self._config(), self._timeout, skip_modules=(Metric,), say=rank_zero_info
-            )
+            self._engine = Engine(self.root_device, self._config(), skip_modules=(Metric,), say=rank_zero_info)
             for observer in self._observers:
                 self._engine.observe(observer)
         return self._engine
 
     def _config(self) -> EngineConfig:
-        dtype = self._reduce_dtype
-        plugin = self._precision_plugin
-        compute = None
-        if isinstance(plugin, ZeroMixedPrecision):
-            compute = torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
-            if dtype is None and plugin.precision == "bf16-mixed":
-                dtype = "bf16"
-        reduce = replace(self._reduce, dtype=None if dtype is None else _DTYPES[dtype])
-        return replace(self._options, reduce=reduce, compile=self._compile, compute_dtype=compute)
+        """The options, and what the Trainer's precision decides."""
+        plugin, config = self._precision_plugin, self._options
+        if not isinstance(plugin, ZeroMixedPrecision):
+            return config
+        if plugin.precision == "16-mixed":
+            return replace(config, compute_dtype=torch.float16)
+        return replace(config, compute_dtype=torch.bfloat16, reduce_dtype=config.reduce_dtype or "bf16")
 
     @contextmanager
     @override

@@ -51,7 +51,7 @@ def compiler(**options: object) -> Compiler:
 def test_what_decides_how_graphs_are_rewritten_decides_what_a_cache_may_return() -> None:
     digest = compiler()._digest()
     assert digest == compiler()._digest()
-    assert digest != compiler(persist_mb=1)._digest()
+    assert digest != compiler(resident_mb=1)._digest()
     assert digest != Compiler(CompileConfig(), 3, Silent())._digest()
     later = compiler()
     later.agreed.append(read_plan(run_passes(step(), later.passes())))

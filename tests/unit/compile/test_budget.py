@@ -10,7 +10,7 @@ from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.headroom import DeviceMemory
 
-AUTO = CompileConfig(persist_mb="auto")
+AUTO = CompileConfig(resident_mb="auto")
 
 
 def plan(kind: str, *groups: tuple[int, int]) -> GraphPlan:
@@ -114,7 +114,7 @@ def test_passes_count_between_steps_and_only_steps_are_measured() -> None:
 def test_the_search_for_steps_without_compiling_ends() -> None:
     budget = Alone()
     assert [budget.batch(number % 3 == 0) for number in range(MOST_STEPS + 50)] == [None] * (MOST_STEPS + 50)
-    assert ["Give a number of MiB" in line for line in budget.said] == [True]
+    assert ["Set resident_mb to keep some" in line for line in budget.said] == [True]
 
 
 def test_other_options_are_measured_anew() -> None:
@@ -127,10 +127,14 @@ def test_other_options_are_measured_anew() -> None:
 def test_a_device_that_does_not_tell_keeps_nothing_and_says_so_once() -> None:
     budget = Alone(exists=False)
     assert [budget.batch(True) for _ in range(9)] == [None] * 9
-    assert budget.said == ["persist_mb='auto' keeps no weights: this device does not tell how much memory it has."]
+    assert budget.said == [
+        "reshard_after_forward='auto' keeps no parameters: this device does not tell how much memory it has."
+    ]
 
 
-@pytest.mark.parametrize("options", [{"persist_mb": 0.0}, {"persist_mb": 7}, {"persist_mb": "auto", "enabled": False}])
+@pytest.mark.parametrize(
+    "options", [{"resident_mb": 0.0}, {"resident_mb": 7}, {"resident_mb": "auto", "enabled": False}]
+)
 def test_without_auto_nothing_is_measured(options: dict[str, Any]) -> None:
     budget = Alone()
     assert [budget.batch(config=CompileConfig(**options)) for _ in range(9)] == [None] * 9
@@ -138,11 +142,11 @@ def test_without_auto_nothing_is_measured(options: dict[str, Any]) -> None:
 
 
 def test_until_the_step_the_budget_is_one_of_bytes() -> None:
-    budget, config = Alone(), CompileConfig(persist_mb="auto", persist_until="step")
+    budget, config = Alone(), CompileConfig(resident_mb="auto", resident_until="step")
     budget.supervisor.plans_in_use = [plan("forward", (1, 10**6))]
     assert budget.until_step(config) == 0.0
     for number in range(9):
         assert budget.batch(number == 1, config=config) is None
     assert budget.until_step(config) == 0.0
-    assert budget.until_step(CompileConfig(persist_mb=3, persist_until="step")) == 3 * 2**20
-    assert budget.until_step(CompileConfig(persist_mb=3)) == 0.0
+    assert budget.until_step(CompileConfig(resident_mb=3, resident_until="step")) == 3 * 2**20
+    assert budget.until_step(CompileConfig(resident_mb=3)) == 0.0

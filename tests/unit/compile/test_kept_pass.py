@@ -83,12 +83,12 @@ def test_a_cast_of_a_kept_weight_reads_memory_of_its_dtype() -> None:
     x, whole = b.input("x", 64, 64, dtype=BF16), b.gather(shard, 64, 64)
     whole.args = (*whole.args, memory)
     graph = b.done(b.call(aten.mm.default, x, b.call(aten._to_copy.default, whole, dtype=BF16)))
-    graph = run_passes(graph, default_passes(CompileConfig(persist_mb=1, persist_until="step"), 2))
+    graph = run_passes(graph, default_passes(CompileConfig(resident_mb=1, resident_until="step"), 2))
     assert order(graph) == "enter(a) keep_start(kept_a, a) keep_wait(kept_a, a) mm"
 
 
 def test_the_plan_says_how_long_they_stay(monkeypatch: object) -> None:
-    config = CompileConfig(persist_mb=1, persist_until="step")
+    config = CompileConfig(resident_mb=1, resident_until="step")
     plan = read_plan(run_passes(chain("abca", "a"), default_passes(config, 2)))
     assert [(g.weights, g.until) for g in plan.gathers if g.until == "step"] == [(("a",), "step")]
     kept = next(g for g in plan.gathers if g.until == "step")

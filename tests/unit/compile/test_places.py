@@ -111,7 +111,7 @@ def test_beside_weights_that_stay_until_the_step_places_follow_the_order_of_use_
             x = b.call(aten.mm.default, x, whole)
         return b.done(x)
 
-    config = CompileConfig(persist_mb=1, persist_until="step")
+    config = CompileConfig(resident_mb=1, resident_until="step")
     few, many = (order(run_passes(mixed(rows), default_passes(config, 2, (), NOMINAL))) for rows in (2, 2**20))
     assert few == many
     assert few.startswith("enter(a) gather_group(a) ")

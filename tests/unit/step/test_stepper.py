@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.step.captured import CapturedRunner
 from lightning_zero.step.eager import EagerRunner
@@ -19,6 +18,7 @@ from lightning_zero.step.optimizers import OptimizerSteps
 from lightning_zero.step.stepper import OptimizerStepper
 from lightning_zero.step.substitute import Groups, Own
 from tests.helpers.one_rank import OneRank
+from tests.helpers.options import config
 
 SHAPES = [(19, 7), (7,), (23, 3), (5,)]
 CLIP = 0.4
@@ -87,7 +87,7 @@ def test_without_capture_the_optimizer_makes_all_of_them() -> None:
     for _ in range(3):
         bench.step(clip=CLIP)
         assert type(bench.stepper.runner) is EagerRunner
-    assert bench.stepper.why_eager == "capture_step is off"
+    assert bench.stepper.why_eager == "it is not to be captured"
 
 
 @pytest.mark.parametrize(("capture", "deferred"), [(True, True), (False, False)])
@@ -267,7 +267,7 @@ class Cycle(SimpleNamespace):
 
 
 def steps(bench: Bench, log: list[Any]) -> OptimizerSteps:
-    return OptimizerSteps(bench.sharder, None, Cycle(log), EngineConfig(emulate_capture=True))  # type: ignore[arg-type]
+    return OptimizerSteps(bench.sharder, None, Cycle(log), config(emulate_cuda_graph_step=True))  # type: ignore[arg-type]
 
 
 def test_stepping_surrounds_a_plain_step() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.replay.pairs import Job
-from lightning_zero.config import EngineConfig
+from tests.helpers.options import config
 
 
 class Books:
@@ -80,11 +80,11 @@ class Training:
         self.said: list[str] = []
         self.settled = True
         self.runs = 0
-        config = EngineConfig(capture_graphs="auto", emulate_graphs=True)
+        chosen = config(cuda_graph_model="auto", emulate_cuda_graph_model=True)
         self.replays = Replays(
             self.books,
             torch.device("cpu"),
-            config,
+            chosen,
             self.ready,
             self.lasting,
             self.said.append,  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.replay.policy import MOST_WAITS, PATIENCE, WARMUPS, WORTH
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
+from tests.helpers.options import config
 from tests.unit.compile.replay.fakes import Training
 
 
@@ -257,14 +258,14 @@ def test_where_replays_were_asked_for_it_raises() -> None:
     training.step()
     loss, _ = training.call(training.weight, torch.ones(2))
     assert loss.requires_grad
-    with pytest.raises(UnsupportedError, match="called again before.*capture_graphs='auto'"):
+    with pytest.raises(UnsupportedError, match="called again before.*cuda_graph_model='auto'"):
         training.call(training.weight, torch.ones(2))
 
 
 def test_asking_for_replays_on_a_cpu_raises_at_once() -> None:
     training = Training()
     with pytest.raises(UnsupportedError, match="the device is cpu"):
-        training.replays.configure(EngineConfig(capture_graphs=True))
+        training.replays.configure(config(cuda_graph_model=True))
 
 
 def test_what_has_become_impossible_on_a_gpu_is_refused_or_not_tried() -> None:
@@ -272,10 +273,10 @@ def test_what_has_become_impossible_on_a_gpu_is_refused_or_not_tried() -> None:
     training.replays.device = torch.device("cuda")
     training.replays.configure(EngineConfig(), "weights travel by collectives")
     assert not training.replays.enabled
-    training.replays.configure(EngineConfig(capture_step=True))
+    training.replays.configure(config(cuda_graph_step=True))
     assert not training.replays.enabled, "it stays so"
     with pytest.raises(UnsupportedError, match="weights travel by collectives"):
-        training.replays.configure(EngineConfig(capture_graphs=True))
+        training.replays.configure(config(cuda_graph_model=True))
 
 
 def test_what_torch_keeps_does_not_keep_the_engine() -> None:

@@ -31,7 +31,7 @@ def test_a_second_backward_through_one_call_raises() -> None:
     training = captured(Training())
     loss, _ = training.call(training.weight, torch.ones(2))
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward ran twice.*capture_graphs=False"):
+    with pytest.raises(RuntimeError, match="backward ran twice.*cuda_graphs=False"):
         loss.backward()
 
 

@@ -1,0 +1,103 @@
+"""What an engine and its compiler are given: the options, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_zero.config.option import Change, option_fields, options
+from lightning_zero.config.options import Options, RecomputePolicy, Tuning
+from lightning_zero.errors import UnsupportedError
+
+__all__ = ["CompileConfig", "EngineConfig", "changed", "refuse_changes"]
+
+DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """The options that compiled code depends on: where two are equal, so is the code. What they mean stands with
+    :class:`Options` and :class:`Tuning`, from which :meth:`of` takes them."""
+
+    enabled: bool = True
+    backend: str = Tuning.compile_backend
+    dynamic: bool | None = None
+    prefetch: bool = True
+    gather_group_mb: float = Tuning.gather_group_mb
+    reduce_group_mb: float = Tuning.reduce_group_mb
+    prefetch_mb: float | None = None
+    resident_mb: float | str = 0.0
+    resident_until: str = "backward"
+    activation_memory_budget: float = 1.0
+    recompute: RecomputePolicy | None = None
+
+    @classmethod
+    def of(cls, chosen: Options) -> CompileConfig:
+        tuning = chosen.tuning
+        return cls(
+            enabled=chosen.compile,
+            backend=tuning.compile_backend,
+            dynamic=tuning.compile_dynamic,
+            prefetch=tuning.prefetch,
+            gather_group_mb=tuning.gather_group_mb,
+            reduce_group_mb=tuning.reduce_group_mb,
+            prefetch_mb=tuning.prefetch_mb,
+            resident_mb=chosen.resident_mb,
+            resident_until=tuning.resident_until,
+            activation_memory_budget=chosen.activation_memory_budget,
+            recompute=tuning.recompute,
+        )
+
+    @property
+    def resident_bytes(self) -> float:
+        """``resident_mb`` in bytes; 0 for ``"auto"``, whose number is not chosen but measured."""
+        return 0.0 if isinstance(self.resident_mb, str) else self.resident_mb * 2**20
+
+
+@options
+class EngineConfig(Options):
+    """Everything an :class:`~lightning_zero.engine.Engine` is built from: the options, and what precision decides.
+
+    Args:
+        compute_dtype: what autocast computes in; shards are kept in this dtype too (a shadow), written once per step,
+            and parameters that are used in it are gathered in it. None without autocast.
+    """
+
+    compute_dtype: torch.dtype | None = None
+
+    @property
+    def compiled(self) -> CompileConfig:
+        """What compiled code depends on."""
+        return CompileConfig.of(self)
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """Dtype of gradients on the wire and in buckets; None: each parameter's own."""
+        return None if self.reduce_dtype is None else DTYPES[self.reduce_dtype]
+
+
+def changed(before: Options, now: Options) -> Iterator[tuple[str, Change, Any, Any]]:
+    """The options that differ: name, what is to happen, both values."""
+    for old, new, cls in ((before, now, Options), (before.tuning, now.tuning, Tuning)):
+        for name, (_, known) in option_fields(cls).items():
+            values = getattr(old, name), getattr(new, name)
+            if name != "tuning" and values[0] != values[1]:
+                yield name, known.change, *values
+
+
+def refuse_changes(before: Options, now: Options) -> None:
+    """Raises ``UnsupportedError`` where an option differs that nobody could apply any more."""
+    for name, change, old, new in changed(before, now):
+        if change is Change.REFUSED:
+            raise settled(name, old, new)
+
+
+def settled(name: str, old: Any, new: Any) -> UnsupportedError:
+    """The error for an option whose effect lasts as long as the model stays sharded."""
+    return UnsupportedError(
+        f"The model was sharded with {name}={old!r}, which was settled then: {name}={new!r} would change nothing. Pass "
+        f"{name}={old!r}, or call lightning_zero.unshard(model) first."
+    )

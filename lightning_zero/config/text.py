@@ -1,0 +1,49 @@
+"""What is written about options: docstrings, and the README's tables."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import MISSING
+from typing import Any, TypeVar
+
+from lightning_zero.config.option import option_fields
+
+__all__ = ["arguments", "documented", "table"]
+
+C = TypeVar("C", bound=type)
+WIDTH = 116
+
+
+def arguments(cls: type) -> str:
+    """The part of a docstring that describes the options of ``cls``, not indented."""
+    lines = ["Args:"]
+    for name, (_, known) in option_fields(cls).items():
+        lines += textwrap.wrap(f"{name}: {known.text}.", WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    return "\n".join(lines)
+
+
+def documented(cls: C) -> C:
+    """Adds the options to the class's docstring."""
+    assert cls.__doc__ is not None
+    cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n{textwrap.indent(arguments(cls), ' ' * 4)}\n    "
+    return cls
+
+
+def table(cls: type, groups: dict[str, str] | None = None) -> str:
+    """Markdown: a row for each option; with ``groups``, a line with its heading before each group."""
+    rows, last = ["| option | default | meaning |", "|---|---|---|"], ""
+    for name, (found, known) in option_fields(cls).items():
+        if groups is not None and known.group != last:
+            last = known.group
+            rows.append(f"| **{groups[last]}** | | |")
+        text = known.text.replace("``", "`").replace("|", "\\|")
+        rows.append(f"| `{name}` | {_default(found.default, known.shown)} | {text} |")
+    return "\n".join(rows)
+
+
+def _default(value: Any, shown: str | None) -> str:
+    assert value is not MISSING
+    if shown is not None:
+        return shown
+    word = f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else repr(value)
+    return f"`{word}`"

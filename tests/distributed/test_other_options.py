@@ -1,0 +1,103 @@
+"""A later Trainer brings other options: every one is applied from then on, or refused by its name."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_zero import Tuning
+from lightning_zero.config import EngineConfig
+from lightning_zero.config.option import Change, option_fields
+from lightning_zero.config.options import Options
+from lightning_zero.engine import Engine
+from lightning_zero.errors import UnsupportedError
+from tests.helpers.models import build, make_batches
+from tests.helpers.options import OTHERS
+from tests.helpers.sharded import engine_for, sgd, train_sharded
+from tests.ranks.pool import Ranks
+
+CHANGES = {name: option.change for cls in (Options, Tuning) for name, (_, option) in option_fields(cls).items()}
+BEFORE: dict[str, Any] = {"reduce_transport": "collective", "compile_backend": "aot_eager"}
+# Other values than OTHERS, where those are what the engine has or this machine cannot do.
+NOW: dict[str, Any] = OTHERS | {"compile_backend": "inductor"}
+
+
+class Recorded:
+    """Notes what the C++ executor is told."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.told: tuple[Any, ...] = ()
+
+    def configure(self, *options: Any) -> None:
+        self.told = options
+        self._native.configure(*options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+
+def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Of each option that is applied without compiling again, what the part has that does it."""
+    bucket, double, free, sync, poison, dtype = engine.executor._native.told
+    return {
+        "compiled": engine._supervisor._compiler._config,
+        "cuda_graphs": engine.optimizers.stepper(optimizer).why_eager,
+        "reduce_dtype": dtype,
+        "broadcast_buffers": engine.buffers._enabled,
+        "free_reduce_buckets": free,
+        "reduce_bucket_mb": bucket,
+        "reduce_double_buffer": double,
+        "agreement_timeout_s": engine._agreement.patience_s,
+        "cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
+        "cuda_graph_model": engine.replays._option,
+        "sync_collectives": sync,
+        "poison": poison,
+        "emulate_cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
+        "emulate_cuda_graph_model": engine.replays.enabled,
+    }
+
+
+def other(config: EngineConfig, name: str) -> EngineConfig:
+    if name in option_fields(Options):
+        return replace(config, **{name: NOW[name]})
+    first = replace(config, reshard_after_forward=False) if name == "resident_until" else config
+    return replace(first, tuning=replace(first.tuning, **{name: NOW[name]}))
+
+
+def change_each() -> dict[str, str]:
+    """What came of each option's other value: refused, compiled or applied. The model is trained before and after."""
+    model = build("OddMLP")
+    optimizer, batches, found = sgd(model), make_batches("OddMLP", 4, 6), {}
+    with engine_for(model, **BEFORE) as engine:
+        engine.executor._native = Recorded(engine.executor._native)
+        engine.executor.configure(engine.config)
+        train_sharded(engine, model, batches[:2], optimizer)
+        first = engine.config
+        for name in OTHERS:
+            start = replace(first, reshard_after_forward=False) if name == "resident_until" else first
+            engine.configure(start)
+            before, chosen = in_force(engine, optimizer), other(start, name)
+            try:
+                engine.configure(chosen)
+            except UnsupportedError as error:
+                by_name = f"{name}={NOW[name]!r} would change nothing" in str(error) and engine.config == start
+                found[name] = "refused" if by_name else str(error)
+                continue
+            assert engine.config == chosen
+            after = in_force(engine, optimizer)
+            assert after["compiled"] == chosen.compiled
+            found[name] = "compiled" if after["compiled"] != before["compiled"] else "ignored"
+            if name in before:
+                found[name] = "applied" if before[name] != after[name] else "ignored"
+            engine.configure(first)
+        train_sharded(engine, model, batches[2:], optimizer)
+    return found
+
+
+def test_every_option_is_applied_or_refused_by_name(ranks: Ranks) -> None:
+    words = {Change.REFUSED: "refused", Change.COMPILED: "compiled", Change.APPLIED: "applied"}
+    words[Change.NEGOTIATED] = "refused"  # test_peers.py has those that come to the same
+    expected = {name: words[change] for name, change in CHANGES.items() if name != "tuning"}
+    for found in ranks.run(2, change_each, deadline=240):
+        assert found == expected

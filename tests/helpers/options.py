@@ -1,0 +1,65 @@
+"""Options by their names alone, wherever they belong."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_zero.config import EngineConfig, Tuning
+from lightning_zero.config.engine import DTYPES
+from lightning_zero.config.option import option_fields
+
+WORDS = {dtype: word for word, dtype in DTYPES.items()}
+
+
+def arguments(**chosen: Any) -> dict[str, Any]:
+    """As ``ZeroStrategy`` takes them: those of ``Tuning`` in one."""
+    inside = {name: value for name, value in chosen.items() if name in option_fields(Tuning)}
+    outside = {name: value for name, value in chosen.items() if name not in inside}
+    return outside | ({"tuning": Tuning(**inside)} if inside else {})
+
+
+def config(**chosen: Any) -> EngineConfig:
+    """An engine's. ``reduce_dtype`` may be a dtype."""
+    if isinstance(chosen.get("reduce_dtype"), torch.dtype):
+        chosen["reduce_dtype"] = WORDS[chosen["reduce_dtype"]]
+    return EngineConfig(**arguments(**chosen))
+
+
+def _again(op: str, nbytes: int, path: str) -> bool | None:
+    return None
+
+
+# Of each option a value that is not its default.
+OTHERS: dict[str, Any] = {
+    "compile": False,
+    "cuda_graphs": False,
+    "reshard_after_forward": False,
+    "activation_memory_budget": 0.5,
+    "reduce_dtype": "bf16",
+    "broadcast_buffers": False,
+    "timeout": timedelta(seconds=77),
+    "process_group_backend": "mpi",
+    "resident_mb": 0.02,
+    "resident_until": "step",
+    "recompute": _again,
+    "free_reduce_buckets": True,
+    "prefetch": False,
+    "prefetch_mb": 1.0,
+    "gather_group_mb": 1.0,
+    "reduce_group_mb": 1.0,
+    "reduce_bucket_mb": 1.0,
+    "reduce_double_buffer": False,
+    "gather_transport": "collective",
+    "reduce_transport": "copy",
+    "agreement_timeout_s": 7.0,
+    "cuda_graph_step": False,
+    "cuda_graph_model": False,
+    "compile_backend": "aot_eager",
+    "compile_dynamic": True,
+    "report_stall_after_s": 7.0,
+    "sync_collectives": True,
+    "poison": True,
+    "emulate_cuda_graph_step": True,
+    "emulate_cuda_graph_model": True,
+}
