@@ -40,6 +40,7 @@ from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.copying import Copies, NotCopied
 from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.peers import Peers
+from lightning_zero.sharding.record import Role
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
 from lightning_zero.sharding.surgery import engine_of_class, is_sharded
@@ -206,7 +207,7 @@ class Engine(NotCopied):
 
     def _lasting(self) -> Iterator[Tensor]:
         module = self._sharded_module()  # what compiled graphs read that stays where it is
-        return chain(module.parameters(), module.buffers(), self.sharder.kept)
+        return chain(module.parameters(), module.buffers(), self.sharder.memory.holds(Role.RESIDENT))
 
     def _new_plan(self, digest: str, text: str) -> None:
         with self.watchdog.waiting("the agreement on a newly compiled graph"):
@@ -312,7 +313,7 @@ class Engine(NotCopied):
         compiled = sorted(self.calls.modules) if self.calls else []
         return (
             f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} "
-            f"elements; {self.sharder.arena}; compiled: {compiled or 'nothing'})"
+            f"elements; {self.sharder.memory.shards}; compiled: {compiled or 'nothing'})"
         )
 
 
@@ -325,7 +326,7 @@ class _Compiled:
 
     def allocate(self) -> None:
         engine = self._engine
-        if engine.peers.allocate(engine.sharder):
+        if engine.peers.allocate(engine.sharder.memory):
             engine._costs = None  # were those of copies
             engine.replays.configure(engine.config, engine.peers.missing)
             engine._compile_anew()
@@ -341,7 +342,7 @@ class _Compiled:
             engine.calls.compile_again(again)
         kept = engine._budget.until_step(config.compiled)
         if kept:
-            engine.sharder.allocate_kept(config.compute_dtype, small_weight_bytes(config.compiled), kept)
+            engine.sharder.memory.allocate_resident(config.compute_dtype, small_weight_bytes(config.compiled), kept)
 
     @contextmanager
     def surround(self) -> Iterator[None]:

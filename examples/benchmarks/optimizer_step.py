@@ -61,10 +61,10 @@ def ours(size: str, capture: bool | str) -> tuple[Callable[[], None], int]:
     engine.shard(model)
     optimizer = adamw(list(model.parameters()), fused=True)
     engine.optimizers.arrange([optimizer])
-    engine.sharder.allocate_gradients()
-    engine.sharder.allocate_shadows(torch.bfloat16)
+    engine.sharder.memory.allocate_gradients()
+    engine.sharder.memory.allocate_compute_copies(torch.bfloat16)
     for param in model.parameters():
-        param.grad = engine.sharder.gradients[engine.sharder.find(param).index].normal_().view(param.shape)
+        param.grad = engine.sharder.find(param).gradient.normal_().view(param.shape)
 
     def step() -> None:
         with engine.optimizers.stepping(optimizer, clip=MAX_NORM):

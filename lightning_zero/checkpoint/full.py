@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.profiling.bandwidth import all_gather_into
+from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import on_plain_tensors
-from lightning_zero.sharding.shard import ShardedParameter, Sharder
+from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
 
 __all__ = ["gather_value", "model_state", "optimizer_state", "shard_optimizer_state"]

@@ -16,8 +16,9 @@ from torch import Tensor
 from lightning_zero.compat.autograd import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
+from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
-from lightning_zero.sharding.shard import ShardedParameter, Sharder
+from lightning_zero.sharding.shard import Sharder
 
 __all__ = ["regather_saved_weights"]
 
@@ -37,7 +38,7 @@ def regather_saved_weights(sharder: Sharder) -> AbstractContextManager[Any]:
 
     def pack(tensor: Tensor) -> Tensor | _Note:
         index = find(tensor)
-        record = sharder.at(index) if index >= 0 else _record_of_cast(tensor, sharder)
+        record = sharder.records[index] if index >= 0 else _record_of_cast(tensor, sharder)
         if record is None or not _covers(tensor, record):
             return tensor
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))

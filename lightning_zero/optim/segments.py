@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.shard import ShardedParameter
+from lightning_zero.sharding.record import ShardedParameter
 
 __all__ = ["Segment", "State", "cut"]
 

@@ -32,7 +32,7 @@ def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[No
         index = -1 if param is None else sharder.executor.weights.find_gathered(param)
         if index < 0:
             return None
-        record = sharder.at(index)
+        record = sharder.records[index]
         sharder.adopt(module, name, record)
         return record.param
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
-from lightning_zero.sharding.shard import ShardedParameter, Sharder
 from lightning_zero.sharding.sight import Sight
 from lightning_zero.sharding.surgery import SHAPES
+
+if TYPE_CHECKING:
+    from lightning_zero.sharding.shard import Sharder
 
 __all__ = ["full_parameters", "gather_full"]
 

@@ -46,7 +46,7 @@ class GradientHooks:
             self._adopt()
 
     def _adopt(self) -> None:
-        for record in self._sharder.parameters:
+        for record in self._sharder.records:
             hooks = record.param._backward_hooks
             if hooks is not None:
                 self._adopted.setdefault(record.index, []).append(hooks)
@@ -63,20 +63,20 @@ class GradientHooks:
     def before_backward(self) -> None:
         """Adopts; and remembers what is accumulated already: ``register_hook`` hooks see a backward's own gradient."""
         self.adopt()
-        held = {index: self._sharder.at(index).param.grad for index in self._adopted}
+        held = {index: self._sharder.records[index].param.grad for index in self._adopted}
         self._before = {index: grad.clone() for index, grad in held.items() if grad is not None}
 
     def run(self, attached: Iterable[int]) -> None:
         """Runs the hooks of these parameters, whose gradients a backward has just brought."""
         before, self._before = self._before, {}
-        records = [self._sharder.at(index) for index in attached]
+        records = [self._sharder.records[index] for index in attached]
         with plainly():
             later_of = [record.param._post_accumulate_grad_hooks for record in records]
         for record, later in zip(records, later_of, strict=True):
             index, param = record.index, record.param
-            if index not in self._sharder.shown and param.grad is not None:
+            if record.shown_gradient is None and param.grad is not None:
                 # The executor attaches this very object each time.
-                self._sharder.shown[index] = record.sight.show(param.grad)
+                record.shown_gradient = record.sight.show(param.grad)
             hooks = [hook for group in self._adopted.get(index, ()) for hook in group.values()]
             if hooks and param.grad is not None:
                 earlier = before.get(index)
@@ -92,7 +92,7 @@ class GradientHooks:
 
     def give_back(self) -> None:
         """Autograd calls the hooks again: the parameters are whole."""
-        for record in self._sharder.parameters:
+        for record in self._sharder.records:
             for hooks in self._adopted.pop(record.index, ()):
                 hooks.update(record.param._backward_hooks or {})
                 record.param._backward_hooks = hooks

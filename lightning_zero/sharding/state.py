@@ -19,7 +19,8 @@ from torch import nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
-from lightning_zero.sharding.shard import ShardedParameter, Sharder
+from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.surgery import SHAPES
 
 __all__ = ["StateDictHooks"]

@@ -146,7 +146,7 @@ class StepCycle:
         self._enter(State.FORWARD, Phase.FORWARD)
         self._inside = True
         try:
-            self._sharder.allocate_gradients()
+            self._sharder.memory.allocate_gradients()
             self._compiled.allocate()
             self._executor.begin_epoch()
             self._compiled.prepare()

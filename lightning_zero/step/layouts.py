@@ -18,7 +18,8 @@ from lightning_zero.optim.clip import norm_dtype
 from lightning_zero.optim.kernel import StepKernel
 from lightning_zero.optim.segments import State, cut
 from lightning_zero.optim.support import check_members
-from lightning_zero.sharding.shard import ShardedParameter, Sharder
+from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.shard import Sharder
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.substitute import Groups, Own
 
@@ -102,12 +103,13 @@ class StepLayouts:
             return False
         record = self._sharder.find(param)
         assert record is not None
-        home = self._sharder.gradients.get(record.index)
+        home = record.gradient
         if home is None:
             return grad.data_ptr()
         if grad.data_ptr() != home.data_ptr():
             home.copy_(grad.reshape(-1))
-            param.grad = self._sharder.shown.get(record.index, home.view(record.layout.visible_shape))
+            shown = record.shown_gradient
+            param.grad = home.view(record.layout.visible_shape) if shown is None else shown
         return True
 
     def _make(self, own: Own) -> StepLayout:

@@ -152,7 +152,7 @@ class OptimizerSteps:
         training; without it everything works in smaller pieces."""
         groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
-        self._sharder.arrange([group["params"] for _, group in groups], by_dimensions=not simple)
+        self._sharder.memory.arrange([group["params"] for _, group in groups], by_dimensions=not simple)
 
     def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
         """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the

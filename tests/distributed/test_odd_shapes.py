@@ -58,7 +58,7 @@ def pad_everything(case: str, backend: str) -> dict[str, Any]:
         state = whole_state(engine, optimizer)
         # Beside each parameter's own: what lies between them in the arenas.
         spare = {}
-        for name, arena in (("weights", engine.sharder.arena), ("gradients", engine.sharder.grad_arena)):
+        for name, arena in (("weights", engine.sharder.memory.shards), ("gradients", engine.sharder.memory.gradients)):
             values = sum(int(torch.count_nonzero(flat)) for flat in arena.flat.values())
             room = sum(len(range(*record.layout.range_of(engine.rank))) for record in engine.sharder.live)
             spare[name] = values <= room

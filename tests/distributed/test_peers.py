@@ -18,9 +18,9 @@ from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.estimate import NOMINAL
-from lightning_zero.sharding import peers
-from lightning_zero.sharding.peers import PeerMemory, Peers
-from lightning_zero.sharding.shared_memory import mapped
+from lightning_zero.sharding.peers import PeerMemory, Peers, gradients, weights
+from lightning_zero.sharding.peers import memory as peer_memory
+from lightning_zero.sharding.peers.shared_memory import mapped
 from tests.helpers.models import build, make_batches
 from tests.helpers.options import config
 from tests.helpers.oracle import assert_close_relative, assert_same_bits, shard_batch
@@ -84,7 +84,7 @@ def without_descriptors() -> tuple[list[int], list[str]]:
             raise PermissionError(13, "Permission denied", path)
         return mapped(path, *args)
 
-    with patch.object(peers, "mapped", refused):
+    with patch.object(peer_memory, "mapped", refused):
         return write_and_read()
 
 
@@ -97,7 +97,11 @@ def test_memory_has_a_name_where_it_needs_one(ranks: Ranks) -> None:
 @contextmanager
 def copying_by_itself() -> Iterator[None]:
     """ "auto" copies on a CPU, too."""
-    with patch.object(peers, "_wanted", lambda choice, *args: choice != "collective"):
+
+    def wanted(choice: str, *args: Any, **kwargs: Any) -> bool:
+        return choice != "collective"
+
+    with patch.object(weights, "wanted", wanted), patch.object(gradients, "wanted", wanted):
         yield
 
 
@@ -207,8 +211,8 @@ def objections(backend: str, atomics: str) -> str | None:
     own = PeerMemory(Mesh.of(torch.device("cuda", 0)))
     with (
         patch("torch.distributed._symmetric_memory.get_backend", lambda device: backend if mine else "CUDA"),
-        patch.object(peers, "uuid_of", lambda device: f"gpu {dist.get_rank()}"),
-        patch.object(peers, "why_no_atomics", lambda device, uuids: atomics if mine else ""),
+        patch.object(peer_memory, "uuid_of", lambda device: f"gpu {dist.get_rank()}"),
+        patch.object(peer_memory, "why_no_atomics", lambda device, uuids: atomics if mine else ""),
     ):
         return own._objection()
 

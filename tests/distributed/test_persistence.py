@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.record import Role
 from lightning_zero.sharding.surgery import KEPT
 from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
@@ -57,7 +58,10 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
     with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"resident_mb": megabytes}) as engine:
         batches, optimizer = make_batches("TiedBlock", 6, 12), sgd(model)
         out = train_sharded(engine, model, batches, optimizer, accumulate=2)
-        kept = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in engine.sharder.kept}
+        kept = {
+            view.untyped_storage().data_ptr(): view.untyped_storage().nbytes()
+            for view in engine.sharder.memory.holds(Role.RESIDENT)
+        }
         names = [r.name for r in engine.sharder.live for owner, key in r.owners if key in owner.__dict__.get(KEPT, {})]
         return names, sum(kept.values()), engine.executor.counters().get("kept_gathers", 0), out
 

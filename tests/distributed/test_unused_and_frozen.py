@@ -222,7 +222,7 @@ def frozen_costs(backend: str) -> dict[str, Any]:
         room = sum(r.layout.shard_numel for r in engine.sharder.live if r.param.requires_grad)
         return {
             "frozen": {name: (before[name], after[name]) for name in frozen},
-            "gradients": (sum(flat.numel() for flat in engine.sharder.grad_arena.flat.values()), room),
+            "gradients": (sum(flat.numel() for flat in engine.sharder.memory.gradients.flat.values()), room),
         }
 
 

@@ -141,7 +141,7 @@ STRATEGY = "lightning_zero.integrations.trainer.strategy:ZeroStrategy"
 ENGINE = "lightning_zero.engine:Engine"
 CYCLE = "lightning_zero.step.cycle:StepCycle"
 LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
-PEERS = "lightning_zero.sharding.peers:PeerMemory"
+PEERS = "lightning_zero.sharding.peers.memory:PeerMemory"
 COMPILER = "lightning_zero.compile.backend:Compiler"
 PAIRS = "lightning_zero.compile.replay.pairs"
 MODEL = "tests.faults.model"
@@ -189,7 +189,7 @@ _ALL = (
     Point(
         "peer_memory_mapped",
         "maps the memory of its peers",
-        ("lightning_zero.sharding.peers:mapped",),
+        ("lightning_zero.sharding.peers.memory:mapped",),
         0,
         training=COPIED,
     ),

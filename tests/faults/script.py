@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.sharding import peers
+from lightning_zero.sharding.peers import shared_memory
 from tests.faults.injector import Injector, output_of
 from tests.faults.model import VALIDATION_BATCHES, Trained, loaders
 from tests.faults.points import POINTS
@@ -86,7 +86,7 @@ def main() -> None:
             point.install(point, injector)
     memory = Path(os.environ["TESTS_SHARED_MEMORY"])  # where only this job's files are
     if memory.is_dir():
-        peers.SHARED_MEMORY = memory
+        shared_memory.SHARED_MEMORY = memory
 
     hooked = orders.fault is not None and orders.fault.point == "gradient_hook"
     module = Trained(training.late, hooked, training.catches)

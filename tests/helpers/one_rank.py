@@ -25,13 +25,21 @@ class OneRank:
         pieces = [(ShardLayout.of(torch.Size(shape), torch.float32, 1), torch.float32) for shape in shapes]
         shards, grads = Arena(pieces, CPU), Arena(pieces, CPU)
         rng = torch.Generator().manual_seed(seed)
-        self.gradients = dict(enumerate(grads.views))
-        self.shown: dict[int, Tensor] = {}
         self.live = []
         for index, ((layout, _), shard) in enumerate(zip(pieces, shards.views, strict=True)):
             shard[: layout.numel].copy_(torch.randn(layout.numel, generator=rng))
             param = nn.Parameter(shard.view(layout.visible_shape))
-            self.live.append(SimpleNamespace(index=index, name=f"p{index}", param=param, layout=layout, shard=shard))
+            self.live.append(
+                SimpleNamespace(
+                    index=index,
+                    name=f"p{index}",
+                    param=param,
+                    layout=layout,
+                    shard=shard,
+                    gradient=grads.views[index],
+                    shown_gradient=None,
+                )
+            )
         self.params = [record.param for record in self.live]
         self.key = 0
         self.collectives: list[str] = []
@@ -52,7 +60,7 @@ class OneRank:
             if index in without:
                 param.grad = None
                 continue
-            numel = self.live[index].layout.numel
+            numel, gradient = self.live[index].layout.numel, self.live[index].gradient
             rng = torch.Generator().manual_seed(100 * step + index)
-            self.gradients[index][:numel].copy_(torch.randn(numel, generator=rng))
-            param.grad = self.gradients[index].view(param.shape)
+            gradient[:numel].copy_(torch.randn(numel, generator=rng))
+            param.grad = gradient.view(param.shape)

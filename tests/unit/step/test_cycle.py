@@ -64,9 +64,8 @@ class Bench:
             view=SimpleNamespace(
                 begin_forward=partial(self.set_forward, True), end_forward=partial(self.set_forward, False)
             ),
-            allocate_gradients=lambda: self.log.append("allocate_gradients"),
-            parameters=[],
-            at=None,
+            memory=SimpleNamespace(allocate_gradients=lambda: self.log.append("allocate_gradients")),
+            records=[],
         )
         buffers = Calls(self.log)
         parts: Any = (executor, self.watchdog, sharder, buffers, Compiled(self.log))

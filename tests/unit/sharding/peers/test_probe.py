@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.sharding.probe import barrier_waits
+from lightning_zero.sharding.peers.probe import barrier_waits
 
 
 def probe(world: int, meet: Callable[[int], Any]) -> list[bool]:

@@ -1,0 +1,60 @@
+"""What is looked at before parameters are cut."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from lightning_zero.errors import RankMismatchError, UnsupportedError
+from lightning_zero.mesh import Mesh
+
+__all__ = ["check_parameter", "check_same_model"]
+
+
+def check_parameter(name: str, param: nn.Parameter) -> None:
+    """Raises :class:`UnsupportedError` for a parameter that cannot be sharded."""
+    if torch.nn.parameter.is_lazy(param):
+        raise UnsupportedError(
+            f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the model, or give it its "
+            "sizes, before training."
+        )
+    if param.is_complex() or param.is_quantized or param.is_sparse:
+        raise UnsupportedError(
+            f"Parameter {name!r} has dtype {param.dtype} and layout {param.layout}; only dense real parameters can be "
+            "sharded. "
+            "Store a complex parameter as real and imaginary parts (torch.view_as_real)."
+        )
+    if hasattr(param, "device_mesh"):
+        raise UnsupportedError(
+            f"Parameter {name!r} is a DTensor: the module was sharded by something else (fully_shard, "
+            "parallelize_module). "
+            "Remove that call from configure_model()."
+        )
+
+
+def check_same_model(root: nn.Module, mesh: Mesh) -> None:
+    """Raises :class:`RankMismatchError` on every rank when ranks hold different models. Collective."""
+    mine = [
+        f"{name} {_shape(param)} {param.dtype} {param.requires_grad}"
+        for name, param in root.named_parameters(remove_duplicate=False)
+    ]
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    if len(set(mesh.gathered(digest))) == 1:
+        return
+    models = mesh.gathered(mine)
+    other = next(rank for rank, model in enumerate(models) if model != models[0])
+    pairs = list(zip(models[0] + ["(nothing)"], models[other] + ["(nothing)"], strict=False))
+    first = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
+    raise RankMismatchError(
+        f"Ranks hold different models. The first difference between rank 0 and rank {other}: {first[0]!r} against "
+        f"{first[1]!r} "
+        "(name, shape, dtype, requires_grad). Build the same model on every rank; data may differ, parameters may "
+        "not."
+    )
+
+
+def _shape(param: nn.Parameter) -> str:
+    lazy = torch.nn.parameter.is_lazy(param)
+    return "(not known yet)" if lazy else str(tuple(param.shape))

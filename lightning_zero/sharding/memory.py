@@ -1,0 +1,204 @@
+"""All memory that shards take, by what it is for (:class:`Role`).
+
+===================  ========================================  ======================  ================================
+role                 allocated                                 dtype                   given back
+===================  ========================================  ======================  ================================
+master shard         by ``place``, when the model is sharded;  the parameter's         with the engine; the memory
+                     again by ``arrange``, for the optimizers                          before, once another is placed
+gradient             by ``allocate_gradients``, in the first   the parameter's         with the engine
+                     training step that trains the parameter
+compute copy         by ``allocate_compute_copies``, in the    the one that is         with the engine
+                     first step of mixed precision             computed in
+full-precision copy  likewise, for what autocast leaves as it  the parameter's         with the engine
+                     is, where peers read copies
+resident weight      by ``allocate_resident``, once the        as compiled code uses   with the engine
+                     budget for it is known                    the weight
+===================  ========================================  ======================  ================================
+
+The first four are shards: 1-D pieces, padding included, neighbours in one tensor for each dtype. Resident weights are
+whole. Where ranks copy each other's weights, master shards and copies lie in memory that peers read, and the executor
+is told where those of other ranks lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.mesh import Mesh
+from lightning_zero.native import Executor
+from lightning_zero.sharding.access import ShardAccess
+from lightning_zero.sharding.arena import Arena
+from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.peers import PeerMemory, Peers
+from lightning_zero.sharding.record import Records, Role, ShardedParameter
+from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.surgery import KEPT
+
+__all__ = ["ShardMemory"]
+
+
+class ShardMemory:
+    """Allocates for the parameters of one engine, writes down on their records what it has given them, and tells the
+    executor.
+
+    Args:
+        executor: where the parameters are registered.
+        mesh: of the ranks.
+        records: of the parameters; more may come.
+        peers: where memory that other ranks reach comes from, if there is any.
+
+    Attributes:
+        shards: the arena of the master shards, once the model is sharded.
+        gradients: that of the gradients of the parameters that were trained first, once they are.
+    """
+
+    def __init__(self, executor: Executor, mesh: Mesh, records: Records, peers: Peers | None = None) -> None:
+        self.executor = executor
+        self._access = ShardAccess(executor)
+        self._mesh = mesh
+        self._records = records
+        self._peers = peers
+        self.shards: Arena | None = None
+        self.gradients: Arena | None = None
+        self._resident: Arena | None = None
+
+    def holds(self, role: Role) -> list[Tensor]:
+        """What has been allocated for ``role``, on this rank, in the order of registration."""
+        return [record.memory[role] for record in self._records.live if role in record.memory]
+
+    # -- master shards
+
+    def place(self, order: Sequence[ShardedParameter]) -> None:
+        """Moves the shards into an arena of their own, neighbours in this order. Collective."""
+        pieces = [(record.layout, record.param.dtype) for record in order]
+        everywhere = self._peers.allocate_shards(self.executor, Arena.sizes(pieces)) if self._peers else {}
+        self._access.before_writing()
+        arena = Arena(pieces, self._mesh.device, {dtype: mine for dtype, (mine, _) in everywhere.items()})
+        for record, view in zip(order, arena.views, strict=True):
+            view.copy_(record.shard)
+            record.memory[Role.MASTER_SHARD] = view
+            self.executor.parameters.move(record.index, view)
+            record.show_shard()
+            if everywhere:
+                self.executor.parameters.set_shards(record.index, _parts(view, everywhere[view.dtype][1]))
+        self.shards = arena
+        self._access.done_writing()
+
+    def arrange(self, groups: Sequence[Sequence[Tensor]], by_dimensions: bool = False) -> None:
+        """Makes the shards of each group of parameters neighbours, so that an optimizer can step a group as one tensor;
+        within a group, those with the same number of dimensions if asked. Nothing happens once training has begun."""
+        begun = any(set(record.memory) - {Role.MASTER_SHARD} for record in self._records)
+        if self.shards is None or begun or self._resident is not None:
+            return
+        number = {id(param): n for n, group in enumerate(groups) for param in group}
+        before = sorted(self._records.live, key=lambda record: record.shard.data_ptr())
+        order = sorted(
+            before,
+            key=lambda r: (number.get(id(r.param), len(groups)), r.param.dim() if by_dimensions else 0),
+        )
+        if [record.index for record in order] != [record.index for record in before]:
+            self.place(order)
+
+    # -- gradients
+
+    def allocate_gradients(self) -> None:
+        """Lays gradients out, in the shards' order, for the parameters that are trainable now; parameters that become
+        trainable later get another arena. Harmless when repeated."""
+        with plainly():
+            new = [r for r in self._records.live if r.param.requires_grad and r.gradient is None]
+        if not new:
+            return
+        new.sort(key=lambda record: record.shard.data_ptr())
+        arena = Arena([(record.layout, record.param.dtype) for record in new], self._mesh.device)
+        for record, view in zip(new, arena.views, strict=True):
+            self.executor.parameters.set_grad(record.index, view)
+            record.memory[Role.GRADIENT] = view
+        self.gradients = self.gradients or arena
+
+    # -- copies
+
+    def allocate_compute_copies(self, dtype: torch.dtype, peers: PeerMemory | None = None) -> None:
+        """Memory for all wider floating point shards in ``dtype``, laid out like the shards; such that all ranks can
+        read it, if ``peers`` is given, with full-precision copies where they are needed. Harmless when repeated.
+        Collective."""
+        if self.shards is None or self.holds(Role.COMPUTE_COPY):
+            return
+        wide = [t for t in self.shards.flat.values() if t.is_floating_point() and t.dtype.itemsize > dtype.itemsize]
+        copies: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
+        for masters in wide:
+            if peers is not None:
+                copies[masters.dtype] = peers.empty(masters.numel(), dtype)
+            else:
+                copies[masters.dtype] = torch.empty_like(masters, dtype=dtype), []
+        copied = [record for record in self._records.live if record.param.dtype in copies]
+        exact = _full_precision(copied, peers) if peers is not None and not self.executor.weights.takes_turns() else []
+        # Made known only now that there is memory for all: half of it would be worse than none.
+        for masters in wide:
+            self.executor.parameters.add_shadow_memory(copies[masters.dtype][0], masters)
+        for record in copied:
+            copy, all_ranks = copies[record.param.dtype]
+            [record.memory[Role.COMPUTE_COPY]] = _parts(record.shard, [copy])
+            self.executor.parameters.set_shadow(record.index, record.memory[Role.COMPUTE_COPY])
+            if all_ranks:
+                self.executor.parameters.set_peers(record.index, _parts(record.shard, all_ranks))
+        for record, mine, theirs in exact:
+            record.memory[Role.FULL_PRECISION_COPY] = mine
+            self.executor.parameters.set_exact(record.index, mine, theirs)
+        self._access.before_writing()  # what is to be read first must be written
+
+    # -- resident weights
+
+    def allocate_resident(self, dtype: torch.dtype | None, small_bytes: int, budget_bytes: float) -> None:
+        """Memory for whole parameters, in which compiled code keeps them until the optimizer steps; their modules are
+        shown it. Harmless when repeated.
+
+        Args:
+            dtype: that floating point parameters of a wider one are used in; None for their own.
+            small_bytes: parameters of at most this size are left out.
+            budget_bytes: for all together; one that does not fit is skipped.
+        """
+        if self._resident is not None:
+            return
+        found: list[tuple[ShardedParameter, ShardLayout, torch.dtype]] = []
+        for record in self._records.live:
+            own = record.param.dtype
+            used = dtype if dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize else own
+            shape = record.layout.stored_shape  # as compiled code reads it
+            whole = ShardLayout(shape, record.layout.shard_numel * record.layout.world_size, 1)
+            size = whole.shard_numel * used.itemsize
+            if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
+                budget_bytes -= size
+                found.append((record, whole, used))
+        self._resident = Arena([(whole, used) for _, whole, used in found], self._mesh.device)
+        for (record, whole, _), flat in zip(found, self._resident.views, strict=True):
+            self.executor.parameters.set_kept(record.index, flat)
+            record.memory[Role.RESIDENT] = view = flat[: whole.numel].view(whole.shape)
+            for owner, key in record.owners:
+                owner.__dict__.setdefault(KEPT, {})[key] = view
+
+
+def _parts(shard: Tensor, memory: Sequence[Tensor]) -> list[Tensor]:
+    """Of each of these, laid out like the arena that ``shard`` is a piece of, the same piece."""
+    begin = shard.storage_offset()
+    return [tensor[begin : begin + shard.numel()] for tensor in memory]
+
+
+def _full_precision(
+    copied: Sequence[ShardedParameter], peers: PeerMemory
+) -> list[tuple[ShardedParameter, Tensor, list[Tensor]]]:
+    """Autocast leaves norms and embeddings in full precision, so their compute copies are not what is gathered. For
+    each: memory on this rank, and on each."""
+    by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+    for record in copied:
+        if len(record.layout.shape) < 2 or any(isinstance(owner, nn.Embedding) for owner, _ in record.owners):
+            by_dtype.setdefault(record.param.dtype, []).append(record)
+    found = []
+    for dtype, records in by_dtype.items():
+        sizes = [record.layout.shard_numel for record in records]
+        mine, all_ranks = peers.empty(sum(sizes), dtype)
+        pieces = zip(mine.split(sizes), *(memory.split(sizes) for memory in all_ranks), strict=True)
+        found += [(record, own, list(theirs)) for record, (own, *theirs) in zip(records, pieces, strict=True)]
+    return found

@@ -1,0 +1,130 @@
+"""What ranks copy out of, and into, each other's memory, all of it together; the rest goes through process groups."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_zero.config import EngineConfig
+from lightning_zero.mesh import Mesh
+from lightning_zero.native import Executor
+from lightning_zero.sharding.peers.gradients import GradientWay
+from lightning_zero.sharding.peers.memory import PeerMemory
+from lightning_zero.sharding.peers.rows import MeetingRows
+from lightning_zero.sharding.peers.weights import WeightWay, has_compute_copies
+
+if TYPE_CHECKING:
+    from lightning_zero.sharding.memory import ShardMemory
+
+__all__ = ["Peers"]
+
+log = logging.getLogger(__name__)
+
+
+class Peers:
+    """The ways of weights and of gradients, and what they share.
+
+    Args:
+        config: options.
+        mesh: of the ranks.
+    """
+
+    def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
+        self._config = config
+        self._weights, self._gradients = WeightWay(config, mesh), GradientWay(config, mesh)
+        self._rows = MeetingRows()
+        self._copied = False  # whether compute copies were asked for
+        self._told = self._ways
+
+    @classmethod
+    def of(cls, config: EngineConfig, mesh: Mesh) -> Peers:
+        """What the options come to, the same on every rank. Collective.
+
+        Raises:
+            UnsupportedError: ``"copy"`` where that is impossible.
+        """
+        peers = cls(config, mesh)
+        weights, gradients = peers._weights, peers._gradients
+        wanted = [way.copies(config) for way in (weights, gradients)]
+        memory, reason = PeerMemory.of(mesh) if any(wanted) else (None, "")
+        useless = ""
+        if mesh.device.type != "cpu" and not has_compute_copies(config):
+            useless = "only compiled code with mixed precision keeps weights where others can read them"
+        weights.use(memory if wanted[0] else None, useless or reason)
+        gradients.use(memory if wanted[1] else None, reason)
+        if reason and mesh.rank == 0:
+            log.info("Collectives move all weights and gradients: %s.", reason)
+        peers._told = peers._ways
+        return peers
+
+    @property
+    def for_weights(self) -> PeerMemory | None:
+        """Where copies of shards lie that compiled code fetches; None: weights are all-gathered."""
+        return self._weights.memory
+
+    @property
+    def for_gradients(self) -> PeerMemory | None:
+        """Where gradients are copied to; None: they are reduce-scattered."""
+        return self._gradients.memory
+
+    def configure(self, config: EngineConfig) -> None:
+        """Other options. What copies and what does not was settled when the model was sharded.
+
+        Raises:
+            UnsupportedError: it is to be otherwise.
+        """
+        for way in (self._weights, self._gradients):
+            way.check(config)
+        for way in (self._weights, self._gradients):
+            way.configure(config)
+        self._config = config
+
+    def allocate(self, memory: ShardMemory) -> bool:
+        """Memory for gradients on their way, and for weights in the dtype that is computed in. Where there is not
+        enough that peers can reach, collectives move them from now on: returns whether that has happened. Harmless when
+        repeated. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough for what must be copied.
+        """
+        executor, dtype = memory.executor, self._config.compute_dtype
+        self._rows.set_barrier(executor, self.for_gradients or self.for_weights)
+        self._gradients.stage(executor, self._config.tuning.reduce_bucket_mb)
+        if dtype is not None and self._config.compile and not self._copied:
+            self._copied = True
+            self._weights.allocate_compute_copies(executor, lambda peers: memory.allocate_compute_copies(dtype, peers))
+        before, self._told = self._told, self._ways
+        return before != self._told
+
+    def allocate_shards(
+        self, executor: Executor, sizes: dict[torch.dtype, int]
+    ) -> dict[torch.dtype, tuple[Tensor, list[Tensor]]]:
+        """Memory for the shards themselves, 1-D zeros of so many elements, by dtype: this rank's, and that of all
+        ranks. Empty where shards are to lie in memory of their own. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough and weights must be copied.
+        """
+        return self._weights.allocate_shards(executor, sizes, self._take_turns)
+
+    def _take_turns(self, executor: Executor, memory: PeerMemory) -> None:
+        self._rows.set_barrier(executor, self.for_gradients or self.for_weights)
+        self._rows.take_turns(executor, memory)
+
+    @property
+    def _ways(self) -> tuple[bool, ...]:
+        return self.for_weights is not None, self.for_gradients is not None
+
+    @property
+    def missing(self) -> str:
+        """What goes through process groups, in words; empty where nothing does."""
+        by_collective = [way.what for way in (self._weights, self._gradients) if way.memory is None]
+        return f"{' and '.join(by_collective)} travel by collectives" if by_collective else ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's memory that peers read or write."""
+        return sum(memory.nbytes for memory in {self.for_weights, self.for_gradients} if memory is not None)

@@ -1,0 +1,63 @@
+"""Small rows of numbers of each rank, which all ranks write: what ranks meet by on their devices, and take turns by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.native import Executor
+from lightning_zero.sharding.peers.memory import PeerMemory
+
+__all__ = ["MeetingRows"]
+
+LANES = 2  # on which ranks meet on devices: gradients, weights
+
+
+class MeetingRows:
+    """Gives them to one executor."""
+
+    def __init__(self) -> None:
+        self._barrier = False
+
+    def set_barrier(self, executor: Executor, memory: PeerMemory | None) -> None:
+        """Lets ranks meet on their devices by our own kernel. Harmless when repeated. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when a rank cannot compile it.
+        """
+        if memory is None or self._barrier or executor.device.type != "cuda":
+            return
+        self._barrier = True
+        if error := _given_rows(memory, executor, LANES * executor.world_size, executor.transport.set_barrier):
+            raise UnsupportedError(
+                f"The kernel by which ranks meet on their devices cannot be compiled ({error}). Pass "
+                "gather_transport='collective' and reduce_transport='collective' to the strategy."
+            )
+
+    def take_turns(self, executor: Executor, memory: PeerMemory) -> None:
+        """Lets ranks take turns to read and to write shards. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is no memory, or when a rank cannot compile the kernels.
+        """
+        if executor.device.type == "cpu":
+            executor.transport.take_turns(memory.empty(1, torch.int64)[1])
+        elif error := _given_rows(memory, executor, executor.world_size, executor.transport.take_turns):
+            raise UnsupportedError(f"the kernels by which ranks take turns cannot be compiled ({error})")
+
+
+def _given_rows(memory: PeerMemory, executor: Executor, numel: int, use: Callable[[list[Tensor]], None]) -> str | None:
+    """Gives ``use`` zeros of each rank, int32 that all ranks can write; returns a rank's error. Ranks meet in one way
+    or in another, and nobody before all rows are zero. Collective."""
+    mine, all_ranks = memory.empty(numel, torch.int32)
+    mine.zero_()
+    torch.cuda.synchronize(executor.device)
+    error = None
+    try:
+        use([mine if rank == executor.rank else other for rank, other in enumerate(all_ranks)])
+    except RuntimeError as failure:
+        error = str(failure)
+    return memory.first_error(error)

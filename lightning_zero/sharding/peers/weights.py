@@ -1,0 +1,70 @@
+"""Weights that peers copy: where shards lie, and their copies in the dtype that is computed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_zero.config import EngineConfig
+from lightning_zero.native import Executor
+from lightning_zero.sharding.peers.memory import PeerMemory
+from lightning_zero.sharding.peers.way import Way, wanted
+
+__all__ = ["WeightWay", "has_compute_copies"]
+
+
+def has_compute_copies(config: EngineConfig) -> bool:
+    """Whether compiled code reads copies of shards in another dtype, at times that are known ahead."""
+    return config.compute_dtype is not None and config.compile and config.tuning.prefetch
+
+
+class WeightWay(Way):
+    """Of weights."""
+
+    what, option = "weights", "gather_transport"
+
+    def copies(self, config: EngineConfig) -> bool:
+        return wanted(config.tuning.gather_transport, self.mesh.device, has_compute_copies(config), on_cpu=True)
+
+    def allocate_shards(
+        self,
+        executor: Executor,
+        sizes: dict[torch.dtype, int],
+        take_turns: Callable[[Executor, PeerMemory], None],
+    ) -> dict[torch.dtype, tuple[Tensor, list[Tensor]]]:
+        """Memory for the shards themselves, 1-D zeros of so many elements, by dtype: this rank's, and that of all
+        ranks. Empty where shards are to lie in memory of their own. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough and weights must be copied.
+        """
+        memory, found = self.memory, {}
+        if memory is None:
+            return {}
+
+        def allocate() -> None:
+            found.update({dtype: memory.empty(size, dtype) for dtype, size in sizes.items()})
+            for mine, _ in found.values():
+                mine.zero_()
+            if not executor.weights.takes_turns():
+                take_turns(executor, memory)
+
+        if not self.attempt(allocate):
+            self.memory = None
+            return {}
+        return found
+
+    def allocate_compute_copies(self, executor: Executor, allocate: Callable[[PeerMemory | None], None]) -> None:
+        """Calls ``allocate`` with peers' memory for copies of shards, or with None where peers gather these.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough and weights must be copied.
+        """
+        memory = self.memory
+        if memory is not None and self.attempt(lambda: allocate(memory)):
+            return
+        if not executor.weights.takes_turns():  # otherwise shards are read, and cast
+            self.memory = None
+            allocate(None)

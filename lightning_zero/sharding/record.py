@@ -1,0 +1,122 @@
+"""What is known of one sharded parameter: its cut, its memory by what it is for, and who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.sight import Sight
+
+__all__ = ["Records", "Role", "ShardedParameter"]
+
+
+class Role(Enum):
+    """What memory that belongs to a parameter is for. All of it is allocated in ``sharding/memory.py``, which says when
+    and in which dtype, and lives as long as the engine."""
+
+    MASTER_SHARD = "master shard"
+    GRADIENT = "gradient"
+    COMPUTE_COPY = "compute copy"
+    FULL_PRECISION_COPY = "full-precision copy"
+    RESIDENT = "resident weight"
+
+
+@dataclass
+class ShardedParameter:
+    """One parameter, whole on no rank.
+
+    Attributes:
+        index: its number with the executor.
+        name: in the module that was sharded.
+        param: what is registered in modules: a view of the shard, or for a while the whole value.
+        layout: how it is cut.
+        memory: on this rank, by what it is for; what is missing has not been allocated.
+        owners: the (module, name) pairs that read it: several when it is tied, none when it is dropped.
+        copied: by a module that may have been no more than a pattern.
+        shown_gradient: the object that is ``param.grad`` once a backward has brought one.
+    """
+
+    index: int
+    name: str
+    param: nn.Parameter
+    layout: ShardLayout
+    memory: dict[Role, Tensor]
+    sight: Sight = field(repr=False)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    copied: bool = False
+    shown_gradient: Tensor | None = None
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's elements and padding, 1-D, in the parameter's dtype: what optimizers step."""
+        return self.memory[Role.MASTER_SHARD]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Memory for the shard's gradient, 1-D, in the shard's dtype; None until training begins, and for parameters
+        that are not trained."""
+        return self.memory.get(Role.GRADIENT)
+
+    def is_like_shard(self, value: Any) -> bool:
+        """Whether ``value`` has the shape in which users see the shard, as elementwise state of optimizers has."""
+        return isinstance(value, Tensor) and value.shape == self.layout.visible_shape
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's elements of a value of the whole parameter's shape, as users see a shard: on the value's device
+        and in its dtype, padded with zeros."""
+        part = torch.zeros(self.layout.shard_numel, dtype=whole.dtype, device=whole.device)
+        self.layout.write(part, whole, self.sight.rank)
+        return part.view(self.layout.visible_shape)
+
+    def show_shard(self) -> None:
+        """Points the visible parameter at the shard. It goes on counting the whole parameter's elements: that is what
+        ``sum(p.numel() for p in model.parameters())`` and Lightning's model summary are for."""
+        with plainly():
+            self.param.data = self.shard.view(self.layout.visible_shape)
+            self.sight.memory = self.shard.untyped_storage().data_ptr()
+        self.param.__dict__["numel"] = self.param.__dict__["nelement"] = partial(int, self.layout.numel)
+        self.sight.show(self.param)
+
+    def show_whole(self, value: Tensor) -> None:
+        """Makes the visible parameter an ordinary one with this value."""
+        Sight.hide(self.param)
+        self.param.data = value
+        for name in ("numel", "nelement"):
+            self.param.__dict__.pop(name, None)
+
+
+class Records:
+    """All sharded parameters of one engine, in the order of their registration, which is that of their indices."""
+
+    def __init__(self) -> None:
+        self._all: list[ShardedParameter] = []
+        self._by_param: dict[int, ShardedParameter] = {}
+
+    def add(self, record: ShardedParameter) -> None:
+        """The next one: its index is the number of those before."""
+        self._all.append(record)
+        self._by_param[id(record.param)] = record
+
+    def find(self, param: Tensor) -> ShardedParameter | None:
+        """The record of a visible parameter, or None."""
+        record = self._by_param.get(id(param))
+        return record if record is not None and record.param is param else None
+
+    @property
+    def live(self) -> list[ShardedParameter]:
+        """Those that some module reads."""
+        return [record for record in self._all if record.owners]
+
+    def __getitem__(self, index: int) -> ShardedParameter:
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[ShardedParameter]:
+        return iter(self._all)

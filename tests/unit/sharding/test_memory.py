@@ -1,0 +1,212 @@
+"""Memory of shards by what it is for: who has which, where it lies, and what the executor is told of it."""
+
+from typing import Any
+from unittest.mock import MagicMock, call
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.memory import ShardMemory
+from lightning_zero.sharding.record import Records, Role, ShardedParameter
+from lightning_zero.sharding.surgery import KEPT
+
+CPU = torch.device("cpu")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Memory:
+    """Of two ranks."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Tensor, list[Tensor]]] = []
+
+    def empty(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        both = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
+        self.given.append((both[0], both))
+        return both[0], both
+
+
+def add(records: Records, owner: nn.Module | None, *shape: int, dtype: torch.dtype = FP32, trained: bool = True) -> Any:
+    layout = ShardLayout.of(torch.Size(shape), dtype, 2)
+    index = len(list(records))
+    shard = torch.full((layout.shard_numel,), index + 1, dtype=dtype)
+    param = nn.Parameter(shard.view(layout.visible_shape), requires_grad=trained and dtype.is_floating_point)
+    sight: Any = MagicMock(rank=0)
+    record = ShardedParameter(index, f"p{index}", param, layout, {Role.MASTER_SHARD: shard}, sight)
+    record.owners = [] if owner is None else [(owner, f"p{index}")]
+    records.add(record)
+    return record
+
+
+@pytest.fixture
+def records() -> Records:
+    found = Records()
+    layer, embedding = nn.Linear(1, 1), nn.Embedding(1, 1)
+    add(found, layer, 20, 10)
+    add(found, layer, 20)
+    add(found, embedding, 30, 10)
+    add(found, layer, 8, 8, dtype=BF16)
+    add(found, layer, 5, trained=False)
+    add(found, layer, 5, dtype=torch.int64)
+    add(found, None, 7, 7)  # nobody reads it any more
+    return found
+
+
+@pytest.fixture
+def executor() -> Any:
+    executor = MagicMock()
+    executor.weights.takes_turns.return_value = False
+    return executor
+
+
+def memory_of(records: Records, executor: Any, peers: Any = None) -> ShardMemory:
+    memory = ShardMemory(executor, MagicMock(device=CPU), records, peers)
+    memory.place(records.live)
+    return memory
+
+
+def are_neighbours(tensors: list[Tensor]) -> bool:
+    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
+    return all(end == after.data_ptr() for end, after in zip(ends, tensors[1:], strict=False))
+
+
+def having(records: Records, role: Role) -> list[int]:
+    return [record.index for record in records if role in record.memory]
+
+
+def test_shards_are_neighbours_in_the_order_given_and_keep_their_values(records: Records, executor: Any) -> None:
+    memory = ShardMemory(executor, MagicMock(device=CPU), records)
+    order = [records[2], records[0], records[1]]
+    memory.place(order)
+    assert are_neighbours([record.shard for record in order])
+    for record in order:
+        assert record.shard.eq(record.index + 1).all()
+        assert record.param.data_ptr() == record.shard.data_ptr()
+        executor.parameters.move.assert_any_call(record.index, record.shard)
+    names = [name for name, *_ in executor.mock_calls]
+    assert names[0] == "weights.begin_writing"
+    assert names[-1] == "weights.end_writing"
+    executor.parameters.set_shards.assert_not_called()
+
+
+def test_other_ranks_shards_are_told_where_they_can_be_read(records: Records, executor: Any) -> None:
+    theirs = Memory()
+    peers = MagicMock()
+    peers.allocate_shards = lambda executor, sizes: {dtype: theirs.empty(n, dtype) for dtype, n in sizes.items()}
+    memory_of(records, executor, peers)
+    for record in records.live:
+        everyone = next(both for mine, both in theirs.given if mine.dtype == record.param.dtype)
+        begin = record.shard.data_ptr() - everyone[0].data_ptr()
+        told = next(c.args[1] for c in executor.parameters.set_shards.mock_calls if c.args[0] == record.index)
+        assert [part.data_ptr() for part in told] == [whole.data_ptr() + begin for whole in everyone]
+        assert all(part.numel() == record.layout.shard_numel for part in told)
+
+
+def test_optimizers_arrange_shards_until_training_begins(records: Records, executor: Any) -> None:
+    memory = memory_of(records, executor)
+    memory.arrange([[records[1].param], [records[2].param, records[0].param]])
+    assert are_neighbours([records[1].shard, records[0].shard, records[2].shard])
+    memory.arrange([[r.param for r in records.live]], by_dimensions=True)
+    assert are_neighbours([records[1].shard, records[4].shard, records[0].shard, records[2].shard])
+    before = memory.shards
+    memory.allocate_gradients()
+    memory.arrange([[records[2].param]])
+    assert memory.shards is before, "gradients lie as shards do"
+
+
+def test_gradients_lie_as_their_shards_do_for_what_is_trained(records: Records, executor: Any) -> None:
+    memory = memory_of(records, executor)
+    memory.allocate_gradients()
+    first = memory.gradients
+    assert having(records, Role.GRADIENT) == [0, 1, 2, 3]
+    assert are_neighbours([records[index].memory[Role.GRADIENT] for index in (0, 1, 2)])
+    records[4].param.requires_grad_()
+    memory.allocate_gradients()
+    memory.allocate_gradients()
+    assert having(records, Role.GRADIENT) == [0, 1, 2, 3, 4]
+    assert memory.gradients is first
+    assert sorted(c.args[0] for c in executor.parameters.set_grad.mock_calls) == [0, 1, 2, 3, 4]
+    for record in records:
+        assert record.gradient is record.memory.get(Role.GRADIENT)
+        if record.gradient is not None:
+            assert (record.gradient.dtype, record.gradient.shape) == (record.shard.dtype, record.shard.shape)
+            assert not record.gradient.any()
+
+
+def test_wider_shards_have_compute_copies_laid_out_like_them(records: Records, executor: Any) -> None:
+    memory = memory_of(records, executor)
+    for _ in range(2):
+        memory.allocate_compute_copies(BF16)
+    assert having(records, Role.COMPUTE_COPY) == [0, 1, 2, 4]
+    assert having(records, Role.FULL_PRECISION_COPY) == []
+    copies = memory.holds(Role.COMPUTE_COPY)
+    assert are_neighbours(copies)
+    assert all(copy.dtype == BF16 for copy in copies)
+    assert memory.shards is not None
+    [((whole, masters), _)] = executor.parameters.add_shadow_memory.call_args_list
+    assert masters is memory.shards.flat[FP32]
+    assert whole.data_ptr() == copies[0].data_ptr()
+    assert [c.args[0] for c in executor.parameters.set_shadow.mock_calls] == [0, 1, 2, 4]
+    executor.parameters.set_peers.assert_not_called()
+
+
+def test_peers_read_compute_copies_and_in_full_precision_what_autocast_leaves(records: Records, executor: Any) -> None:
+    memory, peers = memory_of(records, executor), Memory()
+    memory.allocate_compute_copies(BF16, peers)  # type: ignore[arg-type]
+    assert [c.args[0] for c in executor.parameters.set_peers.mock_calls] == [0, 1, 2, 4]
+    assert having(records, Role.FULL_PRECISION_COPY) == [1, 2, 4], "biases, and an embedding"
+    (_, both), (_, exact) = peers.given
+    for made in executor.parameters.set_peers.mock_calls:
+        record = records[made.args[0]]
+        begin = record.memory[Role.COMPUTE_COPY].data_ptr() - both[0].data_ptr()
+        assert [part.data_ptr() for part in made.args[1]] == [whole.data_ptr() + begin for whole in both]
+    for made in executor.parameters.set_exact.mock_calls:
+        index, mine, everyone = made.args
+        assert mine is records[index].memory[Role.FULL_PRECISION_COPY]
+        assert (mine.dtype, mine.numel()) == (FP32, records[index].layout.shard_numel)
+        begin = mine.data_ptr() - exact[0].data_ptr()
+        assert [part.data_ptr() for part in everyone] == [whole.data_ptr() + begin for whole in exact]
+    assert executor.mock_calls[-1] == call.weights.begin_writing(), "what is read first must be written"
+
+
+def test_nothing_is_known_of_copies_for_which_there_is_not_enough(records: Records, executor: Any) -> None:
+    memory, peers = memory_of(records, executor), MagicMock()
+    peers.empty.side_effect = [Memory().empty(1000, BF16), RuntimeError("there is no more")]
+    executor.reset_mock()
+    with pytest.raises(RuntimeError):
+        memory.allocate_compute_copies(BF16, peers)
+    assert executor.parameters.mock_calls == []
+    assert having(records, Role.COMPUTE_COPY) == []
+
+
+def test_where_ranks_take_turns_shards_themselves_are_read_in_full_precision(records: Records, executor: Any) -> None:
+    executor.weights.takes_turns.return_value = True
+    memory_of(records, executor).allocate_compute_copies(BF16, Memory())  # type: ignore[arg-type]
+    assert having(records, Role.FULL_PRECISION_COPY) == []
+
+
+def test_weights_that_fit_the_budget_are_resident_and_shown_to_their_modules(records: Records, executor: Any) -> None:
+    memory = memory_of(records, executor)
+    padded = 2 * records[0].layout.shard_numel
+    for _ in range(2):
+        # Of p0, p2 and p3, which are not small, p2 does not fit.
+        memory.allocate_resident(BF16, small_bytes=100, budget_bytes=2 * padded + 300)
+    assert having(records, Role.RESIDENT) == [0, 3]
+    [view, _] = memory.holds(Role.RESIDENT)
+    assert (view.shape, view.dtype) == (torch.Size((20, 10)), BF16)
+    (layer, key), *_ = records[0].owners
+    assert layer.__dict__[KEPT][key] is view
+    index, flat = executor.parameters.set_kept.mock_calls[0].args
+    assert (index, flat.numel(), flat.data_ptr()) == (0, padded, view.data_ptr())
+    before = memory.shards
+    memory.arrange([[records[2].param], [records[0].param]])
+    assert memory.shards is before
+
+
+def test_a_budget_that_nothing_fits_is_not_asked_again(records: Records, executor: Any) -> None:
+    memory = memory_of(records, executor)
+    memory.allocate_resident(None, 0, 1.0)
+    memory.allocate_resident(None, 0, 1e9)
+    assert memory.holds(Role.RESIDENT) == []
