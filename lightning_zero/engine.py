@@ -9,8 +9,8 @@ computes the same, only eagerly and with more memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -18,23 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
-from lightning_zero.compile.agreement import Agreement
-from lightning_zero.compile.backend import GraphObserver
-from lightning_zero.compile.budget import MeasuredBudget
-from lightning_zero.compile.discover import CompiledCalls
-from lightning_zero.compile.eager import regather_saved_weights
-from lightning_zero.compile.passes import PassSpec, small_weight_bytes
-from lightning_zero.compile.plan import Plan
+from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.compile.replay import Replays
-from lightning_zero.compile.supervisor import Supervisor
+from lightning_zero.compile.session import CompileSession
+from lightning_zero.compile.steps import CompiledSteps
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine import refuse_changes
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Watchdog
-from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
-from lightning_zero.profiling.headroom import MemoryGauge
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.copying import Copies, NotCopied
@@ -67,7 +60,7 @@ class Engine(NotCopied):
         mesh: ranks to shard over; by default all. ``torch.distributed`` must be initialised.
         skip_modules: module types that are never compiled.
         observe: sees every graph that is compiled.
-        say: shows a line about the progress of compilation to the user; called on every rank.
+        report: shows a line about the progress of compilation to the user; called on every rank.
     """
 
     def __init__(
@@ -77,7 +70,7 @@ class Engine(NotCopied):
         mesh: Mesh | None = None,
         skip_modules: tuple[type, ...] = (),
         observe: GraphObserver | None = None,
-        say: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.mesh = mesh = mesh or Mesh.of(device, self.config.timeout)
@@ -91,28 +84,22 @@ class Engine(NotCopied):
             on_new_plan=self._new_plan,
             watchdog=self.watchdog,
         )
-        self._costs: Costs | None = None
         self.peers = Peers.of(self.config, mesh)
-        patience_s, check = self.config.tuning.agreement_timeout_s, self.watchdog.check
-        store = mesh.store("lightning_zero")
-        self._agreement = Agreement(store, self.rank, self.world_size, patience_s, mesh.timeout_s, check=check)
-        self._agreement.needed = lambda: not self.executor.weights.takes_turns()
-        observers = [observe] if observe is not None else []
-        self._supervisor = Supervisor(self._agreement, observers, say, self.watchdog.native.busy)
-        self._budget = MeasuredBudget(self._supervisor, self.executor, mesh.control_group, MemoryGauge(device))
-        ready, say = self._budget.settled, self._supervisor.say
-        self.replays = Replays(self.executor, device, self.config, ready, self._lasting, say, self.peers.missing)
-        self._compile_arguments = self._compiler_arguments()
+        self.session = CompileSession(self.config, mesh, self.executor, self.watchdog, self.peers, skip_modules, report)
+        if observe is not None:
+            self.session.progress.observe(observe)
+        ready, report = self.session.budget.settled, self.session.progress.report
+        self.replays = Replays(self.executor, device, self.config, ready, self._lasting, report, self.peers.missing)
+        self.session.begin(self.replays)
         self.sharder = Sharder(self.executor, mesh, self.peers)
         self.sharder.view.belongs_to(self)
         self._copies = Copies(self.sharder)
         self.module: nn.Module | None = None
-        self.calls: CompiledCalls | None = None
-        self._skip = skip_modules
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
         self.buffers.configure(self.config)
         self._hooks = StateDictHooks(self.sharder)
-        self.cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, _Compiled(self))
+        compiled = CompiledSteps(self.session, self.replays, self.sharder, self.peers)
+        self.cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, mesh.reduce_group, self.cycle, self.config)
 
     @property
@@ -134,84 +121,19 @@ class Engine(NotCopied):
             return
         refuse_changes(self.config, config)
         self.peers.configure(config)
-        recompile = config.compiled != self.config.compiled
         self.config = config
         self.optimizers.configure(config)
-        self._agreement.patience_s = config.tuning.agreement_timeout_s
         self.executor.configure(config)
         self.replays.configure(config)
         self.buffers.configure(config)
-        if recompile:
-            self._compile_anew()
-
-    def _compile_anew(self) -> None:
-        self._budget.reset()
-        self._compile_arguments = self._compiler_arguments()
-        if self.calls is not None:
-            self.calls = self.calls.anew(self._compile_arguments)
-
-    def _compiler_arguments(self) -> dict[str, Any]:
-        """Of a new compiler. Measures, on all ranks together, when it is first needed."""
-        compile = self.config.compiled
-        if self._costs is None and compile.enabled and compile.prefetch:
-            self._costs = measure_costs(self.mesh, self.peers.for_weights is not None)
-        return self._supervisor.compiler(
-            compile,
-            self.world_size,
-            self._costs or NOMINAL,
-            self.peers.for_gradients is not None,
-            self.replays.wrap,
-        )
-
-    def observe(self, observer: GraphObserver) -> None:
-        """``observer`` sees every graph that is compiled from now on; it must not keep graphs."""
-        self._supervisor.observe(observer)
-
-    def register_pass(self, spec: PassSpec) -> None:
-        """Makes a user's pass known, for :meth:`use_passes`.
-
-        Raises:
-            ValueError: there is a pass of that name.
-        """
-        self._supervisor.register_pass(spec)
-
-    def use_passes(self, names: Sequence[str] | None) -> None:
-        """Graphs go through these passes from now on, None meaning the default ones; what is compiled is compiled again
-        if they are others. The same on every rank.
-
-        Raises:
-            ValueError: unknown names, broken contracts, or passes that leave a graph unfinished.
-        """
-        arguments = self._supervisor.use_passes(names)
-        if arguments is None:
-            return
-        self._compile_arguments = arguments
-        self.replays.drop()
-        if self.calls is not None:
-            self.calls.compile_again(arguments)
-
-    @property
-    def known_passes(self) -> dict[str, PassSpec]:
-        """All passes that can be used, by name."""
-        return self._supervisor.known_passes
-
-    @property
-    def costs(self) -> Costs | None:
-        """What was measured of the device and the links, the same on every rank; None where nothing was."""
-        return None if self._costs is NOMINAL else self._costs
-
-    @property
-    def plan(self) -> Plan:
-        """What the compiled graphs that have run so far gather and reduce."""
-        return self._supervisor.plan
+        self.session.configure(config)
 
     def _lasting(self) -> Iterator[Tensor]:
         module = self._sharded_module()  # what compiled graphs read that stays where it is
         return chain(module.parameters(), module.buffers(), self.sharder.memory.holds(Role.RESIDENT))
 
     def _new_plan(self, digest: str, text: str) -> None:
-        with self.watchdog.waiting("the agreement on a newly compiled graph"):
-            self._supervisor.new_plan(digest, text)
+        self.session.new_plan(digest, text)
 
     # -- sharding
 
@@ -236,15 +158,15 @@ class Engine(NotCopied):
         self.buffers.watch(module)
         module.__dict__[_ATTRIBUTE] = self
         self._hooks.install(module)
-        self.calls = CompiledCalls(module, self._compile_arguments, self._skip, self._supervisor.say)
+        self.session.attach(module)
         self._copies.guard(module)
 
     def unshard(self) -> None:
         """Gives the module whole parameters and its own classes back, on this engine's device, and closes the engine.
         Collective."""
         module = self._sharded_module()
-        assert self.calls is not None
-        self.calls.restore()
+        assert self.session.calls is not None
+        self.session.calls.restore()
         self._hooks.remove()
         self._copies.release()
         make_plain(self.sharder, module)
@@ -310,66 +232,8 @@ class Engine(NotCopied):
     def __repr__(self) -> str:
         live = self.sharder.live
         total = sum(record.layout.numel for record in live)
-        compiled = sorted(self.calls.modules) if self.calls else []
+        compiled = sorted(self.session.calls.modules) if self.session.calls else []
         return (
             f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} "
             f"elements; {self.sharder.memory.shards}; compiled: {compiled or 'nothing'})"
         )
-
-
-class _Compiled:
-    """What one engine's compiled code needs in each cycle."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._eager_reads = -1
-
-    def allocate(self) -> None:
-        engine = self._engine
-        if engine.peers.allocate(engine.sharder.memory):
-            engine._costs = None  # were those of copies
-            engine.replays.configure(engine.config, engine.peers.missing)
-            engine._compile_anew()
-
-    def prepare(self) -> None:
-        engine, config = self._engine, self._engine.config
-        assert engine.calls is not None
-        if config.compute_dtype is not None and config.compiled.enabled:
-            engine.executor.weights.write_shadows()
-        again = engine._budget.decided(config.compiled)
-        if again is not None:
-            engine._compile_arguments = again
-            engine.calls.compile_again(again)
-        kept = engine._budget.until_step(config.compiled)
-        if kept:
-            engine.sharder.memory.allocate_resident(config.compute_dtype, small_weight_bytes(config.compiled), kept)
-
-    @contextmanager
-    def surround(self) -> Iterator[None]:
-        engine = self._engine
-        calls = engine.calls
-        assert calls is not None
-        first = engine.config.compiled.enabled and not (calls.modules or calls.eager)
-        reads = self._count_eager_reads()
-        with ExitStack() as stack:
-            stack.enter_context(calls.step(first))
-            # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
-            if first or self._eager_reads != 0:
-                stack.enter_context(regather_saved_weights(engine.sharder))
-            yield
-        if first:
-            engine._supervisor.first_step_showed(engine.sharder.view.last_read, calls.notes)
-        self._eager_reads = self._count_eager_reads() - reads
-
-    def stepped(self) -> None:
-        self._engine._budget.optimizer_steps()
-
-    def drop_replays(self) -> None:
-        self._engine.replays.drop()
-
-    def reset(self) -> None:
-        self._engine.replays.drop()
-        self._eager_reads = -1
-
-    def _count_eager_reads(self) -> int:
-        return self._engine.executor.counters().get("eager_gathers", 0)

@@ -1,8 +1,11 @@
-"""Our backend for torch.compile.
+"""A backend of ``torch.compile``: what Dynamo captured goes to Inductor or to aot_eager, by way of our passes.
 
 Inductor: two custom passes given as options, one on the joint graph and one on each graph after partitioning.
 aot_eager: the same functions through ``aot_autograd(partition_fn=...)``; no code is generated, so it is fast to compile
     and exact.
+
+The other places that deal with torch.compile are ``discover.py``, which calls it, and ``frontend.py``, which reads
+Dynamo's graphs.
 """
 
 from __future__ import annotations
@@ -10,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,95 +31,86 @@ from lightning_zero.compat.compiler import (
     min_cut_partition,
 )
 from lightning_zero.compat.graphs import SEEN_BY_USERS
+from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.discover import CallNotes
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes, keeping, run_passes
-from lightning_zero.compile.plan import GraphPlan
+from lightning_zero.compile.listener import CompileListener
+from lightning_zero.compile.passes import PassSpec, default_passes, keeping, run_passes
+from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.selection import PassSelection
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.config import CompileConfig
-from lightning_zero.profiling.estimate import NOMINAL, Costs
 from lightning_zero.sharding.refusals import plainly
 
-__all__ = ["Compiler", "Events", "GraphObserver"]
-
-GraphObserver = Callable[[str, Graph], None]  # (what: "joint", "before" or "after" passes, graph)
-
-
-class Events(Protocol):
-    """Who is told what the compiler does."""
-
-    def graph(self, what: str, graph: Graph) -> None:
-        """A graph, "joint" or "before" or "after" the passes; valid during the call only."""
-
-    def compiling(self, what: str, busy: bool, seconds: float) -> None:
-        """A graph, described in words, begins to be compiled (``busy``), or has been, in so many seconds."""
-
-    @property
-    def wants_graphs(self) -> bool:
-        """Whether every graph must be seen, even one that could come out of a cache."""
+__all__ = ["Compiler"]
 
 
 class Compiler:
-    """Makes the arguments of ``torch.compile`` for one engine's modules.
+    """Makes the arguments of ``torch.compile`` for one engine's modules, for as long as its options stay.
+
+    Torch keeps it for as long as the process lives, so it knows nothing that holds an engine.
 
     Args:
-        costs: estimates by which passes place transfers; the same on every rank.
+        context: of every graph, but for what follows from the graph, and from what has been compiled before it.
+        selection: which passes graphs go through.
+        plans: of the graphs that have run, which later ones follow.
+        listener: is told what is compiled.
         wrap: gives what is called instead of a compiled graph.
 
     Attributes:
-        registered: users' passes, by name.
-        chosen: names of the passes that graphs go through; None for the default ones.
         last_weight: the shard that a step's forward reads last: backward follows on the graph that ends with it.
         notes: on the calls that are compiled.
-        share: of the weights that a graph gathers twice, how much it keeps for backward besides a budget in bytes.
     """
 
     def __init__(
         self,
-        config: CompileConfig,
-        world_size: int,
-        events: Events,
-        costs: Costs = NOMINAL,
-        hold: bool = False,
-        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        context: PassContext,
+        selection: PassSelection,
+        plans: PlanBook,
+        listener: CompileListener,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compiled: compiled,
     ) -> None:
-        self._wrap = wrap or (lambda compiled: compiled)
-        self._config = config
-        self._world_size = world_size
-        self._events = events
-        self._costs = costs
-        self._hold = hold
-        self._agreed: dict[tuple[tuple[str, ...] | None, float], list[GraphPlan]] = {}
-        self.registered: dict[str, PassSpec] = {}  # users' own
-        self.chosen: tuple[str, ...] | None = None
+        self._context = context
+        self._selection = selection
+        self._plans = plans
+        self._listener = listener
+        self._wrap = wrap
+        self._turn_plans()
         self.last_weight: Tensor | None = None
         self.notes = CallNotes()
-        self.share = 0.0
 
-    @property
-    def agreed(self) -> list[GraphPlan]:
-        """Plans of the graphs that have run with the chosen passes and what is kept now, the same on every rank; later
-        graphs follow them."""
-        return self._agreed.setdefault((self.chosen, self.share), [])
+    def arguments(self, kept_share: float | None = None) -> dict[str, Any]:
+        """Keyword arguments for ``torch.compile``; with others for each module, alike ones would not share graphs.
+        Others each time: what has been compiled with those before is not used for these.
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for ``torch.compile``; with others for each module, alike ones would not share graphs."""
+        Args:
+            kept_share: what graphs keep of their weights for backward from now on; None for as much as before.
+        """
+        if kept_share is not None:
+            self._context = replace(self._context, kept_share=kept_share)
+        self._turn_plans()
         return {"fullgraph": False, "dynamic": self._config.dynamic, "backend": self._backend()}
 
+    def _turn_plans(self) -> None:
+        """Other passes, and another share of weights that is kept, make other groups: plans before are not followed."""
+        self._plans.turn_to((self._selection.key, self._context.kept_share))
+
+    def context(self, backward_follows: bool = False) -> PassContext:
+        """Of the next graph."""
+        return replace(self._context, agreed=self._plans.agreed, backward_follows=backward_follows)
+
     def passes(self) -> Sequence[PassSpec]:
-        """The passes that the next graph goes through: the chosen ones, or the default ones."""
-        if self.chosen is None:
-            return self._default()
-        known = self.known()
-        return [known[name] for name in self.chosen]
+        """The passes that the next graph goes through."""
+        return self._selection.passes(self.default())
 
-    def known(self) -> dict[str, PassSpec]:
-        """All passes that can be chosen, by name."""
-        return {spec.name: spec for spec in (*MINIMAL_PASSES, *self._default())} | self.registered
+    def default(self) -> Sequence[PassSpec]:
+        """Those that it goes through where nobody chooses."""
+        return default_passes(self.context())
 
-    def _default(self) -> tuple[PassSpec, ...]:
-        return default_passes(self._config, self._world_size, self.agreed, self._costs, self._hold)
+    @property
+    def _config(self) -> CompileConfig:
+        return self._context.config
 
     def _backend(self) -> Callable[..., Any]:
         inner = self._aot_eager if self._config.backend == "aot_eager" else self._inductor
@@ -127,7 +122,7 @@ class Compiler:
             last = self.last_weight is not None and last_read(module.graph, inputs) is self.last_weight
             begun = time.monotonic()
             what = self._describe(names)
-            self._events.compiling(what, True, 0.0)
+            self._listener.compiling(what, True, 0.0)
             try:
                 settings: dict[str, Any] = {"activation_memory_budget": self._config.activation_memory_budget}
                 if self.notes.keeps_graphs:
@@ -135,7 +130,7 @@ class Compiler:
                 with functorch_config.patch(settings):
                     compiled = inner(last, module, inputs, **kwargs)
             finally:
-                self._events.compiling(what, False, time.monotonic() - begun)
+                self._listener.compiling(what, False, time.monotonic() - begun)
             return _plain(compiled if communicates else self._wrap(compiled))
 
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
@@ -152,21 +147,22 @@ class Compiler:
 
     def _tag(self, last: bool, graph: Graph) -> Graph:
         """``last``: backward follows right after this graph's forward."""
-        self._events.graph("joint", graph)
-        config = self._config
-        graph = tag_gathers(graph, *keeping(config, last, self.share))
-        return graph if config.recompute is None else tag_activations(graph, config.recompute)
+        self._listener.graph("joint", graph)
+        graph, recompute = tag_gathers(graph, keeping(self.context(last))), self._config.recompute
+        return graph if recompute is None else tag_activations(graph, recompute)
 
     def _rewrite(self, graph: Graph) -> Graph:
-        self._events.graph("before", graph)
-        graph = run_passes(graph, self.passes())
-        self._events.graph("after", graph)
+        self._listener.graph("before", graph)
+        watch = self._listener.pass_ran if self._listener.wants_passes else None
+        graph = run_passes(graph, self.passes(), watch)
+        self._listener.graph("after", graph)
         return graph
 
     def _inductor(self, last: bool, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         # Observers must see every graph, so they keep graphs out of the cache.
-        unversioned = any(spec.name in self.registered and spec.version is None for spec in self.passes())
-        uncached = self._events.wants_graphs or unversioned or self._config.recompute is not None
+        wanted = self._listener.wants_graphs or self._listener.wants_passes
+        unversioned = any(spec.name in self._selection.unversioned for spec in self.passes())
+        uncached = wanted or unversioned or self._config.recompute is not None
         uuid = None if uncached else self._digest()
         options = {
             "joint_custom_pre_pass": _Pass(partial(self._tag, last), uuid and f"{uuid} {last}"),
@@ -181,8 +177,10 @@ class Compiler:
         """What decides how a graph is rewritten. Not what was measured: it differs from run to run, and a graph that an
         earlier run placed is as right as any."""
         names = [(spec.name, spec.version) for spec in self.passes()]
-        agreed = [plan.collectives() for plan in self.agreed]
-        digest = hashlib.sha256(repr((names, self._config, self.share, self._world_size, agreed)).encode())
+        context = self.context()
+        agreed = [plan.collectives() for plan in context.agreed]
+        decides = (names, context.config, context.kept_share, context.world_size, agreed)
+        digest = hashlib.sha256(repr(decides).encode())
         for path in sorted(Path(__file__).parent.rglob("*.py")):
             digest.update(path.read_bytes())
         return digest.hexdigest()

@@ -13,14 +13,15 @@ keep: the budget over the bytes that a pass gathers twice, of which half the byt
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from lightning_zero.compile.passes import small_weight_bytes
+from lightning_zero.compile.context import small_weight_bytes
+from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.plan import Gather, GraphPlan
-from lightning_zero.compile.supervisor import Supervisor
+from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.config import CompileConfig
 from lightning_zero.native import Executor
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
@@ -32,20 +33,42 @@ MEASURED_STEPS = 3
 MOST_STEPS = 40
 
 
+@dataclass
+class _Quiet:
+    """Optimizer steps in a row in which nothing was compiled.
+
+    Attributes:
+        steps: how many.
+        traffic: bytes that were gathered in a pass forward and backward, on average over a step; the most of any step.
+        memory: of the device, in the step that left the least to spare.
+    """
+
+    steps: int = 0
+    traffic: float = 0.0
+    memory: DeviceMemory | None = None
+
+
 class MeasuredBudget:
-    """One engine's.
+    """Decides for one engine's graphs.
 
     Args:
-        supervisor: of what the engine compiles.
+        progress: knows how much has been compiled, and shows lines to the user.
+        plans: of the graphs that have run.
         executor: counts the bytes that are gathered.
         group: of all ranks, on the CPU.
         gauge: reads this rank's device.
     """
 
     def __init__(
-        self, supervisor: Supervisor, executor: Executor, group: dist.ProcessGroup, gauge: MemoryGauge
+        self,
+        progress: Progress,
+        plans: PlanBook,
+        executor: Executor,
+        group: dist.ProcessGroup,
+        gauge: MemoryGauge,
     ) -> None:
-        self._supervisor = supervisor
+        self._progress = progress
+        self._plans = plans
         self._executor = executor
         self._group = group
         self._gauge = gauge
@@ -59,12 +82,7 @@ class MeasuredBudget:
         self._done = self._bytes_until_step > 0
         self._stepped = False
         self._steps = self._compiled = self._passes = self._before = 0
-        self._start()
-
-    def _start(self) -> None:
-        self._quiet = 0  # optimizer steps in which nothing was compiled
-        self._traffic = 0.0
-        self._memory: DeviceMemory | None = None
+        self._quiet = _Quiet()
 
     def until_step(self, config: CompileConfig) -> float:
         """Bytes of weights that stay until the optimizer steps, as far as that is known."""
@@ -80,16 +98,16 @@ class MeasuredBudget:
         """Must come with each step of an optimizer; harmless when repeated."""
         self._stepped = True
 
-    def decided(self, config: CompileConfig) -> dict[str, Any] | None:
-        """Arguments of ``torch.compile`` with which everything is to be compiled again; None for nothing to do, and
-        always once there were some. Must come before each pass forward and backward. Collective, if an optimizer has
-        stepped since the last time."""
+    def decided(self, config: CompileConfig) -> float | None:
+        """The share of its weights that each graph is to keep for backward, with which everything is to be compiled
+        again; None for nothing to do, and always once there was one. Must come before each pass forward and backward.
+        Collective, if an optimizer has stepped since the last time."""
         self._wanted = config.enabled and config.resident_mb == "auto"
         if self.settled():
             return None
         if not self._gauge.exists:
             self._done = True
-            self._supervisor.say(
+            self._progress.report(
                 "reshard_after_forward='auto' keeps no parameters: this device does not tell how much memory it has."
             )
             return None
@@ -98,14 +116,15 @@ class MeasuredBudget:
             return None
         self._stepped = False
         self._steps += 1
-        self._measure(self._supervisor.compiled)
-        spare = self._memory.spare if self._memory is not None else 0
-        quiet, budget, traffic = self._least(self._quiet, spare, -self._traffic)
+        self._measure(self._progress.compiled + self._plans.count)
+        memory = self._quiet.memory
+        spare = memory.spare if memory is not None else 0
+        quiet, budget, traffic = self._least(self._quiet.steps, spare, -self._quiet.traffic)
         if quiet < MEASURED_STEPS and self._steps < MOST_STEPS:
             return None
         self._done = True
         if quiet < MEASURED_STEPS:
-            self._supervisor.say(
+            self._progress.report(
                 f"reshard_after_forward='auto' keeps no parameters: in {MOST_STEPS} steps there were never "
                 f"{MEASURED_STEPS} in a row in which compiled code ran and nothing was compiled. Set resident_mb to "
                 "keep some."
@@ -116,35 +135,36 @@ class MeasuredBudget:
     def _measure(self, compiled: int) -> None:
         now = self._executor.counters().get("gather_bytes", 0)
         if compiled != self._compiled:
-            self._start()
+            self._quiet = _Quiet()
             self._gauge.start(anew=True)
         elif compiled:
-            memory = self._gauge.read()
-            if self._memory is None or memory.spare < self._memory.spare:
-                self._memory = memory
-            self._quiet += 1
-            self._traffic = max(self._traffic, (now - self._before) / self._passes)
+            memory, quiet = self._gauge.read(), self._quiet
+            if quiet.memory is None or memory.spare < quiet.memory.spare:
+                quiet.memory = memory
+            quiet.steps += 1
+            quiet.traffic = max(quiet.traffic, (now - self._before) / self._passes)
         self._compiled, self._before, self._passes = compiled, now, 1
 
-    def _decide(self, config: CompileConfig, budget: float, traffic: float) -> dict[str, Any] | None:
+    def _decide(self, config: CompileConfig, budget: float, traffic: float) -> float | None:
         until_step = config.resident_until == "step"
         share = 0.0 if until_step else kept_share(budget, traffic)
-        plans, small_bytes = self._supervisor.plans_in_use, small_weight_bytes(config)
-        fits = another_fits(plans, share, budget if until_step else 0.0, small_bytes)
+        small_bytes = small_weight_bytes(config)
+        fits = another_fits(self._plans.agreed, share, budget if until_step else 0.0, small_bytes)
         # Ranks have agreed on these plans; should one hold others all the same, it does what the rest do.
         (some,) = self._least(-fits)
         self._report(budget, "until the optimizer steps" if until_step else "from forward to backward", some < 0)
         if some == 0:
             return None
         self._bytes_until_step = budget if until_step else 0.0
-        return self._supervisor.keep(share)
+        return share
 
     def _report(self, budget: float, until: str, fits: bool) -> None:
-        assert self._memory is not None
+        memory = self._quiet.memory
+        assert memory is not None
         done = f"keeping weights {until} within that; compiling once more" if fits else "no further weight fits in"
-        self._supervisor.say(
-            f"reshard_after_forward='auto': {_gib(self._memory.reserved)} reserved at the peak of {MEASURED_STEPS} "
-            f"steps and {_gib(self._memory.others)} taken by others, of {_gib(self._memory.total)}; {_gib(budget)} "
+        self._progress.report(
+            f"reshard_after_forward='auto': {_gib(memory.reserved)} reserved at the peak of {MEASURED_STEPS} "
+            f"steps and {_gib(memory.others)} taken by others, of {_gib(memory.total)}; {_gib(budget)} "
             f"left on every rank; {done}."
         )
 

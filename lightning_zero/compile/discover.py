@@ -51,7 +51,7 @@ class CompiledCalls:
         root: modules that are not ``root`` or inside it are ignored.
         arguments: for ``torch.compile``.
         skip: module types that are never compiled.
-        say: shows a line to the user.
+        report: shows a line to the user.
 
     Attributes:
         modules: those that are compiled, by name.
@@ -63,14 +63,14 @@ class CompiledCalls:
         root: nn.Module,
         arguments: dict[str, Any],
         skip: tuple[type, ...] = (),
-        say: Callable[[str], None] = log.info,
+        report: Callable[[str], None] = log.info,
     ) -> None:
         self._inside = {id(module): name for name, module in root.named_modules()}
         self._root = root
         self._arguments = arguments
         self._skip = skip
         self._codes: dict[Any, CodeType] = {}
-        self._say = say
+        self._report = report
         self._outermost: str | None = None  # of the modules that a watched step is in
         self.modules: dict[str, nn.Module] = {}
         self.eager: dict[str, str] = {}
@@ -148,7 +148,7 @@ class CompiledCalls:
         self.eager[name] = why
         if self.modules.pop(name, None) is not None:
             module._compiled_call_impl = None
-        self._say(f"Not compiling {self._show(name, module)}: {why}, which compiled code does not support.")
+        self._report(f"Not compiling {self._show(name, module)}: {why}, which compiled code does not support.")
 
     @staticmethod
     def _show(name: str, module: nn.Module) -> str:
@@ -212,7 +212,7 @@ class CompiledCalls:
     def anew(self, arguments: dict[str, Any]) -> CompiledCalls:
         """For another beginning with other arguments; nothing is compiled until then."""
         self.restore()
-        return CompiledCalls(self._root, arguments, self._skip, self._say)
+        return CompiledCalls(self._root, arguments, self._skip, self._report)
 
     def restore(self) -> None:
         """Makes the calls plain again."""

@@ -1,4 +1,6 @@
-"""Predicates on FX graphs. The only place that spells op targets."""
+"""What several passes and reports ask of FX graphs: which nodes are gathers, reduces, views, casts, and of what.
+
+Our ops are looked up by :func:`ops`; a pass that alone is concerned with one of torch's ops names it itself."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_zero.compile.passes.base import PassSpec, check_contracts
 
-__all__ = ["Schedule", "check_passes"]
+__all__ = ["Schedule", "check_names", "check_passes"]
 
 # What a graph needs to run at all, and who gives it.
 FINISHED = {"started": "group_gathers", "handed over": "hand_over_gradients", "announced": "announce_plan"}
@@ -15,11 +15,11 @@ FINISHED = {"started": "group_gathers", "handed over": "hand_over_gradients", "a
 Names = tuple[str, ...]
 
 
-def check_passes(names: Sequence[str], known: Mapping[str, PassSpec]) -> Names:
-    """The names, when these passes can run in this order.
+def check_names(names: Sequence[str], known: Mapping[str, PassSpec]) -> Names:
+    """The names, when all of them are known.
 
     Raises:
-        ValueError: an unknown name, a pass twice, a broken contract, or a graph that would be left unfinished.
+        ValueError: no list of names, or an unknown one.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"Passes must be a list of names, not {names!r}. Choose from {', '.join(known)}.")
@@ -29,6 +29,16 @@ def check_passes(names: Sequence[str], known: Mapping[str, PassSpec]) -> Names:
             f"There is no pass {unknown[0]!r}. Choose from {', '.join(known)}, or register yours with "
             "ZeroStrategy.register_pass()."
         )
+    return tuple(names)
+
+
+def check_passes(names: Sequence[str], known: Mapping[str, PassSpec]) -> Names:
+    """The names, when these passes can run in this order.
+
+    Raises:
+        ValueError: see :func:`check_names`; a pass twice, a broken contract, or a graph that would be left unfinished.
+    """
+    check_names(names, known)
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"Pass {twice[0]!r} is named twice. Name each pass once.")

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import BACKWARD, MODULES, RECOMPUTE, REGION, SIDE
 from lightning_zero.compile.graph import gathers, is_op, is_view_or_cast, reduces, shard_of
-from lightning_zero.compile.passes.persist import after_tangents, choose_kept
+from lightning_zero.compile.passes.persist import NOTHING_KEPT, KeptLimits, after_tangents, choose_kept
 from lightning_zero.config import RecomputePolicy
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["tag_gathers"]
+__all__ = ["tag_activations", "tag_gathers"]
 
 
 def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
@@ -51,22 +51,12 @@ def _module_path(node: Node) -> str:
     return ".".join(keys) or path
 
 
-def tag_gathers(
-    graph: Graph,
-    small_bytes: int = 0,
-    budget_bytes: float = 0.0,
-    group_bytes: int = 0,
-    parts: int = 1,
-    share: float = 0.0,
-) -> Graph:
-    """Tags a joint forward and backward graph, in place.
-
-    What is kept all the same: see :func:`choose_kept`, which these arguments are for.
-    """
+def tag_gathers(graph: Graph, keep: KeptLimits = NOTHING_KEPT) -> Graph:
+    """Tags a joint forward and backward graph, in place; within ``keep``, weights cross all the same."""
     tagged: set[Node] = set(gathers(graph))
     if not tagged:
         return graph
-    kept = set(choose_kept(graph, small_bytes, budget_bytes, group_bytes, parts, share))
+    kept = set(choose_kept(graph, keep))
     for node in graph.nodes:
         # The partitioner honours tags only among nodes that carry a region number; activation checkpointing uses
         # others.

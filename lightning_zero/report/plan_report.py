@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,17 @@ from torch.fx import Graph
 from typing_extensions import override
 
 from lightning_zero.compile.passes.announce import read_plan
+from lightning_zero.compile.passes.trace import PassTrace
+from lightning_zero.compile.readable import readable
 from lightning_zero.integrations.trainer.lookup import zero_strategy
 from lightning_zero.profiling.bandwidth import BandwidthTable, measure
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.report.page import Section, page
+from lightning_zero.report.passes import pass_table, write_passes
 from lightning_zero.report.pictures import memory_picture, overlap_picture
 from lightning_zero.report.step import Step, correct, step_graphs
 from lightning_zero.report.stopwatch import Stopwatch
-from lightning_zero.report.summary import GraphSummary, readable, summarise
+from lightning_zero.report.summary import GraphSummary, summarise
 from lightning_zero.report.tables import graph_tables
 
 __all__ = ["PlanReport"]
@@ -43,6 +47,8 @@ class PlanReport(Callback):
     * ``graph_00_forward_memory.png`` and ``_overlap.png``: estimates of its memory and of its streams; once batches
       have been measured, ``_memory_corrected.png`` and ``_overlap_corrected.png`` beside them;
     * ``step.json`` and ``step.txt``: time and memory of forward and backward, estimated, measured and corrected;
+    * ``passes/``, on request: for each graph a table of the passes, with times and numbers of nodes, and for each pass
+      that did anything a diff of the graph, ``graph_00_forward_03_sink_gathers.diff``;
     * ``report.html``: all of it in one file.
 
     While a report is written, graphs do not come out of the compiler's cache. For the few batches that are measured,
@@ -53,13 +59,18 @@ class PlanReport(Callback):
         speed: of the device; if left out, what the strategy has measured for itself, and where that is nothing, it is
             measured when the Trainer sets up.
         bandwidth: of the process group; likewise.
+        passes: whether to write what each pass did.
 
     Raises:
         MisconfigurationException: matplotlib is not installed, or (in ``setup``) the strategy is no ``ZeroStrategy``.
     """
 
     def __init__(
-        self, dirpath: str | Path, speed: DeviceSpeed | None = None, bandwidth: BandwidthTable | None = None
+        self,
+        dirpath: str | Path,
+        speed: DeviceSpeed | None = None,
+        bandwidth: BandwidthTable | None = None,
+        passes: bool = False,
     ) -> None:
         if importlib.util.find_spec("matplotlib") is None:
             raise MisconfigurationException(
@@ -68,6 +79,8 @@ class PlanReport(Callback):
         self._folder = Path(dirpath)
         self._speed = speed
         self._bandwidth = bandwidth
+        self._passes = passes
+        self._traces: list[PassTrace] = []  # of the graph that is being compiled
         self._strategy: Any = None  # the one that is observed; on rank 0 only
         self._before = ""  # text of the graph that is being compiled
         self._seen: list[GraphSummary] = []  # not written yet
@@ -81,14 +94,15 @@ class PlanReport(Callback):
         """Takes note of a graph; ``what`` is ``"joint"``, or ``"before"`` or ``"after"`` the passes."""
         with self._forgiving("look at a compiled graph"):
             if what == "before":
-                self._before = readable(graph)
+                self._before, self._traces = readable(graph), []
             elif what == "after":
                 before, self._before = self._before, ""
                 assert self._speed is not None, "setup() was not called"
                 plan = None
                 with self._forgiving("read a graph's plan"):
                     plan = read_plan(graph)
-                self._seen.append(summarise(before, graph, plan, self._speed, self._bandwidth))
+                summary = summarise(before, graph, plan, self._speed, self._bandwidth)
+                self._seen.append(replace(summary, passes=tuple(self._traces)))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -108,6 +122,8 @@ class PlanReport(Callback):
             return
         self._speed = self._speed or DeviceSpeed.of(strategy.root_device)
         strategy.observe_graphs(self.observe)
+        if self._passes:
+            strategy.observe_passes(lambda trace: self._traces.append(trace))
         self._strategy = strategy
         self._watch = Stopwatch(strategy.root_device, lambda: strategy.counters().get("gather_bytes", 0))
 
@@ -199,13 +215,18 @@ class PlanReport(Callback):
                 pictures.append(("overlap", overlap_picture(f"{title}: streams, estimated", summary.timeline)))
             if timeline is not None:
                 pictures.append(("overlap_corrected", overlap_picture(f"{title}: streams, corrected", timeline)))
+        tables = graph_tables(summary, timeline, memory)
+        diffs = tuple((f"what {trace.name} did", trace.diff) for trace in summary.passes if trace.diff)
+        if summary.passes:
+            tables = (*tables, pass_table(summary.passes))
+            write_passes(self._folder / "passes", stem, summary.passes)
         for name, png in pictures:
             (self._folder / f"{stem}_{name}.png").write_bytes(png)
         return Section(
             title,
-            graph_tables(summary, timeline, memory),
+            tables,
             tuple((f"{title}: {name}", png) for name, png in pictures),
-            tuple((f"nodes {name} the passes", text) for name, text in texts),
+            (*((f"nodes {name} the passes", text) for name, text in texts), *diffs),
         )
 
     @contextmanager

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compile.graph import kind_of
+from lightning_zero.compile.passes.trace import PassTrace
 from lightning_zero.compile.plan import GraphPlan
+from lightning_zero.compile.readable import counts, readable
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed, NodeCost, graph_costs
 from lightning_zero.report.memory import MemoryTimeline, memory_timeline
 from lightning_zero.report.timeline import Compute, Gather, Reduce, Streams, Timeline
 
-__all__ = ["GraphSummary", "readable", "streams", "summarise"]
+__all__ = ["GraphSummary", "streams", "summarise"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class GraphSummary:
         plan: what it gathers and reduces, where that is known.
         streams: what its streams have to do, where there is a plan.
         timeline: how they do it.
+        passes: what each pass did, where that is wanted.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class GraphSummary:
     plan: GraphPlan | None
     streams: Streams | None
     timeline: Timeline | None
+    passes: tuple[PassTrace, ...] = ()
 
 
 def summarise(
@@ -57,7 +59,7 @@ def summarise(
         bandwidth: without one, a transfer takes as long as a copy on the device does.
     """
     kind = kind_of(graph)
-    costs = tuple(cost for node, cost in zip(graph.nodes, graph_costs(graph, speed), strict=True) if _counts(node))
+    costs = tuple(cost for node, cost in zip(graph.nodes, graph_costs(graph, speed), strict=True) if counts(node))
     work = None if plan is None else streams(costs, plan, speed, bandwidth)
     return GraphSummary(
         kind=kind,
@@ -97,46 +99,6 @@ def streams(
     per_byte = bandwidth.reduce_seconds(reduced) / reduced if bandwidth and reduced else copied
     reduces = tuple(Reduce(_names(reduce.weights), reduce.at, reduce.bytes * per_byte) for reduce in plan.reduces)
     return Streams(tuple(Compute(cost.name, cost.seconds) for cost in costs), gathers, reduces)
-
-
-def readable(graph: Graph) -> str:
-    """A line for each node: its number, name, op, arguments, and the shape of its result."""
-    lines, number = [], 0
-    for node in graph.nodes:
-        shape = _shape(node.meta.get("val"))
-        shown = str(number) if _counts(node) else ""
-        number += _counts(node)
-        lines.append(f"{shown:>5}  {_call(node)}{f'  # {shape}' if shape else ''}\n")
-    return "".join(lines)
-
-
-def _counts(node: Node) -> bool:
-    """Whether plans number the node."""
-    return node.op not in ("placeholder", "get_attr", "output") and str(node.target) != "lightning_zero.enter.default"
-
-
-def _call(node: Node) -> str:
-    if node.op == "output":
-        return f"return {node.args[0]}"
-    if node.op in ("placeholder", "get_attr"):
-        return f"{node.name} = {node.op}" + (f" {node.target}" if node.target != node.name else "")
-    arguments = [*map(_argument, node.args), *(f"{name}={_argument(value)}" for name, value in node.kwargs.items())]
-    target = node.target
-    name = str(target) if isinstance(target, str | OpOverload) else getattr(target, "__name__", str(target))
-    return f"{node.name} = {name}({', '.join(arguments)})"
-
-
-def _argument(value: object, most: int = 60) -> str:
-    # A plan is announced in a text as long as the plan; other texts are short.
-    return f"{value[:most]!r}..." if isinstance(value, str) and len(value) > most else str(value)
-
-
-def _shape(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
-    if isinstance(value, tuple | list):
-        return ", ".join(map(_shape, value))
-    return "" if value is None else str(value)
 
 
 def _outlives_backward(node: Node) -> bool:

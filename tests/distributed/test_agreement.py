@@ -51,8 +51,8 @@ def train_on_all_lengths() -> tuple[list[dict[str, Tensor]], int, list[list[int]
                 optimizer.step()
             optimizer.zero_grad()
             params.append(whole_params(engine, model))
-        starts = [[gather.started for gather in plan.gathers] for plan in engine.plan.graphs]
-        assert len({plan.digest for plan in engine.plan.graphs}) == len(engine.plan.graphs)
+        starts = [[gather.started for gather in plan.gathers] for plan in engine.session.plans.plan.graphs]
+        assert len({plan.digest for plan in engine.session.plans.plan.graphs}) == len(engine.session.plans.plan.graphs)
     return params, graphs, starts
 
 
@@ -149,7 +149,7 @@ def evaluate_other_parts() -> None:
             engine.eval_step()
             with torch.no_grad():
                 model(torch.ones(2, 9), False)
-        kinds = [plan.kind for plan in engine.plan.graphs]
+        kinds = [plan.kind for plan in engine.session.plans.plan.graphs]
         assert kinds.count("backward") == 2
 
 

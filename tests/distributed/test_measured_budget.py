@@ -74,15 +74,15 @@ def train(
         rows = 5 if lengths and len(before) > 2 + 2 * dist.get_rank() else 6
         return model.loss(tuple(part[:rows] for part in batch))
 
-    with patch("lightning_zero.engine.MemoryGauge", Gauge), patch.object(Gauge, "spare", spare, create=True):
+    with patch("lightning_zero.compile.session.MemoryGauge", Gauge), patch.object(Gauge, "spare", spare, create=True):
         budget = {"reshard_after_forward": "auto"} if resident == "auto" else {"resident_mb": resident}
         settings = {**budget, "gather_group_mb": 0.001, **options}
         with engine_for(model, "aot_eager", observe=count, **settings) as engine:
-            engine._supervisor._say = said.append
+            engine.session.progress._report = said.append
             batches = make_batches(Blocks, steps * accumulate, 12)
             out = train_sharded(engine, model, batches, sgd(model), loss, accumulate=accumulate, before_batch=note)
             note()
-            kept = {g.until for plan in engine.plan.graphs for g in plan.gathers}
+            kept = {g.until for plan in engine.session.plans.plan.graphs for g in plan.gathers}
     changes = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, before[1:], strict=False)]
     return {
         "losses": out.losses,

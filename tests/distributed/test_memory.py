@@ -153,7 +153,7 @@ def kept_of_parts() -> list[tuple[str, ...]]:
                 loss = model(torch.ones(7, 19))
             loss.backward()
             engine.before_step()
-        graphs = engine.plan.graphs
+        graphs = engine.session.plans.plan.graphs
         assert sum(graph.kind == "forward" for graph in graphs) == 3
         return [gather.weights for graph in graphs for gather in graph.gathers if gather.until == "backward"]
 

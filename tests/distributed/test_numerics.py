@@ -92,7 +92,7 @@ def train(
             engine, model, batches, make_optimizer(model), clip_norm=clip, context=context_of(precision)
         )
         # Everything but the first step ran as it was meant to.
-        assert len(engine.calls.modules) == (backend != EAGER)
+        assert len(engine.session.calls.modules) == (backend != EAGER)
         return out
 
 

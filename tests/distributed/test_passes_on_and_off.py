@@ -101,7 +101,7 @@ def starts(options: dict[str, Any]) -> list[list[int]]:
     model = build("TinyTransformer")
     with engine_for(model, "aot_eager", **options) as engine:
         train_sharded(engine, model, make_batches("TinyTransformer", 2, 12), sgd(model))
-        return [[gather.started for gather in graph.gathers] for graph in engine.plan.graphs]
+        return [[gather.started for gather in graph.gathers] for graph in engine.session.plans.plan.graphs]
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def trained(nth: int, choices: dict[str, str]) -> tuple[list[float], dict[str, i
     with (
         copying_by_itself(),
         memory_fails(nth),
-        patch("lightning_zero.engine.measure_costs", links),
+        patch("lightning_zero.compile.session.measure_costs", links),
         engine_for(model, "aot_eager", **MIXED, **choices) as engine,
     ):
         batches = make_batches("OneBlock", 5, 12)
@@ -230,7 +230,7 @@ def configured(options: dict[str, Any], other: dict[str, Any]) -> str:
             engine.configure(replace(engine.config, tuning=replace(engine.config.tuning, **other)))
         except UnsupportedError as error:
             return str(error)
-        return str(engine._agreement.patience_s)
+        return str(engine.session._agreement.patience_s)
 
 
 @pytest.mark.parametrize(

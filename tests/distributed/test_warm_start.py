@@ -26,7 +26,7 @@ def compile_twice(folder: str) -> list[dict[str, Any]]:
             found.append(
                 {
                     "losses": out.losses,
-                    "plans": [graph.digest for graph in engine.plan.graphs],
+                    "plans": [graph.digest for graph in engine.session.plans.plan.graphs],
                     "hits": counters["inductor"]["fxgraph_cache_hit"],
                     "misses": counters["inductor"]["fxgraph_cache_miss"],
                     "aot": counters["aot_autograd"]["autograd_cache_hit"],

@@ -42,7 +42,7 @@ def train(resident: float | str, until: str) -> tuple[list[float], list[int], li
     said: list[str] = []
     budget = {"reshard_after_forward": "auto"} if resident == "auto" else {"resident_mb": resident}
     chosen = config(compile_backend="aot_eager", resident_until=until, **budget)
-    engine = Engine(device, chosen, say=said.append)
+    engine = Engine(device, chosen, report=said.append)
     try:
         engine.shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -86,7 +86,7 @@ def test_copies_between_gpus_are_as_good_as_collectives(ranks: Ranks, case: str,
 
 
 def train_with_kept_weights(case: str, backend: str, resident_until: str):
-    with patch("lightning_zero.compile.passes.SMALL_BYTES", 256):
+    with patch("lightning_zero.compile.context.SMALL_BYTES", 256):
         return train_both(case, backend, False, resident_mb=float("inf"), resident_until=resident_until)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compile.backend import GraphObserver
+from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.estimate import NOMINAL, Costs
 from lightning_zero.sharding.refusals import on_plain_tensors
@@ -55,10 +55,10 @@ def engine_for(
     """
     compiled = {"compile": backend != EAGER, "compile_backend": "aot_eager" if backend == EAGER else backend}
     chosen = config(**{"reduce_bucket_mb": 0.01} | compiled | options)
-    with patch("lightning_zero.engine.measure_costs", lambda *args: costs):
+    with patch("lightning_zero.compile.session.measure_costs", lambda *args: costs):
         engine = Engine(torch.device(device), chosen, observe=observe)
     try:
-        with patch("lightning_zero.compile.passes.SMALL_BYTES", small_bytes):
+        with patch("lightning_zero.compile.context.SMALL_BYTES", small_bytes):
             if model is not None:
                 engine.shard(model)
             yield engine

@@ -30,7 +30,7 @@ def fit_both() -> tuple[dict[str, Any], dict[str, Any], list[int]]:
     make_trainer("ddp", **arguments).fit(plain, make_loader("ddp", WINDOW * WINDOWS))
     ours = Counts()
     strategy = make_strategy("compiled", reshard_after_forward=False, resident_until="step")
-    with patch("lightning_zero.compile.passes.SMALL_BYTES", 0):
+    with patch("lightning_zero.compile.context.SMALL_BYTES", 0):
         trainer = make_trainer("compiled", strategy=strategy, **arguments)
         trainer.fit(ours, make_loader("compiled", WINDOW * WINDOWS))
     state = whole_state(ours)

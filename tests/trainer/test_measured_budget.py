@@ -28,9 +28,9 @@ def train(schedule: Any) -> tuple[list[int], list[str]]:
     torch._dynamo.reset()
     counts = Count()
     strategy = make_strategy("compiled", reshard_after_forward="auto")
-    gauge = patch("lightning_zero.engine.MemoryGauge", Roomy)
+    gauge = patch("lightning_zero.compile.session.MemoryGauge", Roomy)
     # All weights of this model are small, and would stay anyway.
-    with gauge, patch("lightning_zero.compile.passes.SMALL_BYTES", 0):
+    with gauge, patch("lightning_zero.compile.context.SMALL_BYTES", 0):
         callbacks = [PassSchedule(schedule), counts]
         with fitted("compiled", steps=9, strategy=strategy, callbacks=callbacks) as (_, trainer):
             kept = sorted({gather.until for graph in trainer.strategy.plan().graphs for gather in graph.gathers})

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import first_call, is_reduce, is_start, kind_of, ops, weight_name
-from lightning_zero.compile.passes.grouping import word
+from lightning_zero.compile.passes.grouping import dtype_name
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
 from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import nbytes
@@ -65,7 +65,7 @@ def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather
     uses = sorted((user for user in readers if position[user] > waited), key=position.__getitem__)
     return Gather(
         weights=start.meta.get("weights") or (weight_name(start),),
-        dtype=word(values[0].dtype),
+        dtype=dtype_name(values[0].dtype),
         bytes=nbytes(values),
         started=position[start],
         before=next((node.name for node in following), "the end"),
@@ -95,4 +95,4 @@ def _reduce(node: Node, position: dict[Node, int]) -> Reduce:
     grads: Any = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
     names = node.meta.get("weights") or (weight_name(node),)
     values = [grad.meta["val"] for grad in grads]
-    return Reduce(tuple(names), word(values[0].dtype), nbytes(values), position[node])
+    return Reduce(tuple(names), dtype_name(values[0].dtype), nbytes(values), position[node])

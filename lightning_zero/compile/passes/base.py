@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
+from lightning_zero.compile.passes.trace import PassTrace, traced
+
 __all__ = ["PassSpec", "run_passes"]
 
 log = logging.getLogger(__name__)
@@ -62,11 +64,15 @@ def check_contracts(passes: Sequence[PassSpec]) -> set[str]:
     return held
 
 
-def run_passes(graph: Graph, passes: Sequence[PassSpec]) -> Graph:
-    """Runs ``passes`` in order and checks the graph after each."""
+def run_passes(graph: Graph, passes: Sequence[PassSpec], watch: Callable[[PassTrace], None] | None = None) -> Graph:
+    """Runs ``passes`` in order and checks the graph after each. ``watch`` is told what each did, which takes time."""
     check_contracts(passes)
     for spec in passes:
-        graph = spec.apply(graph)
+        if watch is None:
+            graph = spec.apply(graph)
+        else:
+            graph, trace = traced(graph, spec.name, spec.apply)
+            watch(trace)
         graph.lint()
         log.debug("after %s: %s", spec.name, graph)
     return graph

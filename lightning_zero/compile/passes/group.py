@@ -3,8 +3,8 @@
 One launch for a group costs what one launch for a weight costs, and a large transfer reaches the bandwidth that small
 ones do not. The first groups are small: nothing hides them, and compute begins when the first has arrived. The weights
 of a group arrive in one tensor and are views of it: nothing is copied. By default at most two full groups are in flight
-or in use, next to the small weights, which are gathered at the beginning and kept. See ``places.py`` for when a group
-is started.
+or in use, next to the small weights, which are gathered at the beginning and kept. See ``prefetch_schedule.py`` for
+when a group is started.
 
 Ranks may compile graphs of the same weights at different times and for batches of different lengths. All must gather
 the same groups in the same order, so a graph follows the plan that the ranks have agreed on, if there is one.
@@ -20,8 +20,8 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.graphs import RECOMPUTE
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import gathers, ops, readers, shard_of, weight_name
-from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, most_bytes, size_of
-from lightning_zero.compile.passes.places import Pace, places
+from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dtype_of, follow, size_of
+from lightning_zero.compile.passes.prefetch_schedule import PrefetchBudget, prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.profiling.estimate import Costs
 
@@ -36,12 +36,9 @@ Group = list[Node]
 def group_gathers(
     graph: Graph,
     world_size: int,
-    group_bytes: int,
-    small_bytes: int,
-    parts: int,
-    ahead: int,
+    limits: GroupLimits,
+    ahead: int = 1,
     agreed: Sequence[GraphPlan] = (),
-    first: Sequence[float] = (),
     costs: Costs | None = None,
     window_bytes: float | None = None,
 ) -> Graph:
@@ -49,32 +46,29 @@ def group_gathers(
 
     Args:
         world_size: number of shards that make a weight.
-        group_bytes: at most so many bytes in a group; a larger weight is a group of its own.
-        small_bytes: weights up to this size are gathered together at the beginning of the graph.
-        parts: smaller groups where the graph gathers little: about this many for the whole graph.
+        limits: how large the groups get.
         ahead: a group is started when the one that comes ``ahead`` before it is first waited for.
         agreed: plans of graphs that ran before; one for the same weights is followed.
-        first: shares of a group's bytes that the first groups may have, see :func:`consecutive`.
         costs: estimates by which groups are started earlier or later than ``ahead`` says.
         window_bytes: earlier only while at most so many bytes of groups are in flight or in use; by default two groups.
     """
     nodes = gathers(graph)
     if not nodes:
         return graph
-    small = [node for node in nodes if size_of(node) <= small_bytes]
-    large = [node for node in nodes if size_of(node) > small_bytes]
-    limit = most_bytes(map(size_of, large), group_bytes, parts)
+    small = [node for node in nodes if size_of(node) <= limits.small_bytes]
+    large = [node for node in nodes if size_of(node) > limits.small_bytes]
+    limit = limits.most_bytes(map(size_of, large))
     groups = follow(graph, nodes, agreed, kept=False)
     if groups is None:
-        groups = [*_by_dtype(small), *consecutive(large, limit, size_of, _kind, first)]
-    at_once = [all(size_of(node) <= small_bytes for node in group) for group in groups]
-    pace = None
+        groups = [*_by_dtype(small), *consecutive(large, limit, size_of, _kind, limits.first)]
+    at_once = [all(size_of(node) <= limits.small_bytes for node in group) for group in groups]
+    budget = None
     # Launches of weights that stay until the step lie in between. The order of all launches must be the same on every
     # rank, so it may not depend on estimates: those groups and these are started one group ahead.
     if costs is not None and not graph.find_nodes(op="call_function", target=ops("keep_start")):
         sizes = [sum(_padded(node, world_size) * dtype_of(node).itemsize for node in group) for group in groups]
-        pace = Pace(costs, sizes, 2 * limit if window_bytes is None else window_bytes)
-    begin, waits = places(graph, groups, at_once, ahead, pace)
+        budget = PrefetchBudget(costs, sizes, 2 * limit if window_bytes is None else window_bytes)
+    begin, waits = prefetch_schedule(graph, groups, at_once, ahead, budget)
     launches = [_start(graph, group, start, world_size) for group, start in zip(groups, begin, strict=True)]
     for group, start, wait in zip(groups, launches, waits, strict=True):
         _use(graph, group, start, wait, world_size)

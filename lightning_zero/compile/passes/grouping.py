@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,30 @@ from lightning_zero.compile.graph import kind_of, weight_name
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["consecutive", "dtype_of", "follow", "most_bytes", "size_of", "word"]
+__all__ = ["GroupLimits", "consecutive", "dtype_name", "dtype_of", "follow", "most_bytes", "size_of"]
 
 Group = list[Node]
+
+
+@dataclass(frozen=True)
+class GroupLimits:
+    """How large groups of gathers get.
+
+    Attributes:
+        group_bytes: at most so many bytes in a group; a larger weight is a group of its own.
+        small_bytes: weights of at most this size are gathered together at the beginning of a graph.
+        parts: smaller groups where a graph gathers little: about this many for the whole graph.
+        first: shares of a group's bytes that the first groups may have, see :func:`consecutive`.
+    """
+
+    group_bytes: int
+    small_bytes: int = 0
+    parts: int = 1
+    first: tuple[float, ...] = ()
+
+    def most_bytes(self, sizes: Iterable[int]) -> int:
+        """What a group of a graph that gathers weights of these sizes may hold."""
+        return most_bytes(sizes, self.group_bytes, self.parts)
 
 
 def consecutive(
@@ -55,19 +77,19 @@ def follow(graph: Graph, nodes: Sequence[Node], agreed: Sequence[GraphPlan], kep
 
     ``kept``: of the weights that stay until the optimizer steps, otherwise of the others.
     """
-    mine = Counter((weight_name(node), word(dtype_of(node))) for node in nodes)
+    mine = Counter((weight_name(node), dtype_name(dtype_of(node))) for node in nodes)
     for plan in agreed:
         gathers = [gather for gather in plan.gathers if (gather.until == "step") is kept]
         if plan.kind != kind_of(graph) or mine != Counter((name, g.dtype) for g in gathers for name in g.weights):
             continue
         waiting: dict[tuple[str, str], deque[Node]] = {}
         for node in nodes:
-            waiting.setdefault((weight_name(node), word(dtype_of(node))), deque()).append(node)
+            waiting.setdefault((weight_name(node), dtype_name(dtype_of(node))), deque()).append(node)
         return [[waiting[name, g.dtype].popleft() for name in g.weights] for g in gathers]
     return None
 
 
-def word(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """``"bfloat16"``"""
     return str(dtype).removeprefix("torch.")
 

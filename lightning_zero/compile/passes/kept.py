@@ -11,17 +11,18 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import gathers, ops, shard_of, weight_name
-from lightning_zero.compile.passes.grouping import consecutive, dtype_of, follow, most_bytes, size_of
-from lightning_zero.compile.passes.places import places
+from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dtype_of, follow, size_of
+from lightning_zero.compile.passes.prefetch_schedule import prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
 
 __all__ = ["use_kept"]
 
 
-def use_kept(graph: Graph, group_bytes: int, parts: int, ahead: int, agreed: Sequence[GraphPlan] = ()) -> Graph:
+def use_kept(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequence[GraphPlan] = ()) -> Graph:
     """``gather(shard, shape, dtype, kept)`` becomes ``kept``, in place, behind calls that see that it is filled.
 
-    A gather in another dtype than the memory's stays a gather. Arguments: see :func:`group_gathers`.
+    A gather in another dtype than the memory's stays a gather. Arguments: see :func:`group_gathers`; of the limits,
+    small weights and first groups do not matter here: nobody waits for what is there already.
     """
     firsts: dict[Node, Node] = {}  # memory -> its first reader
     for node in gathers(graph):
@@ -35,9 +36,8 @@ def use_kept(graph: Graph, group_bytes: int, parts: int, ahead: int, agreed: Seq
     nodes = list(firsts.values())
     groups = follow(graph, nodes, agreed, kept=True)
     if groups is None:
-        limit = most_bytes(map(size_of, nodes), group_bytes, parts)
-        groups = consecutive(nodes, limit, size_of, dtype_of)
-    begin, waits = places(graph, groups, [False] * len(groups), ahead)
+        groups = consecutive(nodes, limits.most_bytes(map(size_of, nodes)), size_of, dtype_of)
+    begin, waits = prefetch_schedule(graph, groups, [False] * len(groups), ahead)
     for op, anchors in (("keep_start", begin), ("keep_wait", waits)):
         for group, anchor in zip(groups, anchors, strict=True):
             with graph.inserting_before(anchor):

@@ -24,7 +24,30 @@ from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, r
 from lightning_zero.compile.passes.grouping import most_bytes
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["after_tangents", "choose_kept"]
+__all__ = ["NOTHING_KEPT", "KeptLimits", "after_tangents", "choose_kept"]
+
+
+@dataclass(frozen=True)
+class KeptLimits:
+    """What a graph keeps of its weights from forward to backward.
+
+    Attributes:
+        small_bytes: weights of at most this size, in the dtype that is saved, are kept whatever the budget.
+        budget_bytes: for all others together. One that does not fit is skipped, a smaller one may follow.
+        group_bytes: backward follows right after this graph's forward, and its last group is kept whatever the budget;
+            of at most so many bytes. 0: something else comes between.
+        parts: smaller groups where the graph gathers little, see :class:`GroupLimits`.
+        share: adds this share of what would otherwise be gathered again to the budget.
+    """
+
+    small_bytes: int = 0
+    budget_bytes: float = 0.0
+    group_bytes: int = 0
+    parts: int = 1
+    share: float = 0.0
+
+
+NOTHING_KEPT = KeptLimits()
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,27 +62,16 @@ class _Weight:
     again: int | None
 
 
-def choose_kept(
-    graph: Graph, small_bytes: int, budget_bytes: float, group_bytes: int = 0, parts: int = 1, share: float = 0.0
-) -> list[Node]:
-    """The nodes of a joint graph to save for backward: gathers, or the casts of gathers that are used.
-
-    Args:
-        small_bytes: weights of at most this size, in the dtype that is saved, are kept whatever the budget.
-        budget_bytes: for all others together. One that does not fit is skipped, a smaller one may follow.
-        group_bytes: backward follows right after this graph's forward, and its last group is kept whatever the budget;
-            of at most so many bytes. 0: something else comes between.
-        parts: smaller groups where the graph gathers little, see :func:`group_gathers`.
-        share: adds this share of what would otherwise be gathered again to the budget.
-    """
+def choose_kept(graph: Graph, limits: KeptLimits) -> list[Node]:
+    """The nodes of a joint graph to save for backward: gathers, or the casts of gathers that are used."""
     weights = _weights(graph)
-    small = [weight for weight in weights if weight.size <= small_bytes]
-    large = [weight for weight in weights if weight.size > small_bytes]
+    small = [weight for weight in weights if weight.size <= limits.small_bytes]
+    large = [weight for weight in weights if weight.size > limits.small_bytes]
     again = sorted((weight for weight in large if weight.again is not None), key=lambda weight: weight.again or 0)
     kept = {weight for weight in small if weight.again is not None}
-    kept.update(_last_group(large, again, group_bytes, parts))
+    kept.update(_last_group(large, again, limits.group_bytes, limits.parts))
     rest = sum(weight.size for weight in again if weight not in kept)
-    kept.update(_within(again, kept, budget_bytes + share * rest))
+    kept.update(_within(again, kept, limits.budget_bytes + limits.share * rest))
     return [node for weight in weights if weight in kept for node in weight.nodes]
 
 

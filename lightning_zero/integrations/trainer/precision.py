@@ -57,9 +57,7 @@ class _ForShards(WholeNorms):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        calls = self.engine().calls
-        assert calls is not None
-        with calls.explaining():
+        with self.engine().session.explaining():
             super().backward(*args, **kwargs)
 
     @override

@@ -22,7 +22,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import optimizers_to_device
-from lightning_zero.compile.backend import GraphObserver
+from lightning_zero.compile.listener import GraphObserver, PassObserver
 from lightning_zero.config import EngineConfig, Options
 from lightning_zero.config.option import option_fields
 from lightning_zero.engine import Engine, engine_of
@@ -61,6 +61,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self._engine: Engine | None = None
         self._ask_again: Callable[[], None] | None = None
         self._observers: list[GraphObserver] = []
+        self._pass_observers: list[PassObserver] = []
         self._lightning_module_ref: pl.LightningModule | None = None
         self._prepared = False  # in this stage
         super().__init__(
@@ -130,9 +131,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
                     "The ZeRO-3 strategy was asked for something before it was set up. Call this inside a hook of the "
                     "LightningModule or a callback, while trainer.fit() or another stage is running."
                 )
-            self._engine = Engine(self.root_device, self._config(), skip_modules=(Metric,), say=rank_zero_info)
-            for observer in self._observers:
-                self._engine.observe(observer)
+            self._engine = Engine(self.root_device, self._config(), skip_modules=(Metric,), report=rank_zero_info)
+            self._observe_engine(self._engine)
         return self._engine
 
     def _config(self) -> EngineConfig:

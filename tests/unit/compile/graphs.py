@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compile.graph import WEIGHT as WEIGHT_NAME
 from lightning_zero.native import load
+
+aten = torch.ops.aten
+
+WEIGHT = 64 * 64 * 4  # bytes of each weight of the products below
 
 NAMES = {
     "aten.slice.Tensor": "slice",
@@ -52,6 +57,33 @@ class Builder:
         self.graph.output(tuple(outputs))
         self.graph.lint()
         return self.graph
+
+
+def products(shards: str, dtypes: dict[str, torch.dtype] | None = None, **sizes: int) -> Graph:
+    """x @ a @ b @ ..., each weight gathered right before its product."""
+    b = Builder()
+    nodes = {name: b.shard(name, sizes.get(name, 2048)) for name in shards}
+    x = b.input("x", 64, 64)
+    for name in shards:
+        whole = b.gather(nodes[name], 64, 64, dtype=(dtypes or {}).get(name))
+        x = b.call(aten.mm.default, x, whole)
+    return b.done(x)
+
+
+def named_products(names: str = "abc", rows: int = 64, backward: bool = False) -> Graph:
+    """x @ a @ b @ ...; in a backward, each weight also gets a gradient."""
+    b = Builder()
+    shards = {name: b.shard(f"primals_{name}", 2048) for name in names}
+    x = b.input("tangents_1" if backward else "x", rows, 64)
+    grads = []
+    for name in names:
+        whole = b.gather(shards[name], 64, 64)
+        whole.meta["custom"] = {WEIGHT_NAME: f"layer.{name}"}
+        x = b.call(aten.mm.default, x, whole)
+        if backward:
+            grads.append(b.reduce(b.call(aten.mm.default, b.call(aten.t.default, x), x), shards[name]))
+            grads[-1].meta["custom"] = {WEIGHT_NAME: f"layer.{name}"}
+    return b.done(x, *grads)
 
 
 def order(graph: Graph) -> str:

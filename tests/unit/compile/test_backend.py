@@ -7,16 +7,23 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from lightning_zero.compile.backend import Compiler, _boxed
+from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import run_passes
 from lightning_zero.compile.passes.announce import read_plan
+from lightning_zero.compile.passes.trace import PassTrace
+from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.selection import PassSelection
 from lightning_zero.config import CompileConfig
-from tests.unit.compile.test_plan import step
+from tests.unit.compile.graphs import named_products
 
 
 class Silent:
-    wants_graphs = False
+    wants_graphs = wants_passes = False
 
     def graph(self, what: str, graph: Graph) -> None:
+        pass
+
+    def pass_ran(self, trace: PassTrace) -> None:
         pass
 
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
@@ -45,14 +52,19 @@ def test_inputs_are_freed_after_their_last_use() -> None:
 
 
 def compiler(**options: object) -> Compiler:
-    return Compiler(CompileConfig(**options), 2, Silent())  # type: ignore[arg-type]
+    return made(PassContext(CompileConfig(**options), 2))  # type: ignore[arg-type]
+
+
+def made(context: PassContext, plans: PlanBook | None = None) -> Compiler:
+    return Compiler(context, PassSelection(), plans or PlanBook(), Silent())
 
 
 def test_what_decides_how_graphs_are_rewritten_decides_what_a_cache_may_return() -> None:
     digest = compiler()._digest()
     assert digest == compiler()._digest()
     assert digest != compiler(resident_mb=1)._digest()
-    assert digest != Compiler(CompileConfig(), 3, Silent())._digest()
-    later = compiler()
-    later.agreed.append(read_plan(run_passes(step(), later.passes())))
+    assert digest != made(PassContext(CompileConfig(), 3))._digest()
+    plans = PlanBook()
+    later = made(PassContext(CompileConfig(), 2), plans)
+    plans.add(read_plan(run_passes(named_products(), later.passes())))
     assert later._digest() != digest

@@ -59,14 +59,12 @@ class Alone(MeasuredBudget):
     def __init__(self, exists: bool = True) -> None:
         self.said: list[str] = []
         self.starts = 0
-        self.shares: list[float] = []
-        self.supervisor: Any = SimpleNamespace(
-            compiled=0, plans_in_use=[plan("backward", (4, 400))], say=self.said.append, keep=self._keep
-        )
+        self.progress: Any = SimpleNamespace(compiled=0, report=self.said.append)
+        self.plans: Any = SimpleNamespace(count=0, agreed=(plan("backward", (4, 400)),))
         self.executor: Any = SimpleNamespace(counters=lambda: {"gather_bytes": self.bytes})
         self.bytes = 0
         gauge: Any = SimpleNamespace(exists=exists, start=self._begin, read=self._read)
-        super().__init__(self.supervisor, self.executor, None, gauge)  # type: ignore[arg-type]
+        super().__init__(self.progress, self.plans, self.executor, None, gauge)  # type: ignore[arg-type]
 
     def _begin(self, anew: bool) -> None:
         assert anew
@@ -75,16 +73,12 @@ class Alone(MeasuredBudget):
     def _read(self) -> DeviceMemory:
         return DeviceMemory(2000, 0, 1700, 0, 0)
 
-    def _keep(self, share: float) -> dict[str, Any]:
-        self.shares.append(share)
-        return {"share": share}
-
     def _least(self, *values: float) -> list[float]:
         return list(values)
 
-    def batch(self, compiles: bool = False, steps: bool = True, config: CompileConfig = AUTO) -> Any:
+    def batch(self, compiles: bool = False, steps: bool = True, config: CompileConfig = AUTO) -> float | None:
         found = self.decided(config)
-        self.supervisor.compiled += compiles
+        self.progress.compiled += compiles
         self.bytes += 800
         if steps:
             self.optimizer_steps()
@@ -96,8 +90,8 @@ def test_it_is_decided_once_after_some_steps_without_compiling() -> None:
     assert [budget.batch(compiles) for compiles in (False, True, False, True)] == [None] * 4
     assert [budget.batch() for _ in range(MEASURED_STEPS)] == [None] * MEASURED_STEPS
     # 100 bytes are left, of 400 that are gathered twice.
-    assert budget.batch() == {"share": 0.25}
-    budget.supervisor.compiled += 1
+    assert budget.batch() == 0.25
+    budget.progress.compiled += 1
     assert [budget.batch() for _ in range(50)] == [None] * 50
     assert budget.starts == 2
     assert len(budget.said) == 1
@@ -108,7 +102,7 @@ def test_passes_count_between_steps_and_only_steps_are_measured() -> None:
     budget.batch(True)
     found = [budget.batch(steps=number % 4 == 3) for number in range(4 * (MEASURED_STEPS + 2))]
     assert [number for number, again in enumerate(found) if again] == [4 * MEASURED_STEPS]
-    assert budget.shares == [0.25]
+    assert found[4 * MEASURED_STEPS] == 0.25
 
 
 def test_the_search_for_steps_without_compiling_ends() -> None:
@@ -143,7 +137,7 @@ def test_without_auto_nothing_is_measured(options: dict[str, Any]) -> None:
 
 def test_until_the_step_the_budget_is_one_of_bytes() -> None:
     budget, config = Alone(), CompileConfig(resident_mb="auto", resident_until="step")
-    budget.supervisor.plans_in_use = [plan("forward", (1, 10**6))]
+    budget.plans.agreed = (plan("forward", (1, 10**6)),)
     assert budget.until_step(config) == 0.0
     for number in range(9):
         assert budget.batch(number == 1, config=config) is None

@@ -6,44 +6,28 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from lightning_zero.compile.graph import WEIGHT
+from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
 from lightning_zero.compile.passes.announce import announce_plan, read_plan
 from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce, first_difference
 from lightning_zero.config import CompileConfig
-from tests.unit.compile.graphs import Builder, order
+from tests.unit.compile.graphs import Builder, named_products, order
 
 aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
 def no_weight_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.compile.passes.SMALL_BYTES", 0)
-
-
-def step(names: str = "abc", rows: int = 64, backward: bool = False) -> Graph:
-    """x @ a @ b @ ...; in a backward, each weight also gets a gradient."""
-    b = Builder()
-    shards = {name: b.shard(f"primals_{name}", 2048) for name in names}
-    x = b.input("tangents_1" if backward else "x", rows, 64)
-    grads = []
-    for name in names:
-        whole = b.gather(shards[name], 64, 64)
-        whole.meta["custom"] = {WEIGHT: f"layer.{name}"}
-        x = b.call(aten.mm.default, x, whole)
-        if backward:
-            grads.append(b.reduce(b.call(aten.mm.default, b.call(aten.t.default, x), x), shards[name]))
-            grads[-1].meta["custom"] = {WEIGHT: f"layer.{name}"}
-    return b.done(x, *grads)
+    monkeypatch.setattr("lightning_zero.compile.context.SMALL_BYTES", 0)
 
 
 def planned(graph: Graph, prefetch: bool = True, agreed: tuple[GraphPlan, ...] = ()) -> GraphPlan:
     config = CompileConfig(prefetch=prefetch, gather_group_mb=0.04)
-    return read_plan(run_passes(graph, default_passes(config, 2, agreed)))
+    return read_plan(run_passes(graph, default_passes(PassContext(config, 2, agreed=agreed))))
 
 
 def test_the_plan_says_what_is_gathered_when_and_for_whom() -> None:
-    plan = planned(step())
+    plan = planned(named_products())
     assert plan.kind == "forward"
     assert [g.weights for g in plan.gathers] == [("layer.a",), ("layer.b",), ("layer.c",)]
     assert {(g.dtype, g.bytes, g.until) for g in plan.gathers} == {("float32", 64 * 64 * 4, "last use")}
@@ -56,7 +40,7 @@ def test_the_plan_says_what_is_gathered_when_and_for_whom() -> None:
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_gradients_are_in_the_plan(prefetch: bool) -> None:
-    plan = planned(step(backward=True), prefetch)
+    plan = planned(named_products(backward=True), prefetch)
     assert plan.kind == "backward"
     names = [name for reduce in plan.reduces for name in reduce.weights]
     assert names == ["layer.a", "layer.b", "layer.c"]
@@ -64,7 +48,7 @@ def test_gradients_are_in_the_plan(prefetch: bool) -> None:
 
 
 def test_the_graph_announces_its_plan_before_its_first_collective() -> None:
-    graph = run_passes(step(), default_passes(CompileConfig(), 2))
+    graph = run_passes(named_products(), default_passes(PassContext(CompileConfig(), 2)))
     assert order(graph).startswith("enter(primals_a) gather_group(")
     enter = next(node for node in graph.nodes if "enter" in str(node.target))
     assert enter.args[1] == read_plan(graph).digest
@@ -78,10 +62,10 @@ def test_a_graph_without_collectives_announces_nothing() -> None:
 
 
 def test_what_ranks_compare_does_not_depend_on_the_batch() -> None:
-    assert planned(step(rows=64)).digest == planned(step(rows=3)).digest
-    assert planned(step("abc")).digest != planned(step("abe")).digest
-    assert planned(step("abc")).digest != planned(step("acb")).digest
-    assert planned(step()).digest != planned(step(backward=True)).digest
+    assert planned(named_products(rows=64)).digest == planned(named_products(rows=3)).digest
+    assert planned(named_products("abc")).digest != planned(named_products("abe")).digest
+    assert planned(named_products("abc")).digest != planned(named_products("acb")).digest
+    assert planned(named_products()).digest != planned(named_products(backward=True)).digest
 
 
 def test_what_is_kept_for_backward_is_another_plan() -> None:
@@ -102,9 +86,11 @@ def test_gradients_may_come_in_another_order() -> None:
 
 
 def test_a_later_graph_follows_the_plan_that_was_agreed_on() -> None:
-    first = planned(step("abcd"))
+    first = planned(named_products("abcd"))
     # The same weights in another order of use: a and b change places.
-    graph = run_passes(step("bacd"), default_passes(CompileConfig(gather_group_mb=0.04), 2, [first]))
+    graph = run_passes(
+        named_products("bacd"), default_passes(PassContext(CompileConfig(gather_group_mb=0.04), 2, agreed=(first,)))
+    )
     assert [g.weights for g in read_plan(graph).gathers] == [g.weights for g in first.gathers]
     assert read_plan(graph).digest == first.digest
     # Nothing is used before it is waited for, and launches keep their order.
@@ -114,14 +100,16 @@ def test_a_later_graph_follows_the_plan_that_was_agreed_on() -> None:
 
 
 def test_a_plan_for_other_weights_is_not_followed() -> None:
-    first = planned(step("abc"))
-    assert planned(step("abe"), agreed=(first,)) == planned(step("abe"))
+    first = planned(named_products("abc"))
+    assert planned(named_products("abe"), agreed=(first,)) == planned(named_products("abe"))
     # Nor is a forward's in a backward.
-    assert planned(step("cba", backward=True), agreed=(first,)) == planned(step("cba", backward=True))
+    assert planned(named_products("cba", backward=True), agreed=(first,)) == planned(
+        named_products("cba", backward=True)
+    )
 
 
 def test_a_plan_prints_as_a_table() -> None:
-    lines = str(planned(step())).splitlines()
+    lines = str(planned(named_products())).splitlines()
     assert lines[0] == "forward graph of 15 nodes: 3 gathers of 0.05 MiB, 0 gradients of 0.00 MiB"
     assert " ".join(lines[1].split()) == "bucket weights dtype MiB started before waited for by kept until"
     assert lines[2].split()[:4] == ["0", "layer.a", "float32", "0.02"]
@@ -129,7 +117,7 @@ def test_a_plan_prints_as_a_table() -> None:
 
 
 def test_a_plan_survives_a_file(tmp_path: Path) -> None:
-    plan = Plan((planned(step()), planned(step(backward=True))))
+    plan = Plan((planned(named_products()), planned(named_products(backward=True))))
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
 

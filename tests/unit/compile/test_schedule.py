@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
+from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes
 from lightning_zero.compile.schedule import Schedule, check_passes
 from lightning_zero.config import CompileConfig
 
 OWN = PassSpec("own", lambda graph: graph, requires=frozenset({"ordered"}))
-DEFAULT = default_passes(CompileConfig(), 2)
+DEFAULT = default_passes(PassContext(CompileConfig(), 2))
 KNOWN = {spec.name: spec for spec in (*MINIMAL_PASSES, *DEFAULT, OWN)}
 MINIMAL_NAMES = [spec.name for spec in MINIMAL_PASSES]
 

@@ -16,6 +16,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.fx import Graph
 
 from lightning_zero.compile.passes.group import group_gathers
+from lightning_zero.compile.passes.grouping import GroupLimits
+from lightning_zero.compile.passes.trace import PassTrace
 from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed
@@ -45,12 +47,16 @@ class Strategy:
     def __init__(self, plan: Plan = Plan((FORWARD, BACKWARD))) -> None:  # noqa: B008 - frozen
         self.root_device = torch.device("cpu")
         self.observers: list[Any] = []
+        self.pass_observers: list[Any] = []
         self.measured: Costs | None = None
         self.gathered = 0
         self._plan = plan
 
     def observe_graphs(self, observer: Any) -> None:
         self.observers.append(observer)
+
+    def observe_passes(self, observer: Any) -> None:
+        self.pass_observers.append(observer)
 
     def plan(self) -> Plan:
         return self._plan
@@ -81,7 +87,7 @@ def compiled(observe: Any, name: str = "w") -> None:
     graph = forward(name)
     observe("joint", graph)
     observe("before", graph)
-    observe("after", group_gathers(graph, 2, 1 << 20, 0, 1, 1))
+    observe("after", group_gathers(graph, 2, GroupLimits(1 << 20)))
 
 
 def compiled_backward(observe: Any) -> None:
@@ -108,6 +114,39 @@ def batch_ends(made: PlanReport, given: Any) -> None:
 
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_what_each_pass_did_is_written_on_request(tmp_path: Path) -> None:
+    made = PlanReport(tmp_path, SPEED, BANDWIDTH, passes=True)
+    given = trainer(Strategy())
+    made.setup(given, MODULE, "fit")
+    ((observe,), (watch,)) = given.strategy.observers, given.strategy.pass_observers
+    diffs = ("+forward <b>\n", "+backward\n")
+    for number, (graph, diff) in enumerate(zip((forward(), backward()), diffs, strict=True)):
+        observe("before", graph)
+        watch(PassTrace(f"pass_{number}", 0.5, 6, ("neg",), (), (), (), diff))
+        observe("after", graph)
+    batch_ends(made, given)
+    passes = tmp_path / "passes"
+    assert files(passes) == [
+        "graph_00_forward.txt",
+        "graph_00_forward_00_pass_0.diff",
+        "graph_01_backward.txt",
+        "graph_01_backward_00_pass_1.diff",
+    ]
+    assert (passes / "graph_00_forward_00_pass_0.diff").read_text() == diffs[0]
+    html = (tmp_path / "report.html").read_text()
+    assert "what pass_0 did" in html
+    assert "+forward &lt;b&gt;" in html
+    assert html.count("<caption>Passes</caption>") == 2
+
+
+def test_passes_are_watched_only_on_request(tmp_path: Path) -> None:
+    made, given = started(tmp_path)
+    assert given.strategy.pass_observers == []
+    compiled(given.strategy.observers[0])
+    batch_ends(made, given)
+    assert "passes" not in files(tmp_path)
 
 
 def test_a_batch_that_compiled_graphs_ends_with_files(tmp_path: Path) -> None:
@@ -300,7 +339,7 @@ def test_a_graph_without_a_plan_is_reported_without_its_streams(
 
 def test_graphs_are_not_kept(tmp_path: Path) -> None:
     made, given = started(tmp_path)
-    graph = group_gathers(forward(), 2, 1 << 20, 0, 1, 1)
+    graph = group_gathers(forward(), 2, GroupLimits(1 << 20))
     value = weakref.ref(list(graph.nodes)[-2].meta["val"])
     given.strategy.observers[0]("before", graph)
     given.strategy.observers[0]("after", graph)

@@ -1,20 +1,18 @@
 """What is kept of a graph: its text, its memory and its streams, against values worked out by hand."""
 
-import operator
-
 import pytest
 import torch
-from torch.fx import Graph
 
 from lightning_zero.compile.passes.announce import announce_plan, read_plan
 from lightning_zero.compile.passes.group import group_gathers
+from lightning_zero.compile.passes.grouping import GroupLimits
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
+from lightning_zero.compile.readable import readable
 from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed, NodeCost
-from lightning_zero.report.summary import readable, streams, summarise
+from lightning_zero.report.summary import streams, summarise
 from lightning_zero.report.timeline import Interval
 from tests.unit.compile.graphs import Builder
-from tests.unit.profiling.test_tensors import traced
 
 aten = torch.ops.aten
 SPEED = DeviceSpeed({torch.float32: 1e12}, 10.0, 0.0)
@@ -25,28 +23,11 @@ def gather(*weights: str, size: int, started: int, waited: int) -> Gather:
     return Gather(weights, "float32", size, started, "?", waited, "?")
 
 
-def test_a_line_tells_index_name_op_arguments_and_shape() -> None:
-    graph = Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(3, 4, device="meta")
-    both = graph.call_function(aten.var_mean.correction, (x, [1]), {"keepdim": True}, name="both")
-    both.meta["val"] = aten.var_mean.correction(x.meta["val"], [1], keepdim=True)
-    first = graph.call_function(operator.getitem, (both, 0), name="first")
-    first.meta["val"] = both.meta["val"][0]
-    graph.output((first, None))
-    assert readable(graph).splitlines() == [
-        "       x = placeholder  # float32[3, 4]",
-        "    0  both = aten.var_mean.correction(x, [1], keepdim=True)  # float32[3, 1], float32[3, 1]",
-        "    1  first = getitem(both, 0)  # float32[3, 1]",
-        "       return (first, None)",
-    ]
-
-
 def test_nodes_are_numbered_as_in_plans_and_the_announced_plan_is_cut_short() -> None:
     b = Builder()
     shard, x = b.shard("w", 2048), b.input("x", 64, 64)
     graph = announce_plan(
-        group_gathers(b.done(b.call(aten.mm.default, x, b.gather(shard, 64, 64))), 2, 1 << 20, 0, 1, 1)
+        group_gathers(b.done(b.call(aten.mm.default, x, b.gather(shard, 64, 64))), 2, GroupLimits(1 << 20))
     )
     plan = read_plan(graph)
     (gathered,) = plan.gathers
@@ -66,14 +47,6 @@ def test_nodes_are_numbered_as_in_plans_and_the_announced_plan_is_cut_short() ->
 def test_a_plan_of_another_graph_is_refused() -> None:
     with pytest.raises(ValueError, match="plan is for 5 nodes, and there are 4"):
         streams(COSTS, GraphPlan("forward", 5, (), ()), SPEED, None)
-
-
-def test_symbolic_sizes_are_shown_by_name_and_add_no_guard() -> None:
-    graph = traced(lambda x: x.exp(), torch.zeros(5, 3), mode="symbolic")
-    [exp] = graph.find_nodes(op="call_function", target=aten.exp.default)
-    assert f"# float32[{exp.meta['val'].shape[0]}, " in readable(graph)
-    assert not str(exp.meta["val"].shape[0]).isdigit()
-    assert not exp.meta["val"].shape[0].node.shape_env.guards
 
 
 def test_the_streams_follow_the_plan_and_the_table() -> None:

@@ -3,8 +3,10 @@
 import torch
 from torch.fx import Graph
 
+from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
 from lightning_zero.compile.passes.announce import read_plan
+from lightning_zero.compile.passes.grouping import GroupLimits
 from lightning_zero.compile.passes.kept import use_kept
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, order
@@ -30,7 +32,7 @@ def chain(uses: str, kept: str, memory: torch.dtype = torch.float32) -> Graph:
 
 
 def rewritten(graph: Graph, group_bytes: int = WEIGHT, ahead: int = 1) -> str:
-    graph = use_kept(graph, group_bytes, 1, ahead)
+    graph = use_kept(graph, GroupLimits(group_bytes), ahead)
     graph.lint()
     return order(graph)
 
@@ -56,7 +58,7 @@ def test_a_weight_that_is_used_twice_is_waited_for_once_before_the_first_use() -
 
 
 def test_products_read_the_memory_itself() -> None:
-    graph = use_kept(chain("a", "a"), WEIGHT, 1, 1)
+    graph = use_kept(chain("a", "a"), GroupLimits(WEIGHT))
     (product,) = (node for node in graph.nodes if node.target is aten.mm.default)
     assert product.args[1].name == "kept_a"
 
@@ -71,7 +73,7 @@ def test_memory_of_another_dtype_is_left_alone() -> None:
 
 
 def test_the_calls_survive_dead_code_elimination() -> None:
-    graph = use_kept(chain("a", "a"), WEIGHT, 1, 1)
+    graph = use_kept(chain("a", "a"), GroupLimits(WEIGHT))
     before = order(graph)
     graph.eliminate_dead_code()
     assert order(graph) == before
@@ -83,17 +85,17 @@ def test_a_cast_of_a_kept_weight_reads_memory_of_its_dtype() -> None:
     x, whole = b.input("x", 64, 64, dtype=BF16), b.gather(shard, 64, 64)
     whole.args = (*whole.args, memory)
     graph = b.done(b.call(aten.mm.default, x, b.call(aten._to_copy.default, whole, dtype=BF16)))
-    graph = run_passes(graph, default_passes(CompileConfig(resident_mb=1, resident_until="step"), 2))
+    graph = run_passes(graph, default_passes(PassContext(CompileConfig(resident_mb=1, resident_until="step"), 2)))
     assert order(graph) == "enter(a) keep_start(kept_a, a) keep_wait(kept_a, a) mm"
 
 
 def test_the_plan_says_how_long_they_stay(monkeypatch: object) -> None:
     config = CompileConfig(resident_mb=1, resident_until="step")
-    plan = read_plan(run_passes(chain("abca", "a"), default_passes(config, 2)))
+    plan = read_plan(run_passes(chain("abca", "a"), default_passes(PassContext(config, 2))))
     assert [(g.weights, g.until) for g in plan.gathers if g.until == "step"] == [(("a",), "step")]
     kept = next(g for g in plan.gathers if g.until == "step")
     assert (kept.bytes, kept.used) == (WEIGHT, "mm_default")
     assert kept.started < kept.waited
     # Another graph of the same weights follows it.
-    again = read_plan(run_passes(chain("bcaa", "a"), default_passes(config, 2, [plan])))
+    again = read_plan(run_passes(chain("bcaa", "a"), default_passes(PassContext(config, 2, agreed=(plan,)))))
     assert again.digest == plan.digest

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch.fx import Graph
 
+from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
 from lightning_zero.compile.passes.announce import read_plan
 from lightning_zero.compile.passes.group import group_gathers
+from lightning_zero.compile.passes.grouping import GroupLimits
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import BESIDE_COMPUTE, NOMINAL, Costs
-from tests.unit.compile.graphs import Builder, order
-from tests.unit.compile.test_group_pass import WEIGHT, chain
+from tests.unit.compile.graphs import WEIGHT, Builder, order, products
 
 aten = torch.ops.aten
 FLOPS = 2 * 64**3  # of each product below
@@ -25,8 +26,7 @@ def costs(transfer: float, product: float = 1.0) -> Costs:
 
 def placed(graph: Graph, transfer: float, **options: float) -> str:
     """Views left out; the waits stay."""
-    arguments = {"world_size": 2, "group_bytes": WEIGHT, "small_bytes": 0, "parts": 1, "ahead": 1} | options
-    graph = group_gathers(graph, costs=costs(transfer), **arguments)  # type: ignore[arg-type]
+    graph = group_gathers(graph, 2, GroupLimits(WEIGHT), costs=costs(transfer), **options)  # type: ignore[arg-type]
     graph.lint()
     return order(graph).replace("slice view ", "").replace("gather_group", "gather")
 
@@ -35,29 +35,29 @@ AHEAD = "gather(a) gather(b) wait mm gather(c) wait mm gather(d) wait mm wait mm
 
 
 def test_a_transfer_that_one_product_hides_starts_right_before_that_product() -> None:
-    assert placed(chain("abcd"), 0.5) == "gather(a) wait gather(b) mm wait gather(c) mm wait gather(d) mm wait mm"
+    assert placed(products("abcd"), 0.5) == "gather(a) wait gather(b) mm wait gather(c) mm wait gather(d) mm wait mm"
 
 
 def test_without_estimates_and_where_nothing_is_hidden_groups_start_one_group_ahead() -> None:
-    assert placed(chain("abcd"), 2.5) == AHEAD
-    plain = group_gathers(chain("abcd"), 2, WEIGHT, 0, 1, 1)
+    assert placed(products("abcd"), 2.5) == AHEAD
+    plain = group_gathers(products("abcd"), 2, GroupLimits(WEIGHT))
     assert order(plain).replace("slice view ", "").replace("gather_group", "gather") == AHEAD
 
 
 def test_with_more_room_transfers_that_are_not_hidden_start_earlier() -> None:
-    assert placed(chain("abcd"), 2.5, window_bytes=3 * WEIGHT) == (
+    assert placed(products("abcd"), 2.5, window_bytes=3 * WEIGHT) == (
         "gather(a) gather(b) gather(c) wait mm gather(d) wait mm wait mm wait mm"
     )
-    assert placed(chain("abcd"), 3.5, window_bytes=4 * WEIGHT).startswith("gather(a) gather(b) gather(c) gather(d) ")
+    assert placed(products("abcd"), 3.5, window_bytes=4 * WEIGHT).startswith("gather(a) gather(b) gather(c) gather(d) ")
 
 
 def test_less_room_than_one_group_ahead_takes_is_no_reason_to_wait() -> None:
-    assert placed(chain("abcd"), 2.5, window_bytes=1) == AHEAD
+    assert placed(products("abcd"), 2.5, window_bytes=1) == AHEAD
 
 
 def test_transfers_queue_one_behind_the_other() -> None:
     """d's takes from 1.5 to 3, c's from 0 to 1.5; b's and a's are not hidden."""
-    assert placed(chain("abcd"), 1.5, window_bytes=4 * WEIGHT) == (
+    assert placed(products("abcd"), 1.5, window_bytes=4 * WEIGHT) == (
         "gather(a) gather(b) gather(c) wait mm wait gather(d) mm wait mm wait mm"
     )
 
@@ -72,7 +72,7 @@ def test_a_group_that_several_products_must_hide_starts_several_early() -> None:
 
 
 def test_what_is_needed_first_comes_alone_and_the_groups_after_it_grow() -> None:
-    graph = group_gathers(chain("abcdefghijkl"), 2, 4 * WEIGHT, 0, 1, 1, first=(0.0, 1 / 4, 1 / 2))
+    graph = group_gathers(products("abcdefghijkl"), 2, GroupLimits(4 * WEIGHT, first=(0.0, 1 / 4, 1 / 2)))
     groups = [gather.weights for gather in read_plan(graph).gathers]
     assert groups == [("a",), ("b",), ("c", "d"), ("e", "f", "g", "h"), ("i", "j", "k", "l")]
 
@@ -87,9 +87,11 @@ def wide(rows: int) -> Graph:
 
 
 def test_batches_of_other_shapes_change_places_and_nothing_that_ranks_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.compile.passes.SMALL_BYTES", 0)
+    monkeypatch.setattr("lightning_zero.compile.context.SMALL_BYTES", 0)
     config = CompileConfig(gather_group_mb=2 * WEIGHT / 2**20)
-    plans = [read_plan(run_passes(wide(rows), default_passes(config, 2, (), costs(2.0)))) for rows in (8, 8192)]
+    plans = [
+        read_plan(run_passes(wide(rows), default_passes(PassContext(config, 2, costs(2.0))))) for rows in (8, 8192)
+    ]
     assert plans[0].digest == plans[1].digest
     assert [g.started for g in plans[0].gathers] != [g.started for g in plans[1].gathers]
     for plan in plans:
@@ -112,6 +114,6 @@ def test_beside_weights_that_stay_until_the_step_places_follow_the_order_of_use_
         return b.done(x)
 
     config = CompileConfig(resident_mb=1, resident_until="step")
-    few, many = (order(run_passes(mixed(rows), default_passes(config, 2, (), NOMINAL))) for rows in (2, 2**20))
+    few, many = (order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL)))) for rows in (2, 2**20))
     assert few == many
     assert few.startswith("enter(a) gather_group(a) ")

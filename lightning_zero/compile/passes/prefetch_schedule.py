@@ -22,13 +22,13 @@ from torch.fx import Graph, Node
 from lightning_zero.compile.graph import first_call, readers
 from lightning_zero.profiling.estimate import Costs
 
-__all__ = ["Pace", "places"]
+__all__ = ["PrefetchBudget", "prefetch_schedule"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Pace:
+class PrefetchBudget:
     """What decides how early a group is started.
 
     Attributes:
@@ -43,28 +43,32 @@ class Pace:
     window_bytes: float
 
 
-def places(
-    graph: Graph, groups: Sequence[list[Node]], at_once: Sequence[bool], ahead: int, pace: Pace | None = None
+def prefetch_schedule(
+    graph: Graph,
+    groups: Sequence[list[Node]],
+    at_once: Sequence[bool],
+    ahead: int,
+    budget: PrefetchBudget | None = None,
 ) -> tuple[list[Node], list[Node]]:
     """The nodes that each group is started before, and waited for before. Groups are started in their order.
 
     Args:
         at_once: whether a group is small, and may be started at the beginning.
         ahead: others are started where the group that comes ``ahead`` before is first used.
-        pace: whether earlier is better, or later early enough; None to start groups where the above says.
+        budget: whether earlier is better, or later early enough; None to start groups where the above says.
     """
     anchors = list(graph.nodes)
     position = {node: number for number, node in enumerate(anchors)}
     begin = position[first_call(graph)]
     waits = [min(position[node] for node in group) for group in groups]
     starts = _ahead(waits, at_once, ahead, begin)
-    if pace is not None:
+    if budget is not None:
         last = [max(_last_use(node, position) for node in group) for group in groups]
-        large = [0 if now else size for now, size in zip(at_once, pace.sizes, strict=True)]
-        room = _room(last, large, pace.window_bytes, begin)
+        large = [0 if now else size for now, size in zip(at_once, budget.sizes, strict=True)]
+        room = _room(last, large, budget.window_bytes, begin)
         # Both grow from group to group, so their minimum does.
         earliest = list(map(min, starts, accumulate(room, max)))
-        starts = _just_in_time(_seconds(graph, pace.costs), waits, earliest, pace)
+        starts = _just_in_time(_seconds(graph, budget.costs), waits, earliest, budget)
     return [anchors[start] for start in starts], [anchors[wait] for wait in waits]
 
 
@@ -114,13 +118,15 @@ def _room(last: Sequence[int], sizes: Sequence[int], window_bytes: float, begin:
     return found
 
 
-def _just_in_time(seconds: Sequence[float], waits: Sequence[int], earliest: Sequence[int], pace: Pace) -> list[int]:
+def _just_in_time(
+    seconds: Sequence[float], waits: Sequence[int], earliest: Sequence[int], budget: PrefetchBudget
+) -> list[int]:
     """From the last group to the first: where each is started for its transfer to end before its use, and before the
     next one's transfer has to begin."""
     clock = [0.0, *accumulate(seconds)]  # when each node begins, if nothing waits
     starts, due = list(earliest), float("inf")
     for number in reversed(range(len(waits))):
-        launch = min(due, clock[waits[number]]) - pace.costs.gather_seconds(pace.sizes[number])
+        launch = min(due, clock[waits[number]]) - budget.costs.gather_seconds(budget.sizes[number])
         if launch >= clock[earliest[number]]:
             starts[number] = max(earliest[number], min(bisect_right(clock, launch) - 1, waits[number]))
         # No transfer begins before its group may be started: one before it need not end any earlier.

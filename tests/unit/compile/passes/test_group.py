@@ -2,32 +2,21 @@ import torch
 from torch.fx import Graph
 
 from lightning_zero.compile.passes.group import group_gathers
-from tests.unit.compile.graphs import Builder, order
+from lightning_zero.compile.passes.grouping import GroupLimits
+from tests.unit.compile.graphs import WEIGHT, Builder, order, products
 
 aten = torch.ops.aten
-WEIGHT = 64 * 64 * 4  # bytes of each weight below
-
-
-def chain(shards: str, dtypes: dict[str, torch.dtype] | None = None, **sizes: int) -> Graph:
-    """x @ a @ b @ ..., each weight gathered right before its product."""
-    b = Builder()
-    nodes = {name: b.shard(name, sizes.get(name, 2048)) for name in shards}
-    x = b.input("x", 64, 64)
-    for name in shards:
-        whole = b.gather(nodes[name], 64, 64, dtype=(dtypes or {}).get(name))
-        x = b.call(aten.mm.default, x, whole)
-    return b.done(x)
 
 
 def grouped(graph: Graph, **options: int) -> str:
-    options = {"world_size": 2, "group_bytes": 2 * WEIGHT, "small_bytes": 0, "parts": 1, "ahead": 1} | options
-    graph = group_gathers(graph, **options)
+    ahead = options.pop("ahead", 1)
+    graph = group_gathers(graph, 2, GroupLimits(**{"group_bytes": 2 * WEIGHT} | options), ahead)
     graph.lint()
     return order(graph)
 
 
 def test_consecutive_weights_share_a_launch_and_each_group_starts_while_the_one_before_is_in_use() -> None:
-    assert grouped(chain("abcdef")) == (
+    assert grouped(products("abcdef")) == (
         "gather_group(a, b) gather_group(c, d) wait slice view mm slice view mm "
         "gather_group(e, f) wait slice view mm slice view mm "
         "wait slice view mm slice view mm"
@@ -35,19 +24,19 @@ def test_consecutive_weights_share_a_launch_and_each_group_starts_while_the_one_
 
 
 def test_without_looking_ahead_each_group_starts_where_it_is_used() -> None:
-    assert grouped(chain("abcd"), ahead=0) == (
+    assert grouped(products("abcd"), ahead=0) == (
         "gather_group(a, b) wait slice view mm slice view mm gather_group(c, d) wait slice view mm slice view mm"
     )
 
 
 def test_a_weight_larger_than_a_group_is_a_group_of_its_own() -> None:
-    assert grouped(chain("ab"), group_bytes=WEIGHT // 2, ahead=0) == (
+    assert grouped(products("ab"), group_bytes=WEIGHT // 2, ahead=0) == (
         "gather_group(a) wait slice view mm gather_group(b) wait slice view mm"
     )
 
 
 def test_a_graph_of_little_weight_still_has_several_groups() -> None:
-    assert grouped(chain("abcd"), group_bytes=100 * WEIGHT, parts=4).count("gather_group") == 4
+    assert grouped(products("abcd"), group_bytes=100 * WEIGHT, parts=4).count("gather_group") == 4
 
 
 def test_small_weights_are_gathered_together_at_the_beginning() -> None:
@@ -60,7 +49,7 @@ def test_small_weights_are_gathered_together_at_the_beginning() -> None:
 
 
 def test_a_group_has_one_dtype() -> None:
-    result = grouped(chain("abc", {"b": torch.bfloat16}), group_bytes=100 * WEIGHT, ahead=0)
+    result = grouped(products("abc", {"b": torch.bfloat16}), group_bytes=100 * WEIGHT, ahead=0)
     assert "gather_group(a) wait" in result
     assert "gather_group(b) wait" in result
 
@@ -84,7 +73,7 @@ def test_weights_that_stay_for_backward_share_no_memory_with_others() -> None:
 
 def test_padding_lies_between_the_weights_of_a_group() -> None:
     # shards of 2080 elements: 4160 for a weight of 4096
-    graph = group_gathers(chain("ab", a=2080), 2, 100 * WEIGHT, 0, 1, 1)
+    graph = group_gathers(products("ab", a=2080), 2, GroupLimits(100 * WEIGHT))
     slices = [node.args[1:] for node in graph.nodes if node.target is aten.slice.Tensor]
     assert slices == [(0, 0, 4096), (0, 4160, 8256)]
     (group,) = (n for n in graph.nodes if str(n.target).startswith("lightning_zero.gather_group"))
@@ -93,7 +82,7 @@ def test_padding_lies_between_the_weights_of_a_group() -> None:
 
 
 def test_shapes_are_known_after_the_pass() -> None:
-    graph = group_gathers(chain("abc"), 2, 2 * WEIGHT, 0, 1, 1)
+    graph = group_gathers(products("abc"), 2, GroupLimits(2 * WEIGHT))
     for node in graph.nodes:
         if node.op == "call_function":
             assert isinstance(node.meta["val"], torch.Tensor), node

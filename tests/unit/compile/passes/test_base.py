@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes, run_passes
 from lightning_zero.compile.passes.base import check_contracts
@@ -203,7 +204,7 @@ def test_a_violated_contract_is_an_error_before_anything_runs(passes: list[PassS
 def test_kept_contracts_are_accepted() -> None:
     check_contracts([spec("a", provides="x", conflicts="x"), spec("b", requires="x", provides="y"), spec("c", "x y")])
     for prefetch in (True, False):
-        check_contracts(default_passes(CompileConfig(prefetch=prefetch), 2))
+        check_contracts(default_passes(PassContext(CompileConfig(prefetch=prefetch), 2)))
 
 
 def test_a_pass_that_breaks_the_graph_is_noticed_at_once() -> None:
@@ -228,7 +229,7 @@ def test_all_passes_together_leave_no_op_that_only_tracing_knows(prefetch: bool)
     for shard in shards:
         x = b.call(aten.mm.default, x, b.gather(shard, 8, 8))
         outputs.append(b.reduce(b.call(aten.mm.default, g, x), shard))
-    graph = run_passes(b.done(*outputs, x), default_passes(CompileConfig(prefetch=prefetch), 2))
+    graph = run_passes(b.done(*outputs, x), default_passes(PassContext(CompileConfig(prefetch=prefetch), 2)))
     names = [str(node.target) for node in graph.nodes if "lightning_zero" in str(node.target)]
     assert names.count("lightning_zero.reduce_add.default") == 3
     assert not {"lightning_zero.gather.default", "lightning_zero.reduce.default"} & set(names)

@@ -1,0 +1,239 @@
+"""Everything about compiling for one engine: what is compiled, by which compiler, whether the ranks compile the same,
+and when all of it is compiled again.
+
+Protocol: ``session = CompileSession(...)``; ``session.begin(replays)``; ``session.attach(module)`` once the module is
+sharded. In each training step, ``session.next_pass()`` comes before anything that depends on what is compiled, and
+``with session.step():`` surrounds the forward. ``session.budget.optimizer_steps()`` comes with each step of an
+optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+
+from lightning_zero.compile.agreement import Agreement
+from lightning_zero.compile.backend import Compiler
+from lightning_zero.compile.budget import MeasuredBudget
+from lightning_zero.compile.context import PassContext
+from lightning_zero.compile.discover import CompiledCalls
+from lightning_zero.compile.listener import Progress
+from lightning_zero.compile.passes import PassSpec
+from lightning_zero.compile.plan import GraphPlan
+from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.replay import Replays
+from lightning_zero.compile.selection import PassSelection
+from lightning_zero.config import EngineConfig
+from lightning_zero.mesh import Mesh
+from lightning_zero.native import Executor
+from lightning_zero.native.watchdog import Watchdog
+from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
+from lightning_zero.profiling.headroom import MemoryGauge
+from lightning_zero.sharding.peers import Peers
+
+__all__ = ["CompileSession"]
+
+
+class CompileSession:
+    """Compiles for one engine.
+
+    Args:
+        config: the engine's options.
+        mesh: the ranks that must compile the same.
+        executor: of the engine; counts what is gathered.
+        watchdog: is told what this rank waits for.
+        peers: how weights and gradients travel, as far as that decides how graphs are rewritten.
+        skip_modules: module types that are never compiled.
+        report: shows a line to the user; called on every rank.
+
+    Attributes:
+        config: the options in force.
+        progress: has observers, and shows lines to the user.
+        plans: of the graphs that have run.
+        budget: of weights that stay, where it is measured.
+        calls: the modules that are compiled; None before :meth:`attach`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        mesh: Mesh,
+        executor: Executor,
+        watchdog: Watchdog,
+        peers: Peers,
+        skip_modules: tuple[type, ...] = (),
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = config
+        self._mesh = mesh
+        self._watchdog = watchdog
+        self._peers = peers
+        self._skip_modules = skip_modules
+        self._agreement = Agreement(
+            mesh.store("lightning_zero"),
+            mesh.rank,
+            mesh.world_size,
+            config.tuning.agreement_timeout_s,
+            mesh.timeout_s,
+            check=watchdog.check,
+        )
+        # Torch keeps compilers, and with them the agreement: it must not keep the executor.
+        weak = weakref.ref(executor)
+        self._agreement.needed = lambda: (held := weak()) is None or not held.weights.takes_turns()
+        self._selection = PassSelection()
+        self._replays: Replays | None = None
+        self._costs: Costs | None = None
+        self.progress = Progress(self._agreement.compiling, watchdog.native.busy, report)
+        self.plans = PlanBook()
+        self.budget = MeasuredBudget(self.progress, self.plans, executor, mesh.control_group, MemoryGauge(mesh.device))
+        self.calls: CompiledCalls | None = None
+
+    def begin(self, replays: Replays) -> None:
+        """Makes the compiler, whose graphs ``replays`` wraps. Measures transfers, on all ranks together, where the
+        options need that."""
+        self._replays = replays
+        self._new_compiler()
+
+    def configure(self, config: EngineConfig) -> None:
+        """Other options from now on; legal between steps. Where they are about compiling, everything begins anew: the
+        next step runs eagerly and shows what to compile.
+
+        Raises:
+            ValueError: passes that are switched off are needed with these options.
+        """
+        before, self.config = self.config, config
+        self._agreement.patience_s = config.tuning.agreement_timeout_s
+        if config.compiled != before.compiled:
+            self._anew()
+
+    def links_changed(self) -> None:
+        """Weights or gradients travel another way than was thought. Measures again, and everything begins anew."""
+        self._costs = None
+        self._anew()
+
+    def _anew(self) -> None:
+        self.budget.reset()
+        self._new_compiler()
+        if self.calls is not None:
+            self.calls = self.calls.anew(self._arguments)
+
+    def _new_compiler(self) -> None:
+        """Also settles the arguments for torch.compile, which come from nowhere else but :meth:`_compile_again`."""
+        compile = self.config.compiled
+        if self._costs is None and compile.enabled and compile.prefetch:
+            self._costs = measure_costs(self._mesh, self._peers.for_weights is not None)
+        context = PassContext(
+            compile,
+            self._mesh.world_size,
+            self._costs or NOMINAL,
+            hold_gradients=self._peers.for_gradients is not None,
+        )
+        assert self._replays is not None
+        self.plans.forget()
+        self._compiler = Compiler(context, self._selection, self.plans, self.progress, self._replays.wrap)
+        self._selection.check(self._compiler.default())
+        self._arguments = self._compiler.arguments()
+
+    def _compile_again(self, kept_share: float | None = None) -> None:
+        """Compiles the same modules again, with other passes, or with another share of weights that are kept."""
+        self._arguments = self._compiler.arguments(kept_share)
+        if self.calls is not None:
+            self.calls.compile_again(self._arguments)
+
+    @property
+    def costs(self) -> Costs | None:
+        """What was measured of the device and the links, the same on every rank; None where nothing was."""
+        return None if self._costs is NOMINAL else self._costs
+
+    # -- passes
+
+    @property
+    def known_passes(self) -> dict[str, PassSpec]:
+        """All passes that can be used, by name."""
+        return self._selection.known(self._compiler.default())
+
+    def register_pass(self, spec: PassSpec) -> None:
+        """Makes a user's pass known, for :meth:`use_passes`.
+
+        Raises:
+            ValueError: there is a pass of that name.
+        """
+        self._selection.register(spec, self._compiler.default())
+
+    def use_passes(self, names: Sequence[str] | None) -> bool:
+        """Graphs go through these passes from now on, None meaning the default ones. Whether these are others, and
+        everything is compiled again. The same on every rank.
+
+        Raises:
+            ValueError: unknown names, broken contracts, or passes that leave a graph unfinished.
+        """
+        return self._reselected(self._selection.use(names, self._compiler.default()))
+
+    def disable_passes(self, names: Sequence[str]) -> bool:
+        """Graphs go through none of these passes from now on, whichever are chosen; what was switched off before is on
+        again. Whether that changes anything, and everything is compiled again. The same on every rank.
+
+        Raises:
+            ValueError: unknown names, or passes that graphs cannot do without.
+        """
+        return self._reselected(self._selection.disable(names, self._compiler.default()))
+
+    def _reselected(self, changed: bool) -> bool:
+        if changed:
+            assert self._replays is not None
+            self._replays.drop()  # of graphs that other passes made
+            self._compile_again()
+        return changed
+
+    # -- what an engine tells
+
+    def attach(self, module: nn.Module) -> None:
+        """Calls of ``module``, which is sharded, or of modules in it are compiled once a step has shown which."""
+        self.calls = CompiledCalls(module, self._arguments, self._skip_modules, self.progress.report)
+
+    def next_pass(self) -> float:
+        """Must come before each pass forward and backward. Compiles once more where a measured budget says so.
+        Collective, if an optimizer has stepped since the last time and the budget is not settled.
+
+        Returns:
+            Bytes of weights that stay until the optimizer steps.
+        """
+        share = self.budget.decided(self.config.compiled)
+        if share is not None:
+            self._compile_again(share)
+        return self.budget.until_step(self.config.compiled)
+
+    @property
+    def discovers(self) -> bool:
+        """Whether the next step runs eagerly and shows what to compile."""
+        assert self.calls is not None
+        return self.config.compiled.enabled and not (self.calls.modules or self.calls.eager)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Surrounds the forward of each training step."""
+        assert self.calls is not None
+        return self.calls.step(self.discovers)
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Surrounds each backward; see :meth:`CompiledCalls.explaining`."""
+        assert self.calls is not None
+        return self.calls.explaining()
+
+    def first_step_showed(self, last_read: Tensor | None) -> None:
+        """Which shard a step's forward reads last; graphs that are compiled from now on go by it."""
+        assert self.calls is not None
+        self._compiler.last_weight, self._compiler.notes = last_read, self.calls.notes
+
+    def new_plan(self, digest: str, text: str) -> None:
+        """A graph is about to run whose plan is new to this rank.
+
+        Raises:
+            RankMismatchError: see :meth:`Agreement.check`.
+        """
+        plan = GraphPlan.from_json(text)
+        with self._watchdog.waiting("the agreement on a newly compiled graph"):
+            self._agreement.check(digest, plan.collectives())
+        self.plans.add(plan)

@@ -1,0 +1,78 @@
+"""What compiled code needs in each cycle of a training step: memory, replays, and a look at the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from lightning_zero.compile.context import small_weight_bytes
+from lightning_zero.compile.eager import regather_saved_weights
+from lightning_zero.compile.replay import Replays
+from lightning_zero.compile.session import CompileSession
+from lightning_zero.sharding.peers import Peers
+from lightning_zero.sharding.shard import Sharder
+
+__all__ = ["CompiledSteps"]
+
+
+class CompiledSteps:
+    """The :class:`~lightning_zero.step.cycle.CompiledPart` of one engine.
+
+    Args:
+        session: compiles.
+        replays: of what it compiles, as CUDA graphs.
+        sharder: has the weights.
+        peers: have memory that others read and write, once it is allocated.
+    """
+
+    def __init__(self, session: CompileSession, replays: Replays, sharder: Sharder, peers: Peers) -> None:
+        self._session = session
+        self._replays = replays
+        self._sharder = sharder
+        self._peers = peers
+        self._eager_reads = -1  # in the last step; -1 where nobody knows
+
+    def allocate(self) -> None:
+        """Memory that peers read and write, once it is known what for. Collective, the first time."""
+        if self._peers.allocate(self._sharder.memory):
+            self._replays.configure(self._session.config, self._peers.missing)
+            self._session.links_changed()
+
+    def prepare(self) -> None:
+        """Before each forward of a training step; collective."""
+        config = self._session.config
+        if config.compute_dtype is not None and config.compiled.enabled:
+            self._sharder.executor.weights.write_shadows()
+        kept = self._session.next_pass()
+        if kept:
+            self._sharder.memory.allocate_resident(config.compute_dtype, small_weight_bytes(config.compiled), kept)
+
+    @contextmanager
+    def surround(self) -> Iterator[None]:
+        """Around each forward of a training step. The first one runs eagerly and shows what to compile."""
+        first, reads = self._session.discovers, self._count_eager_reads()
+        with ExitStack() as stack:
+            stack.enter_context(self._session.step())
+            # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
+            if first or self._eager_reads != 0:
+                stack.enter_context(regather_saved_weights(self._sharder))
+            yield
+        if first:
+            self._session.first_step_showed(self._sharder.view.last_read)
+        self._eager_reads = self._count_eager_reads() - reads
+
+    def stepped(self) -> None:
+        """An optimizer steps now. Harmless when repeated."""
+        self._session.budget.optimizer_steps()
+
+    def drop_replays(self) -> None:
+        """Memory of CUDA graphs of forward and backward is given back."""
+        self._replays.drop()
+
+    def reset(self) -> None:
+        """Likewise, and what was half done is forgotten."""
+        self._replays.drop()
+        self._eager_reads = -1
+
+    def _count_eager_reads(self) -> int:
+        return self._sharder.executor.counters().get("eager_gathers", 0)

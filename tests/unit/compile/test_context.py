@@ -1,0 +1,46 @@
+"""What passes are told, in their units."""
+
+import pytest
+
+from lightning_zero.compile.context import GROUPS_PER_GRAPH, SMALL_BYTES, PassContext
+from lightning_zero.compile.passes import default_passes, keeping
+from lightning_zero.compile.passes.persist import KeptLimits
+from lightning_zero.config import CompileConfig
+
+MIB = 2**20
+
+
+def test_options_in_mib_are_bytes_here() -> None:
+    context = PassContext(CompileConfig(gather_group_mb=3, prefetch_mb=5), 2)
+    assert (context.group_bytes, context.window_bytes) == (3 * MIB, 5 * MIB)
+    assert PassContext(CompileConfig(), 2).window_bytes is None
+
+
+def test_no_weight_is_small_where_each_is_gathered_by_itself() -> None:
+    assert PassContext(CompileConfig(), 2).small_bytes == SMALL_BYTES
+    assert PassContext(CompileConfig(prefetch=False), 2).small_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "follows", "kept"),
+    [
+        ({}, False, KeptLimits(SMALL_BYTES, 0.0, 0, GROUPS_PER_GRAPH, 0.25)),
+        ({}, True, KeptLimits(SMALL_BYTES, 0.0, 128 * MIB, GROUPS_PER_GRAPH, 0.25)),
+        ({"resident_mb": 7}, False, KeptLimits(SMALL_BYTES, 7.0 * MIB, 0, GROUPS_PER_GRAPH, 0.25)),
+        (
+            {"resident_mb": 7, "resident_until": "step"},
+            False,
+            KeptLimits(SMALL_BYTES, 0.0, 0, GROUPS_PER_GRAPH, 0.25),
+        ),
+        ({"prefetch": False}, True, KeptLimits(0, 0.0, 0, GROUPS_PER_GRAPH, 0.25)),
+    ],
+)
+def test_what_is_kept_for_backward(options: dict[str, float], follows: bool, kept: KeptLimits) -> None:
+    config = CompileConfig(**options)  # type: ignore[arg-type]
+    assert keeping(PassContext(config, 2, kept_share=0.25, backward_follows=follows)) == kept
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_gradients_are_held_only_where_the_executor_sends_them_from_where_they_lie(hold: bool) -> None:
+    names = [spec.name for spec in default_passes(PassContext(CompileConfig(), 2, hold_gradients=hold))]
+    assert ("hold_gradients" in names) is hold

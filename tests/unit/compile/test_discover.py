@@ -1,0 +1,239 @@
+"""Which calls a step shows, which of them are compiled, and why others are not."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from lightning_zero.compile.discover import CompiledCalls
+from lightning_zero.errors import UnsupportedError
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Backend:
+    """Runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, module: GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return module.forward
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        self.decoder = nn.Linear(3, 3)
+        self.loss = nn.MSELoss()
+        self.counting = Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+class Counting(nn.Linear):
+    """As a metric: it has parameters, and is never compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+
+class Calls(CompiledCalls):
+    def __init__(self, net: nn.Module | None = None) -> None:
+        self.backend, self.lines = Backend(), []  # type: ignore[var-annotated]
+        self.net = net or Net()
+        super().__init__(self.net, {"backend": self.backend}, (Counting,), self.lines.append)
+
+    def shown(self, step: Callable[[Any], Any]) -> list[str]:
+        """The first step; what is compiled then."""
+        with self.step(first=True):
+            step(self.net)
+        return list(self.modules)
+
+
+X = torch.ones(2, 3)
+
+
+def test_the_outermost_calls_of_a_step_are_compiled() -> None:
+    assert Calls().shown(lambda net: net(X)) == [""]
+    assert Calls().shown(lambda net: net.decoder(net.encoder(X))) == ["encoder", "decoder"]
+
+
+def test_what_has_no_parameters_or_is_somebody_elses_is_left_alone() -> None:
+    calls, other = Calls(), nn.Linear(3, 3)
+    assert calls.shown(lambda net: net.loss(other(net.encoder[1](X)), X)) == []
+    assert calls.shown(lambda net: net.counting(X)) == []
+    assert calls.eager == {}
+
+
+def test_the_first_step_runs_eagerly_and_later_ones_compiled() -> None:
+    calls = Calls()
+    calls.shown(lambda net: net(X))
+    assert calls.backend.graphs == 0
+    for _ in range(2):
+        with calls.step(first=False):
+            assert torch.equal(calls.net(X), Net.forward(calls.net, X))
+    assert calls.backend.graphs == 1
+    assert calls.notes.called == "the whole Net"
+
+
+def test_calls_outside_of_a_step_are_not_watched() -> None:
+    calls = Calls()
+    with pytest.raises(ZeroDivisionError), calls.step(first=True):
+        calls.net.encoder(X)
+        raise ZeroDivisionError
+    calls.net.decoder(X)
+    assert list(calls.modules) == [], "nothing is compiled after a step that failed"
+    assert calls.shown(lambda net: net.decoder(X)) == ["decoder"]
+
+
+def test_modules_that_look_alike_share_a_graph() -> None:
+    calls = Calls(nn.ModuleList(nn.Linear(3, 3) for _ in range(12)))
+
+    def step(layers: Any) -> None:
+        for layer in layers:
+            layer(X)
+
+    assert len(calls.shown(step)) == 12
+    with calls.step(first=False):
+        step(calls.net)
+    assert calls.backend.graphs == 1
+
+
+def gradient_penalty(net: Any) -> None:
+    x = X.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(net.encoder(x).sum(), x, create_graph=True)
+    grad.sum().backward()
+
+
+def under_vmap(net: Any) -> None:
+    torch.func.vmap(net.encoder)(X)
+
+
+def with_others_inside(net: Any) -> None:
+    """The outermost call compiles; what it calls inside a transform does not."""
+    net.decoder.forward = lambda x: torch.func.vmap(net.encoder)(x)
+    try:
+        net.decoder(X)
+    finally:
+        del net.decoder.forward
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "why"),
+    [
+        (gradient_penalty, "encoder", "it is differentiated twice (create_graph=True)"),
+        (under_vmap, "encoder", "it is called inside torch.func (grad, vmap, ...)"),
+    ],
+)
+def test_what_compiled_code_cannot_do_stays_eager_and_is_told(step: Callable[[Any], None], name: str, why: str) -> None:
+    calls = Calls()
+    assert calls.shown(step) == []
+    assert calls.eager == {name: why}
+    shown = f"'{name}' ({type(calls.net.get_submodule(name)).__name__})"
+    assert calls.lines == [f"Not compiling {shown}: {why}, which compiled code does not support."]
+
+
+def test_modules_that_call_others_inside_a_transform_stay_eager() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(self.inner)(x)
+
+    calls = Calls(Outer())
+    assert calls.shown(lambda net: net(X)) == []
+    assert calls.eager == {"": "it calls modules inside torch.func (grad, vmap, ...)"}
+
+
+def test_a_backward_after_the_first_step_counts_too() -> None:
+    calls = Calls()
+    x = X.clone().requires_grad_()
+    with calls.step(first=True):
+        loss = calls.net.encoder(x).sum()
+    assert list(calls.modules) == ["encoder"]
+    torch.autograd.grad(loss, x, create_graph=True)
+    assert calls.modules == {}
+    assert calls.net.encoder._compiled_call_impl is None
+    assert list(calls.eager) == ["encoder"]
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_a_graph_that_is_kept_for_another_backward_is_noted(retain: bool) -> None:
+    calls = Calls()
+    calls.shown(lambda net: net.encoder(X).sum().backward(retain_graph=retain))
+    assert calls.notes.keeps_graphs is retain
+
+
+def test_calls_are_compiled_again_with_other_arguments() -> None:
+    calls, other = Calls(), Backend()
+    calls.shown(lambda net: net(X))
+    with calls.step(first=False):
+        calls.net(X)
+        calls.compile_again({"backend": other})
+        calls.net(X)
+    assert (calls.backend.graphs, other.graphs) == (1, 1)
+
+
+def test_a_new_beginning_shows_again_what_to_compile() -> None:
+    calls, other = Calls(), Backend()
+    calls.shown(lambda net: net.encoder(X))
+    again = calls.anew({"backend": other})
+    assert calls.net.encoder._compiled_call_impl is None
+    assert (again.modules, again.eager) == ({}, {})
+    with again.step(first=True):
+        calls.net.decoder(X)
+    with again.step(first=False):
+        calls.net.decoder(X)
+    assert list(again.modules) == ["decoder"]
+    assert (calls.backend.graphs, other.graphs) == (0, 1)
+
+
+def test_restored_calls_are_plain() -> None:
+    calls = Calls()
+    calls.shown(lambda net: net(X))
+    calls.restore()
+    calls.net(X)
+    assert calls.backend.graphs == 0
+    assert calls.net._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "torch.compile with aot_autograd does not currently support double backward",
+        "a compiled graph has non-empty donated buffers",
+    ],
+)
+def test_torchs_own_errors_are_explained(words: str) -> None:
+    calls = Calls()
+    calls.shown(lambda net: net.decoder(net.encoder(X)))
+    compiled = r"Compiled: 'encoder' \(Sequential\), 'decoder' \(Linear\)\."
+    with pytest.raises(UnsupportedError, match=compiled), calls.explaining():
+        raise RuntimeError(words)
+    with pytest.raises(RuntimeError, match="another"), calls.explaining():
+        raise RuntimeError("another")
+
+
+def test_a_parameter_that_is_unfrozen_is_noticed() -> None:
+    """Torch 2.11 would take it for unchanged as long as its module holds the same one."""
+    calls = Calls()
+    calls.shown(lambda net: net.encoder(X))
+    config = torch.compiler.config
+    before = config.skip_tensor_guards_with_matching_dict_tags
+    with calls.step(first=False):
+        assert config.skip_tensor_guards_with_matching_dict_tags is False
+    assert config.skip_tensor_guards_with_matching_dict_tags is before

@@ -1,0 +1,319 @@
+"""One object decides what is compiled, with which passes and options, and when it is compiled again."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import Graph
+
+from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec
+from lightning_zero.compile.plan import Gather, GraphPlan
+from lightning_zero.compile.session import CompileSession
+from lightning_zero.config import CompileConfig, EngineConfig
+from lightning_zero.errors import RankMismatchError
+from lightning_zero.native import load
+from lightning_zero.profiling.cost import DeviceSpeed
+from lightning_zero.profiling.estimate import NOMINAL, Costs
+
+MINIMAL = [spec.name for spec in MINIMAL_PASSES]
+EXACT = CompileConfig(backend="aot_eager")
+PLAN = GraphPlan("forward", 3, (Gather(("w",), "float32", 64, 0, "mm", 1, "mm"),), ())
+X = torch.ones(2, 3)
+
+
+class Executor:
+    def __init__(self) -> None:
+        self.turns = False
+        self.weights = SimpleNamespace(takes_turns=lambda: self.turns)
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+class Replays:
+    """Wraps nothing, and counts how often captures are given back."""
+
+    def __init__(self, wrap: Any = lambda compiled: compiled) -> None:
+        self.wrap, self.drops = wrap, 0
+
+    def drop(self) -> None:
+        self.drops += 1
+
+
+class Store(dict[str, bytes]):
+    """Another rank waits with the plan ``theirs``, or comes with the same one."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+class Alone(CompileSession):
+    """Of one rank on a CPU, without an engine."""
+
+    def __init__(self, compile: CompileConfig = EXACT, world_size: int = 1, begin: bool = True) -> None:
+        load()
+        self.lines: list[str] = []
+        self.waits: list[str] = []
+        self.store = Store()
+        self.executor: Any = Executor()
+        self.peers: Any = SimpleNamespace(for_weights=None, for_gradients=None)
+        mesh: Any = SimpleNamespace(
+            device=torch.device("cpu"),
+            rank=0,
+            world_size=world_size,
+            timeout_s=1.0,
+            control_group=None,
+            store=lambda prefix: self.store,
+        )
+        watchdog: Any = SimpleNamespace(
+            check=lambda: None, native=SimpleNamespace(busy=lambda what: None), waiting=self._waiting
+        )
+        config = EngineConfig(compile=compile, agreement_timeout_s=0.2)
+        super().__init__(config, mesh, self.executor, watchdog, self.peers, report=self.lines.append)
+        if begin:
+            self.begin(Replays())  # type: ignore[arg-type]
+
+    def _waiting(self, what: str) -> Any:
+        self.waits.append(what)
+        return nullcontext()
+
+    def train(self, model: nn.Module, steps: int = 1) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            self.next_pass()
+            first = self.discovers
+            with self.step():
+                loss = model(X).square().sum()
+            if first:
+                self.first_step_showed(None)
+            with self.explaining():
+                loss.backward()
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def attached(session: Alone) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    session.attach(model)
+    return model
+
+
+def test_the_first_step_is_eager_and_the_next_one_compiles_what_it_called() -> None:
+    session = Alone()
+    model = attached(session)
+    assert session.discovers
+    (eager,) = session.train(model)
+    assert session.lines == []
+    assert not session.discovers
+    assert session.train(model, 2) == [eager] * 2
+    assert [line.split(";")[0] for line in session.lines if "Compiling" in line] == [
+        "Compiling the whole Sequential for training (a graph of no weights)"
+    ]
+    assert session.progress.compiled == 2
+
+
+def test_what_is_called_instead_of_compiled_code_is_what_the_engine_wraps() -> None:
+    session, ran = Alone(begin=False), []
+
+    def wrap(compiled: Any) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append("wrapped")
+            return compiled(*args)
+
+        return run
+
+    session.begin(Replays(wrap))  # type: ignore[arg-type]
+    session.train(attached(session), 3)
+    assert ran == ["wrapped"] * 2
+
+
+def test_without_compilation_every_step_is_eager() -> None:
+    session = Alone(replace(EXACT, enabled=False))
+    model = attached(session)
+    session.train(model, 2)
+    assert not session.discovers
+    assert session.calls is not None
+    assert session.calls.modules == {}
+
+
+def test_links_are_measured_once_where_passes_need_it_and_again_when_they_change() -> None:
+    speed = DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-6)
+    measured = Costs(((1, 1.0),), speed)
+    with patch("lightning_zero.compile.session.measure_costs", return_value=measured) as measure:
+        assert Alone(replace(EXACT, prefetch=False)).costs is None
+        assert Alone(replace(EXACT, enabled=False)).costs is None
+        measure.assert_not_called()
+        session = Alone()
+        assert session.costs is measured
+        session.configure(replace(session.config, compile=replace(EXACT, resident_mb=1.0)))
+        assert [call.args[1] for call in measure.mock_calls] == [False]
+        session.peers.for_weights = object()
+        session.links_changed()
+        assert [call.args[1] for call in measure.mock_calls] == [False, True]
+    with patch("lightning_zero.compile.session.measure_costs", return_value=NOMINAL):
+        assert Alone().costs is None, "nothing was measured"
+
+
+def test_graphs_hold_gradients_where_peers_read_them_in_place() -> None:
+    session = Alone()
+    assert "hold_gradients" not in session.known_passes
+    session.peers.for_gradients = object()
+    session.links_changed()
+    assert "hold_gradients" in session.known_passes
+
+
+def test_other_passes_compile_again_and_the_same_ones_do_not() -> None:
+    session, graphs = Alone(), []
+    session.progress.observe(lambda what, graph: graphs.append(what))
+    model = attached(session)
+    losses = session.train(model, 2)
+    compiled = session.progress.compiled
+    assert session.use_passes(MINIMAL)
+    replays: Any = session._replays
+    assert replays.drops == 1
+    losses += session.train(model)
+    assert session.progress.compiled == 2 * compiled
+    assert not session.use_passes(MINIMAL)
+    losses += session.train(model)
+    assert session.progress.compiled == 2 * compiled
+    assert replays.drops == 1
+    assert len(set(losses)) == 1
+    assert graphs.count("joint") == 2
+
+
+def test_passes_that_are_switched_off_do_not_run_and_are_told() -> None:
+    session, seen = Alone(), []
+    session.progress.observe_passes(lambda trace: seen.append(trace.name))
+    model = attached(session)
+    assert session.disable_passes(["merge_reduces"])
+    assert not session.disable_passes(["merge_reduces"])
+    session.train(model, 2)
+    assert "group_gathers" in seen
+    assert "merge_reduces" not in seen
+    with pytest.raises(ValueError, match=r"cannot do without 'group_gathers'"):
+        session.disable_passes(["group_gathers"])
+
+
+def test_options_that_need_a_pass_which_is_switched_off_are_refused() -> None:
+    session = Alone()
+    session.disable_passes(["split_gathers"])
+    with pytest.raises(ValueError, match=r"cannot do without 'split_gathers'"):
+        session.configure(replace(session.config, compile=replace(EXACT, prefetch=False)))
+
+
+def test_ones_own_passes_run_on_what_is_compiled() -> None:
+    session, ran = Alone(), []
+
+    def look(graph: Graph) -> Graph:
+        ran.append(len(graph.nodes))
+        return graph
+
+    session.register_pass(PassSpec("look", look, version="1"))
+    assert "look" in session.known_passes
+    session.use_passes(["look", *MINIMAL])
+    session.train(attached(session), 2)
+    assert len(ran) == 2  # forward and backward
+    with pytest.raises(ValueError, match=r"There is a pass named 'announce_plan' already"):
+        session.register_pass(PassSpec("announce_plan", look))
+
+
+def test_options_about_compiling_begin_anew_and_others_do_not() -> None:
+    session = Alone()
+    model = attached(session)
+    session.train(model, 2)
+    calls = session.calls
+    session.configure(replace(session.config, agreement_timeout_s=3.0))
+    assert session.calls is calls
+    assert session._agreement.patience_s == 3.0
+    session.plans.add(PLAN)
+    session.configure(replace(session.config, compile=replace(EXACT, gather_group_mb=7.0)))
+    assert session.discovers, "the next step runs eagerly"
+    assert model._compiled_call_impl is None
+    assert session.plans.agreed == ()
+    session.train(model, 2)
+    assert session.progress.compiled == 4
+
+
+def test_chosen_passes_stay_chosen_with_other_options() -> None:
+    session = Alone()
+    session.use_passes(MINIMAL)
+    session.configure(replace(session.config, compile=replace(EXACT, gather_group_mb=7.0)))
+    assert not session.use_passes(MINIMAL)
+
+
+def test_a_budget_that_is_measured_compiles_again_with_a_share_to_keep() -> None:
+    session = Alone()
+    model = attached(session)
+    session.train(model, 2)
+    session.plans.add(PLAN)
+    with patch.object(session.budget, "decided", side_effect=[0.25, None]):
+        assert session.next_pass() == 0.0
+        assert session._compiler.context().kept_share == 0.25
+        assert session.plans.agreed == (), "graphs that keep other weights follow other plans"
+        session.train(model)
+    assert session.progress.compiled == 4
+
+
+def test_weights_that_stay_until_the_step_are_told_in_bytes() -> None:
+    assert Alone(replace(EXACT, resident_mb=3.0, resident_until="step")).next_pass() == 3 * 2**20
+    assert Alone(replace(EXACT, resident_mb=3.0)).next_pass() == 0.0
+
+
+def test_a_plan_is_kept_once_the_ranks_have_agreed_on_it() -> None:
+    session = Alone(world_size=2)
+    with pytest.raises(RankMismatchError, match=r"rank 1 did not come"):
+        session.new_plan(PLAN.digest, PLAN.to_json())
+    assert session.plans.count == 0
+    assert session.waits == ["the agreement on a newly compiled graph"]
+    session.executor.turns = True  # ranks do nothing at the same time, and need not agree
+    session.new_plan(PLAN.digest, PLAN.to_json())
+    assert session.plans.agreed == (PLAN,)
+
+
+def test_other_ranks_know_when_this_one_compiles() -> None:
+    session = Alone(world_size=2)
+    session.progress.compiling("a module", True, 0.0)
+    assert session.store["busy/0"] == b"1"
+    session.progress.compiling("a module", False, 1.0)
+    assert session.store["busy/0"] == b"0"
+
+
+def test_the_graph_that_reads_the_last_weight_is_the_one_that_backward_follows() -> None:
+    session = Alone()
+    attached(session)
+    weight = torch.ones(3)
+    session.first_step_showed(weight)
+    assert session._compiler.last_weight is weight
+    assert session.calls is not None
+    assert session._compiler.notes is session.calls.notes
+
+
+def test_a_compiler_that_torch_keeps_does_not_keep_the_executor() -> None:
+    session = Alone()
+    compiler, executor = session._compiler, weakref.ref(session.executor)
+    del session
+    gc.collect()
+    assert executor() is None
+    assert compiler.passes()
