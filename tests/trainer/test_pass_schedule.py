@@ -57,8 +57,30 @@ def test_passes_change_at_their_step_and_results_stay(ranks: Ranks) -> None:
         assert scheduled["kinds"].count("forward") >= 2
 
 
-def set_up(schedule: Any, kind: str) -> str:
-    callback = PassSchedule(schedule)
+def train_without(names: list[str]) -> tuple[list[float], list[str]]:
+    ran: list[str] = []
+
+    class Watch(Callback):
+        def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            trainer.strategy.observe_passes(lambda trace: ran.append(trace.name))
+
+    callbacks = [Watch(), PassSchedule(disable=names)]
+    with fitted("compiled", steps=4, callbacks=callbacks) as (module, _):
+        return module.losses, ran
+
+
+def test_without_a_pass_that_graphs_can_do_without_the_training_stays_the_same(ranks: Ranks) -> None:
+    off = ["merge_reduces", "group_reduces"]
+    for (plain, all_ran), (without, ran) in zip(
+        ranks.run(2, train_without, []), ranks.run(2, train_without, off), strict=True
+    ):
+        assert without == plain
+        assert set(off) <= set(all_ran)
+        assert set(ran) == set(all_ran) - set(off)
+
+
+def set_up(schedule: Any, kind: str, disable: Any = ()) -> str:
+    callback = PassSchedule(schedule, disable=disable)
     trainer = make_trainer(kind, callbacks=[callback])
     try:
         callback.setup(trainer, None, "fit")  # type: ignore[arg-type]
@@ -78,6 +100,13 @@ def set_up(schedule: Any, kind: str) -> str:
 def test_a_schedule_that_cannot_run_is_refused_at_setup(ranks: Ranks, schedule: Any, kind: str, words: str) -> None:
     for message in ranks.run(1, set_up, schedule, kind):
         assert words in message
+
+
+def test_a_pass_that_graphs_need_is_not_switched_off(ranks: Ranks) -> None:
+    (message,) = ranks.run(1, set_up, [], "compiled", ["sink_gathers"])
+    assert message.startswith("Graphs cannot do without 'sink_gathers': Pass 'share_gathers' requires ['ordered']")
+    (message,) = ranks.run(1, set_up, [], "compiled", ["hand_over_gradients"])
+    assert "cannot do without 'hand_over_gradients'" in message
 
 
 def register(name: str) -> str:

@@ -59,3 +59,25 @@ def test_training_is_the_same_and_rank_zero_leaves_a_report(ranks: Ranks, tmp_pa
     assert step["measured"]["gathered"] == sum(gather.bytes for graph in plan.graphs for gather in graph.gathers)
     assert "Memory was not measured" in (folder / "step.txt").read_text()
     assert "0.weight" in (folder / "report.html").read_text()
+
+
+def _train_watching_passes(folder: str) -> list[float]:
+    report = PlanReport(folder, SPEED, BandwidthTable(2, ((1, 1e-9),), ((1, 1e-9),)), passes=True)
+    with fitted("compiled", steps=STEPS, callbacks=[report]) as (module, _):
+        return module.losses
+
+
+def test_what_each_pass_did_is_written_beside_a_training_that_stays_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    watched = ranks.run(2, _train_watching_passes, str(folder), deadline=90)
+    assert watched == ranks.run(2, _train_plainly, deadline=90)
+    names = sorted(path.name for path in (folder / "passes").iterdir())
+    assert "graph_00_forward.txt" in names
+    assert "graph_01_backward.txt" in names
+    (diff,) = (folder / "passes").glob("graph_01_backward_*_hand_over_gradients.diff")
+    lines = diff.read_text().splitlines()
+    assert any(line.startswith("-") and "lightning_zero.reduce.default" in line for line in lines)
+    assert any(line.startswith("+") and "lightning_zero.reduce_add.default" in line for line in lines)
+    rows = (folder / "passes" / "graph_01_backward.txt").read_text().splitlines()
+    assert rows[0].split()[:2] == ["pass", "ms"]
+    assert [row.split()[0] for row in rows[1:]][-1] == "announce_plan"

@@ -18,7 +18,8 @@ __all__ = ["PassSchedule"]
 
 
 class PassSchedule(Callback):
-    """Applies graph passes by optimizer step: ``PassSchedule([(0, names), (100, None)])``.
+    """Applies graph passes by optimizer step: ``PassSchedule([(0, names), (100, None)])``. Or switches some off:
+    ``PassSchedule(disable=["merge_reduces"])``.
 
     What is compiled is compiled again where the passes change, which takes as long as the first time.
 
@@ -27,14 +28,22 @@ class PassSchedule(Callback):
             None for the default ones, which also apply before the first entry.
             ``trainer.strategy.known_passes()`` lists the names.
         passes: your own passes, to be registered first.
+        disable: names of passes that are switched off from the beginning, whichever the entries name; to find out
+            whether one of them is to blame.
 
     Raises:
         MisconfigurationException: (in ``setup``) the strategy is no ``ZeroStrategy``, or the schedule cannot run.
     """
 
-    def __init__(self, entries: Sequence[tuple[int, Sequence[str] | None]], passes: Sequence[PassSpec] = ()) -> None:
+    def __init__(
+        self,
+        entries: Sequence[tuple[int, Sequence[str] | None]] = (),
+        passes: Sequence[PassSpec] = (),
+        disable: Sequence[str] = (),
+    ) -> None:
         self._entries = list(entries)
         self._passes = list(passes)
+        self._disable = disable
         self._schedule = Schedule(())
 
     @override
@@ -44,6 +53,8 @@ class PassSchedule(Callback):
             for spec in self._passes:
                 strategy.register_pass(spec)
             self._schedule = Schedule.of(self._entries, strategy.known_passes())
+            if self._disable:
+                strategy.disable_passes(self._disable)
         except ValueError as error:
             raise MisconfigurationException(str(error)) from error
 
