@@ -36,7 +36,7 @@ from lightning_zero.compile.discover import CallNotes
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.listener import CompileListener
-from lightning_zero.compile.passes import PassSpec, default_passes, keeping, run_passes
+from lightning_zero.compile.passes import PassSpec, default_passes, run_passes, saved_for_backward
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
@@ -80,21 +80,21 @@ class Compiler:
         self.last_weight: Tensor | None = None
         self.notes = CallNotes()
 
-    def arguments(self, kept_share: float | None = None) -> dict[str, Any]:
+    def arguments(self, saved_share: float | None = None) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``; with others for each module, alike ones would not share graphs.
         Others each time: what has been compiled with those before is not used for these.
 
         Args:
-            kept_share: what graphs keep of their weights for backward from now on; None for as much as before.
+            saved_share: what graphs keep of their weights for backward from now on; None for as much as before.
         """
-        if kept_share is not None:
-            self._context = replace(self._context, kept_share=kept_share)
+        if saved_share is not None:
+            self._context = replace(self._context, saved_share=saved_share)
         self._turn_plans()
         return {"fullgraph": False, "dynamic": self._config.dynamic, "backend": self._backend()}
 
     def _turn_plans(self) -> None:
         """Other passes, and another share of weights that is kept, make other groups: plans before are not followed."""
-        self._plans.turn_to((self._selection.key, self._context.kept_share))
+        self._plans.turn_to((self._selection.key, self._context.saved_share))
 
     def context(self, backward_follows: bool = False) -> PassContext:
         """Of the next graph."""
@@ -148,7 +148,7 @@ class Compiler:
     def _tag(self, last: bool, graph: Graph) -> Graph:
         """``last``: backward follows right after this graph's forward."""
         self._listener.graph("joint", graph)
-        graph, recompute = tag_gathers(graph, keeping(self.context(last))), self._config.recompute
+        graph, recompute = tag_gathers(graph, saved_for_backward(self.context(last))), self._config.recompute
         return graph if recompute is None else tag_activations(graph, recompute)
 
     def _rewrite(self, graph: Graph) -> Graph:
@@ -179,7 +179,7 @@ class Compiler:
         names = [(spec.name, spec.version) for spec in self.passes()]
         context = self.context()
         agreed = [plan.collectives() for plan in context.agreed]
-        decides = (names, context.config, context.kept_share, context.world_size, agreed)
+        decides = (names, context.config, context.saved_share, context.world_size, agreed)
         digest = hashlib.sha256(repr(decides).encode())
         for path in sorted(Path(__file__).parent.rglob("*.py")):
             digest.update(path.read_bytes())

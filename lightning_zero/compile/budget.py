@@ -26,7 +26,7 @@ from lightning_zero.config import CompileConfig
 from lightning_zero.native import Executor
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
 
-__all__ = ["MeasuredBudget", "another_fits", "kept_share"]
+__all__ = ["MeasuredBudget", "another_fits", "saved_share"]
 
 MEASURED_STEPS = 3
 # Where every other batch has a new length, compiling may go on for long.
@@ -147,7 +147,7 @@ class MeasuredBudget:
 
     def _decide(self, config: CompileConfig, budget: float, traffic: float) -> float | None:
         until_step = config.resident_until == "step"
-        share = 0.0 if until_step else kept_share(budget, traffic)
+        share = 0.0 if until_step else saved_share(budget, traffic)
         small_bytes = small_weight_bytes(config)
         fits = another_fits(self._plans.agreed, share, budget if until_step else 0.0, small_bytes)
         # Ranks have agreed on these plans; should one hold others all the same, it does what the rest do.
@@ -175,7 +175,7 @@ class MeasuredBudget:
         return least.tolist()
 
 
-def kept_share(budget: float, traffic: float) -> float:
+def saved_share(budget: float, traffic: float) -> float:
     """The share of the weights that it gathers twice that each graph may keep, where a pass forward and backward
     gathers ``traffic`` bytes."""
     return min(2 * budget / traffic, 1.0) if traffic > 0 else 0.0

@@ -29,8 +29,8 @@ class PassContext:
         world_size: number of shards that make a weight.
         costs: estimates by which gathers are placed; the same on every rank.
         agreed: plans of graphs that have run, which graphs of the same weights must follow.
-        hold_gradients: the executor sends gradients from where they lie, so graphs must leave them there for a while.
-        kept_share: of the bytes of weights that the graph gathers twice, from 0 to 1: how much it keeps for backward
+        borrow_gradients: the executor sends gradients from where they lie, so graphs must leave them there for a while.
+        saved_share: of the bytes of weights that the graph gathers twice, from 0 to 1: how much it keeps for backward
             besides what ``config`` says.
         backward_follows: backward comes right after this graph's forward, with no other graph in between.
     """
@@ -39,8 +39,8 @@ class PassContext:
     world_size: int
     costs: Costs = NOMINAL
     agreed: tuple[GraphPlan, ...] = ()
-    hold_gradients: bool = False
-    kept_share: float = 0.0
+    borrow_gradients: bool = False
+    saved_share: float = 0.0
     backward_follows: bool = False
 
     @property

@@ -129,7 +129,7 @@ class CompileSession:
             compile,
             self._mesh.world_size,
             self._costs or NOMINAL,
-            hold_gradients=self._peers.for_gradients is not None,
+            borrow_gradients=self._peers.for_gradients is not None,
         )
         assert self._replays is not None
         self.plans.forget()
@@ -137,9 +137,9 @@ class CompileSession:
         self._selection.check(self._compiler.default())
         self._arguments = self._compiler.arguments()
 
-    def _compile_again(self, kept_share: float | None = None) -> None:
+    def _compile_again(self, saved_share: float | None = None) -> None:
         """Compiles the same modules again, with other passes, or with another share of weights that are kept."""
-        self._arguments = self._compiler.arguments(kept_share)
+        self._arguments = self._compiler.arguments(saved_share)
         if self.calls is not None:
             self.calls.compile_again(self._arguments)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import BACKWARD, MODULES, RECOMPUTE, REGION, SIDE
 from lightning_zero.compile.graph import gathers, is_op, is_view_or_cast, reduces, shard_of
-from lightning_zero.compile.passes.persist import NOTHING_KEPT, KeptLimits, after_tangents, choose_kept
+from lightning_zero.compile.passes.saved import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
 from lightning_zero.config import RecomputePolicy
 from lightning_zero.profiling.tensors import nbytes
 
@@ -51,12 +51,12 @@ def _module_path(node: Node) -> str:
     return ".".join(keys) or path
 
 
-def tag_gathers(graph: Graph, keep: KeptLimits = NOTHING_KEPT) -> Graph:
+def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
     """Tags a joint forward and backward graph, in place; within ``keep``, weights cross all the same."""
     tagged: set[Node] = set(gathers(graph))
     if not tagged:
         return graph
-    kept = set(choose_kept(graph, keep))
+    kept = set(choose_saved(graph, keep))
     for node in graph.nodes:
         # The partitioner honours tags only among nodes that carry a region number; activation checkpointing uses
         # others.

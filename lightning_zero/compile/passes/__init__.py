@@ -10,21 +10,21 @@ from lightning_zero.compile.passes.base import PassSpec, run_passes
 from lightning_zero.compile.passes.cast import fuse_casts
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.grouping import GroupLimits
-from lightning_zero.compile.passes.kept import use_kept
 from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
-from lightning_zero.compile.passes.persist import KeptLimits
-from lightning_zero.compile.passes.reduce import group_reduces, hand_over_gradients, hold_gradients
+from lightning_zero.compile.passes.reduce import borrow_gradients, group_reduces, hand_over_gradients
+from lightning_zero.compile.passes.resident import use_resident
+from lightning_zero.compile.passes.saved import SavedLimits
 from lightning_zero.compile.passes.sink import sink_gathers
 from lightning_zero.compile.passes.split import split_gathers
 
-__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "keeping", "run_passes"]
+__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "run_passes", "saved_for_backward"]
 
 ANNOUNCE = PassSpec(
     "announce_plan", announce_plan, requires=frozenset({"started", "handed over"}), provides=frozenset({"announced"})
 )
 HAND_OVER = PassSpec("hand_over_gradients", hand_over_gradients, provides=frozenset({"handed over"}))
 
-HOLD = PassSpec("hold_gradients", hold_gradients, requires=frozenset({"handed over"}))
+BORROW = PassSpec("borrow_gradients", borrow_gradients, requires=frozenset({"handed over"}))
 
 MINIMAL_PASSES = (
     PassSpec("split_gathers", split_gathers, provides=frozenset({"started"}), conflicts=frozenset({"started"})),
@@ -33,15 +33,15 @@ MINIMAL_PASSES = (
 )
 
 
-def keeping(context: PassContext) -> KeptLimits:
+def saved_for_backward(context: PassContext) -> SavedLimits:
     """What a graph keeps of its weights for backward."""
     config = context.config
-    return KeptLimits(
+    return SavedLimits(
         context.small_bytes,
         config.resident_bytes if config.resident_until == "backward" else 0.0,
         context.group_bytes if context.backward_follows and config.prefetch else 0,
         GROUPS_PER_GRAPH,
-        context.kept_share,
+        context.saved_share,
     )
 
 
@@ -70,8 +70,8 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
             conflicts=unstarted,
         ),
         PassSpec(
-            "use_kept",
-            partial(use_kept, limits=limits, agreed=context.agreed),
+            "use_resident",
+            partial(use_resident, limits=limits, agreed=context.agreed),
             requires=frozenset({"ordered"}),
             conflicts=unstarted,
         ),
@@ -83,7 +83,7 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
             partial(group_reduces, group_bytes=int(config.reduce_group_mb * 2**20), parts=GROUPS_PER_GRAPH),
             requires=frozenset({"handed over"}),
         ),
-        *([HOLD] if context.hold_gradients else []),
+        *([BORROW] if context.borrow_gradients else []),
         ANNOUNCE,
     )
 

@@ -19,7 +19,7 @@ from lightning_zero.compile.graph import (
 from lightning_zero.compile.passes.grouping import consecutive
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["group_reduces", "hand_over_gradients", "hold_gradients"]
+__all__ = ["group_reduces", "hand_over_gradients", "borrow_gradients"]
 
 
 def hand_over_gradients(graph: Graph) -> Graph:
@@ -80,7 +80,7 @@ def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
     return graph
 
 
-def hold_gradients(graph: Graph, in_flight: int = 2) -> Graph:
+def borrow_gradients(graph: Graph, in_flight: int = 2) -> Graph:
     """Lets the executor read gradients where they lie, in place: none of what it is given is used for something else
     before it says so. For that, each group of gradients is named once more, by ``reduce_release``, when ``in_flight``
     later ones have been handed over, or at the end.

@@ -45,7 +45,7 @@ class Replays:
         config: whether to, and whether really.
         ready: a method that tells whether what is compiled now is what will stay.
         lasting: one that gives the tensors whose memory stays where it is: parameters and buffers.
-        say: shows a line to the user.
+        report: shows a line to the user.
         impossible: why there cannot be any here; empty where there can.
 
     Raises:
@@ -59,7 +59,7 @@ class Replays:
         config: EngineConfig,
         ready: Callable[[], bool],
         lasting: Callable[[], Iterable[Tensor]],
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         impossible: str = "",
     ) -> None:
         self.executor = executor
@@ -69,7 +69,7 @@ class Replays:
         # torch keeps what it has compiled for as long as it lives, and with it everything that this knows: nothing here
         # may keep the engine, or its process groups would outlive it, on some ranks longer than on others.
         self._ready, self._lasting = weakref.WeakMethod(ready), weakref.WeakMethod(lasting)
-        self._say = say
+        self._report = report
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         weakref.finalize(self, _drop, self._calls).atexit = False
         self.configure(config)
@@ -130,7 +130,7 @@ class Replays:
             )
         if reason not in self._said:
             self._said.add(reason)
-            self._say(f"Compiled code is not replayed as a CUDA graph: {reason}.")
+            self._report(f"Compiled code is not replayed as a CUDA graph: {reason}.")
 
 
 def _drop(calls: Iterable[_Call]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.compile.budget import MEASURED_STEPS, MOST_STEPS, MeasuredBudget, another_fits, kept_share
+from lightning_zero.compile.budget import MEASURED_STEPS, MOST_STEPS, MeasuredBudget, another_fits, saved_share
 from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.headroom import DeviceMemory
@@ -23,12 +23,12 @@ def plan(kind: str, *groups: tuple[int, int]) -> GraphPlan:
     ("budget", "traffic", "share"), [(0, 800, 0.0), (100, 800, 0.25), (400, 800, 1.0), (900, 800, 1.0), (100, 0, 0.0)]
 )
 def test_what_a_pass_gathers_is_in_it_twice(budget: float, traffic: float, share: float) -> None:
-    assert kept_share(budget, traffic) == share
+    assert saved_share(budget, traffic) == share
 
 
 def test_graphs_that_run_several_times_stay_within_the_budget_together() -> None:
     runs, weights, budget = 24, 100, 600
-    share = kept_share(budget, 2 * runs * weights)
+    share = saved_share(budget, 2 * runs * weights)
     assert runs * share * weights == pytest.approx(budget)
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, SMALL_BYTES, PassContext
-from lightning_zero.compile.passes import default_passes, keeping
-from lightning_zero.compile.passes.persist import KeptLimits
+from lightning_zero.compile.passes import default_passes, saved_for_backward
+from lightning_zero.compile.passes.saved import SavedLimits
 from lightning_zero.config import CompileConfig
 
 MIB = 2**20
@@ -24,23 +24,23 @@ def test_no_weight_is_small_where_each_is_gathered_by_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "follows", "kept"),
     [
-        ({}, False, KeptLimits(SMALL_BYTES, 0.0, 0, GROUPS_PER_GRAPH, 0.25)),
-        ({}, True, KeptLimits(SMALL_BYTES, 0.0, 128 * MIB, GROUPS_PER_GRAPH, 0.25)),
-        ({"resident_mb": 7}, False, KeptLimits(SMALL_BYTES, 7.0 * MIB, 0, GROUPS_PER_GRAPH, 0.25)),
+        ({}, False, SavedLimits(SMALL_BYTES, 0.0, 0, GROUPS_PER_GRAPH, 0.25)),
+        ({}, True, SavedLimits(SMALL_BYTES, 0.0, 128 * MIB, GROUPS_PER_GRAPH, 0.25)),
+        ({"resident_mb": 7}, False, SavedLimits(SMALL_BYTES, 7.0 * MIB, 0, GROUPS_PER_GRAPH, 0.25)),
         (
             {"resident_mb": 7, "resident_until": "step"},
             False,
-            KeptLimits(SMALL_BYTES, 0.0, 0, GROUPS_PER_GRAPH, 0.25),
+            SavedLimits(SMALL_BYTES, 0.0, 0, GROUPS_PER_GRAPH, 0.25),
         ),
-        ({"prefetch": False}, True, KeptLimits(0, 0.0, 0, GROUPS_PER_GRAPH, 0.25)),
+        ({"prefetch": False}, True, SavedLimits(0, 0.0, 0, GROUPS_PER_GRAPH, 0.25)),
     ],
 )
-def test_what_is_kept_for_backward(options: dict[str, float], follows: bool, kept: KeptLimits) -> None:
+def test_what_is_kept_for_backward(options: dict[str, float], follows: bool, kept: SavedLimits) -> None:
     config = CompileConfig(**options)  # type: ignore[arg-type]
-    assert keeping(PassContext(config, 2, kept_share=0.25, backward_follows=follows)) == kept
+    assert saved_for_backward(PassContext(config, 2, saved_share=0.25, backward_follows=follows)) == kept
 
 
 @pytest.mark.parametrize("hold", [True, False])
 def test_gradients_are_held_only_where_the_executor_sends_them_from_where_they_lie(hold: bool) -> None:
-    names = [spec.name for spec in default_passes(PassContext(CompileConfig(), 2, hold_gradients=hold))]
-    assert ("hold_gradients" in names) is hold
+    names = [spec.name for spec in default_passes(PassContext(CompileConfig(), 2, borrow_gradients=hold))]
+    assert ("borrow_gradients" in names) is hold

@@ -178,10 +178,10 @@ def test_links_are_measured_once_where_passes_need_it_and_again_when_they_change
 
 def test_graphs_hold_gradients_where_peers_read_them_in_place() -> None:
     session = Alone()
-    assert "hold_gradients" not in session.known_passes
+    assert "borrow_gradients" not in session.known_passes
     session.peers.for_gradients = object()
     session.links_changed()
-    assert "hold_gradients" in session.known_passes
+    assert "borrow_gradients" in session.known_passes
 
 
 def test_other_passes_compile_again_and_the_same_ones_do_not() -> None:
@@ -270,7 +270,7 @@ def test_a_budget_that_is_measured_compiles_again_with_a_share_to_keep() -> None
     session.plans.add(PLAN)
     with patch.object(session.budget, "decided", side_effect=[0.25, None]):
         assert session.next_pass() == 0.0
-        assert session._compiler.context().kept_share == 0.25
+        assert session._compiler.context().saved_share == 0.25
         assert session.plans.agreed == (), "graphs that keep other weights follow other plans"
         session.train(model)
     assert session.progress.compiled == 4

@@ -15,10 +15,10 @@ from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dty
 from lightning_zero.compile.passes.prefetch_schedule import prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
 
-__all__ = ["use_kept"]
+__all__ = ["use_resident"]
 
 
-def use_kept(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequence[GraphPlan] = ()) -> Graph:
+def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequence[GraphPlan] = ()) -> Graph:
     """``gather(shard, shape, dtype, kept)`` becomes ``kept``, in place, behind calls that see that it is filled.
 
     A gather in another dtype than the memory's stays a gather. Arguments: see :func:`group_gathers`; of the limits,

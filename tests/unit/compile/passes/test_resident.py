@@ -7,7 +7,7 @@ from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
 from lightning_zero.compile.passes.announce import read_plan
 from lightning_zero.compile.passes.grouping import GroupLimits
-from lightning_zero.compile.passes.kept import use_kept
+from lightning_zero.compile.passes.resident import use_resident
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, order
 
@@ -32,7 +32,7 @@ def chain(uses: str, kept: str, memory: torch.dtype = torch.float32) -> Graph:
 
 
 def rewritten(graph: Graph, group_bytes: int = WEIGHT, ahead: int = 1) -> str:
-    graph = use_kept(graph, GroupLimits(group_bytes), ahead)
+    graph = use_resident(graph, GroupLimits(group_bytes), ahead)
     graph.lint()
     return order(graph)
 
@@ -58,7 +58,7 @@ def test_a_weight_that_is_used_twice_is_waited_for_once_before_the_first_use() -
 
 
 def test_products_read_the_memory_itself() -> None:
-    graph = use_kept(chain("a", "a"), GroupLimits(WEIGHT))
+    graph = use_resident(chain("a", "a"), GroupLimits(WEIGHT))
     (product,) = (node for node in graph.nodes if node.target is aten.mm.default)
     assert product.args[1].name == "kept_a"
 
@@ -73,7 +73,7 @@ def test_memory_of_another_dtype_is_left_alone() -> None:
 
 
 def test_the_calls_survive_dead_code_elimination() -> None:
-    graph = use_kept(chain("a", "a"), GroupLimits(WEIGHT))
+    graph = use_resident(chain("a", "a"), GroupLimits(WEIGHT))
     before = order(graph)
     graph.eliminate_dead_code()
     assert order(graph) == before

@@ -24,11 +24,11 @@ from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, r
 from lightning_zero.compile.passes.grouping import most_bytes
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["NOTHING_KEPT", "KeptLimits", "after_tangents", "choose_kept"]
+__all__ = ["NOTHING_SAVED", "SavedLimits", "after_tangents", "choose_saved"]
 
 
 @dataclass(frozen=True)
-class KeptLimits:
+class SavedLimits:
     """What a graph keeps of its weights from forward to backward.
 
     Attributes:
@@ -47,7 +47,7 @@ class KeptLimits:
     share: float = 0.0
 
 
-NOTHING_KEPT = KeptLimits()
+NOTHING_SAVED = SavedLimits()
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class _Weight:
     again: int | None
 
 
-def choose_kept(graph: Graph, limits: KeptLimits) -> list[Node]:
+def choose_saved(graph: Graph, limits: SavedLimits) -> list[Node]:
     """The nodes of a joint graph to save for backward: gathers, or the casts of gathers that are used."""
     weights = _weights(graph)
     small = [weight for weight in weights if weight.size <= limits.small_bytes]
