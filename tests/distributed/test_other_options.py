@@ -41,14 +41,14 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     """Of each option that is applied without compiling again, what the part has that does it."""
     bucket, double, free, sync, poison, dtype = engine.executor._native.told
     return {
-        "compiled": engine._supervisor._compiler._config,
+        "compiled": engine.session._compiler._config,
         "cuda_graphs": engine.optimizers.stepper(optimizer).why_eager,
         "reduce_dtype": dtype,
         "broadcast_buffers": engine.buffers._enabled,
         "free_reduce_buckets": free,
         "reduce_bucket_mb": bucket,
         "reduce_double_buffer": double,
-        "agreement_timeout_s": engine._agreement.patience_s,
+        "agreement_timeout_s": engine.session._agreement.patience_s,
         "cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
         "cuda_graph_model": engine.replays._option,
         "sync_collectives": sync,

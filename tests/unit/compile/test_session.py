@@ -4,7 +4,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,14 +16,14 @@ from torch.fx import Graph
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec
 from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.compile.session import CompileSession
-from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.native import load
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import NOMINAL, Costs
+from tests.helpers.options import config
 
 MINIMAL = [spec.name for spec in MINIMAL_PASSES]
-EXACT = CompileConfig(backend="aot_eager")
+EXACT: dict[str, Any] = {"compile_backend": "aot_eager"}
 PLAN = GraphPlan("forward", 3, (Gather(("w",), "float32", 64, 0, "mm", 1, "mm"),), ())
 X = torch.ones(2, 3)
 
@@ -64,7 +63,7 @@ class Store(dict[str, bytes]):
 class Alone(CompileSession):
     """Of one rank on a CPU, without an engine."""
 
-    def __init__(self, compile: CompileConfig = EXACT, world_size: int = 1, begin: bool = True) -> None:
+    def __init__(self, options: dict[str, Any] = EXACT, world_size: int = 1, begin: bool = True) -> None:
         load()
         self.lines: list[str] = []
         self.waits: list[str] = []
@@ -82,8 +81,8 @@ class Alone(CompileSession):
         watchdog: Any = SimpleNamespace(
             check=lambda: None, native=SimpleNamespace(busy=lambda what: None), waiting=self._waiting
         )
-        config = EngineConfig(compile=compile, agreement_timeout_s=0.2)
-        super().__init__(config, mesh, self.executor, watchdog, self.peers, report=self.lines.append)
+        chosen = config(**options, agreement_timeout_s=0.2)
+        super().__init__(chosen, mesh, self.executor, watchdog, self.peers, report=self.lines.append)
         if begin:
             self.begin(Replays())  # type: ignore[arg-type]
 
@@ -150,7 +149,7 @@ def test_what_is_called_instead_of_compiled_code_is_what_the_engine_wraps() -> N
 
 
 def test_without_compilation_every_step_is_eager() -> None:
-    session = Alone(replace(EXACT, enabled=False))
+    session = Alone(dict(EXACT, compile=False))
     model = attached(session)
     session.train(model, 2)
     assert not session.discovers
@@ -162,12 +161,12 @@ def test_links_are_measured_once_where_passes_need_it_and_again_when_they_change
     speed = DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-6)
     measured = Costs(((1, 1.0),), speed)
     with patch("lightning_zero.compile.session.measure_costs", return_value=measured) as measure:
-        assert Alone(replace(EXACT, prefetch=False)).costs is None
-        assert Alone(replace(EXACT, enabled=False)).costs is None
+        assert Alone(dict(EXACT, prefetch=False)).costs is None
+        assert Alone(dict(EXACT, compile=False)).costs is None
         measure.assert_not_called()
         session = Alone()
         assert session.costs is measured
-        session.configure(replace(session.config, compile=replace(EXACT, resident_mb=1.0)))
+        session.configure(config(**EXACT, resident_mb=1.0))
         assert [call.args[1] for call in measure.mock_calls] == [False]
         session.peers.for_weights = object()
         session.links_changed()
@@ -220,7 +219,7 @@ def test_options_that_need_a_pass_which_is_switched_off_are_refused() -> None:
     session = Alone()
     session.disable_passes(["split_gathers"])
     with pytest.raises(ValueError, match=r"cannot do without 'split_gathers'"):
-        session.configure(replace(session.config, compile=replace(EXACT, prefetch=False)))
+        session.configure(config(**EXACT, agreement_timeout_s=0.2, prefetch=False))
 
 
 def test_ones_own_passes_run_on_what_is_compiled() -> None:
@@ -244,11 +243,11 @@ def test_options_about_compiling_begin_anew_and_others_do_not() -> None:
     model = attached(session)
     session.train(model, 2)
     calls = session.calls
-    session.configure(replace(session.config, agreement_timeout_s=3.0))
+    session.configure(config(**EXACT, agreement_timeout_s=3.0))
     assert session.calls is calls
     assert session._agreement.patience_s == 3.0
     session.plans.add(PLAN)
-    session.configure(replace(session.config, compile=replace(EXACT, gather_group_mb=7.0)))
+    session.configure(config(**EXACT, agreement_timeout_s=3.0, gather_group_mb=7.0))
     assert session.discovers, "the next step runs eagerly"
     assert model._compiled_call_impl is None
     assert session.plans.agreed == ()
@@ -259,7 +258,7 @@ def test_options_about_compiling_begin_anew_and_others_do_not() -> None:
 def test_chosen_passes_stay_chosen_with_other_options() -> None:
     session = Alone()
     session.use_passes(MINIMAL)
-    session.configure(replace(session.config, compile=replace(EXACT, gather_group_mb=7.0)))
+    session.configure(config(**EXACT, agreement_timeout_s=3.0, gather_group_mb=7.0))
     assert not session.use_passes(MINIMAL)
 
 
@@ -277,8 +276,8 @@ def test_a_budget_that_is_measured_compiles_again_with_a_share_to_keep() -> None
 
 
 def test_weights_that_stay_until_the_step_are_told_in_bytes() -> None:
-    assert Alone(replace(EXACT, resident_mb=3.0, resident_until="step")).next_pass() == 3 * 2**20
-    assert Alone(replace(EXACT, resident_mb=3.0)).next_pass() == 0.0
+    assert Alone(dict(EXACT, resident_mb=3.0, resident_until="step")).next_pass() == 3 * 2**20
+    assert Alone(dict(EXACT, resident_mb=3.0)).next_pass() == 0.0
 
 
 def test_a_plan_is_kept_once_the_ranks_have_agreed_on_it() -> None:
