@@ -101,12 +101,12 @@ bool GradientRecording::fits(const Recorded& graph) const {
 void GradientRecording::before_replay(const Recorded& graph) {
   TORCH_CHECK(
       !reducer_.in_backward(), "lightning_zero: weights got gradients from outside of the compiled code, ",
-      "whose backward is replayed as a graph, in one backward pass with it. Pass capture_graphs=False "
+      "whose backward is replayed as a graph, in one backward pass with it. Pass cuda_graphs=False "
       "to the strategy.");
   TORCH_CHECK(compat::is_whole_backward(),
               "lightning_zero: backward(inputs=...) or torch.autograd.grad() asked for some gradients only, ",
               "of compiled code whose backward is replayed as a graph, with all of them. Pass "
-              "capture_graphs=False to the strategy.");
+              "cuda_graphs=False to the strategy.");
   reducer_.join();
   set_aside_.clear();
   for (const auto i : std::set<int64_t>(graph.arrivals.begin(), graph.arrivals.end())) {
