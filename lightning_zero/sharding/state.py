@@ -98,16 +98,9 @@ class StateDictHooks:
         return full.to("cpu", copy=True)  # a file would hold the padding, too
 
     def _scatter(
-        self,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *told: Any
     ) -> None:
+        _strict, _missing, _unexpected, errors = told  # as torch calls such a hook
         if metadata.get("assign_to_params_buffers"):
             raise UnsupportedError("load_state_dict(assign=True) would replace shards. Leave out assign=True.")
         if self._mode == "shard":

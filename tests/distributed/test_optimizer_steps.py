@@ -333,6 +333,36 @@ def test_counts_that_move_to_the_device_are_those_of_all_plans(ranks: Ranks, eve
         assert captured
 
 
+def gradients_by_hand(emulate: bool) -> tuple[list[list[Tensor]], list[list[Tensor]], list[int]]:
+    """Of weights that are not trained, so that there is no place for them here: by turns each in memory of its own, and
+    side by side."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).requires_grad_(False)
+    plain = [nn.Parameter(layer.weight.detach().reshape(1, -1).clone()) for layer in model]
+    found, expected, segments = [], [], []
+    with engine_for(model, "eager", emulate_cuda_graph_step=emulate) as engine:
+        theirs, optimizer = (torch.optim.AdamW(params, lr=0.02) for params in (plain, model.parameters()))
+        ways = [torch.zeros(1, 64), torch.zeros(1, 64)], torch.zeros(2, 1, 64).unbind()[::-1]  # as shards lie
+        for step in range(8):
+            grads = ways[step // 2 % 2]
+            for param, other, grad in zip(model.parameters(), plain, grads, strict=True):
+                param.grad = grad.copy_(torch.randn(1, 64))
+                other.grad = grad.clone()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            theirs.step()
+            found.append([param.detach().clone() for param in model.parameters()])
+            expected.append([param.detach().clone() for param in plain])
+            segments.append(len(engine.optimizers.stepper(optimizer).layout.segments))
+    return found, expected, segments
+
+
+@pytest.mark.parametrize("emulate", [False, True], ids=["own", "captured"])
+def test_state_that_moves_for_one_plan_moves_for_all(ranks: Ranks, emulate: bool) -> None:
+    ((found, expected, segments),) = ranks.run(1, gradients_by_hand, emulate)
+    assert segments == [2, 2, 1, 1] * 2
+    assert_close_relative(found, expected, 1e-6)
+
+
 def test_hooks_see_the_optimizers_own_parameters_and_state(ranks: Ranks) -> None:
     for seen in ranks.run(2, hooks_see):
         assert all(seen), seen

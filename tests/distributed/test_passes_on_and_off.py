@@ -42,7 +42,8 @@ def all_ways(case: str, mixed: bool, ways: Sequence[dict[str, Any]] = WAYS) -> l
 
 
 @pytest.mark.parametrize(
-    ("case", "mixed"), [("TiedBlock", True), ("LoRA", False), pytest.param("OddMLP", True, marks=pytest.mark.slow)]
+    ("case", "mixed"),
+    [("TiedBlock", True), ("LoRA", False), ("NeverUsed", False), pytest.param("OddMLP", True, marks=pytest.mark.slow)],
 )
 def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: str, mixed: bool) -> None:
     for (off, _), *others in ranks.run(2, all_ways, case, mixed, deadline=240):

@@ -38,7 +38,12 @@ def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Referen
 
 @pytest.mark.parametrize(
     ("case", "backend", "mixed"),
-    [("TiedBlock", "aot_eager", True), ("LoRA", "aot_eager", False), ("OddMLP", "inductor", False)],
+    [
+        ("TiedBlock", "aot_eager", True),
+        ("LoRA", "aot_eager", False),
+        ("OddMLP", "inductor", False),
+        ("NeverUsed", "aot_eager", False),
+    ],
 )
 def test_accumulation_is_bitwise_the_same_and_gathers_once(ranks: Ranks, case: str, backend: str, mixed: bool) -> None:
     for (expected, usual), (out, kept) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):

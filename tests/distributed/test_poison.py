@@ -38,8 +38,9 @@ def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bo
         ("TiedBlock", "aot_eager", STEP, True),
         ("BranchByStep", "aot_eager", {"prefetch": False}, False),
         ("OddMLP", EAGER, {}, False),
+        ("NeverUsed", "aot_eager", PLAIN, False),
     ],
-    ids=["groups", "kept for backward", "kept for the step", "one by one", "eager"],
+    ids=["groups", "kept for backward", "kept for the step", "one by one", "eager", "no gradients"],
 )
 def test_results_are_the_same_to_the_bit(
     ranks: Ranks, case: str, backend: str, options: dict[str, Any], mixed: bool

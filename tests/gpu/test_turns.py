@@ -85,7 +85,7 @@ def test_ranks_that_call_other_modules_train_as_if_they_had_no_gradients_there(
 ) -> None:
     options = {"cuda_graph_model": graphs}
     for got, expected, counters in ranks.run(
-        2, train, options, {"backend": backend}, same, backend="nccl", deadline=240
+        2, train, options, {"compile_backend": backend}, same, backend="nccl", deadline=240
     ):
         assert counters["copied_weights"] > 0
         assert_close_relative(got["losses"], expected["losses"], 2e-2, what="losses")
@@ -99,7 +99,7 @@ def test_a_host_that_waits_for_its_device_in_backward_does_not_wait_for_ever(
     """Its device waits for gradients of the other rank, which has none, and comes to the agreement without this host."""
     options = {"cuda_graph_model": False, "reduce_transport": reduce_transport}
     for got, expected, _ in ranks.run(
-        2, train, options, {"backend": "aot_eager"}, False, True, backend="nccl", deadline=55
+        2, train, options, {"compile_backend": "aot_eager"}, False, True, backend="nccl", deadline=55
     ):
         assert_close_relative(got["params"], expected["params"], 1e-2, what="weights")
 

@@ -73,12 +73,13 @@ class OwnValues(Averaged):
 
 
 class HoldsWeights(Averaged):
-    """Reads weights before validation puts the averages in their place, and keeps them; edits one."""
+    """Reads weights before validation puts the averages in their place, keeps them and edits them."""
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.held = [self.net[0].weight, self.net[4].weight]
         with torch.no_grad():
-            self.held[1].mul_(0.9)
+            for weight in self.held:
+                weight.mul_(0.9)
 
     def on_validation_batch_end(self, *args: Any) -> None:
         self.held.append(self.net[4].weight)
@@ -136,9 +137,14 @@ def test_averages_start_from_the_first_ranks_values(ranks: Ranks, tmp_path: Path
         assert_close_relative(ours, ddp, 3 * RTOL)
 
 
-@pytest.mark.parametrize("kind", ["eager", "compiled"])
-def test_weights_that_are_held_do_not_undo_an_exchange(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    for result in ranks.run(2, _averaged_under, ["ddp", kind], "ema", str(tmp_path), make=HoldsWeights):
+@pytest.mark.parametrize(
+    ("kind", "gather_transport"), [("eager", "auto"), ("compiled", "auto"), ("eager", "collective")]
+)
+def test_weights_that_are_held_do_not_undo_an_exchange(
+    ranks: Ranks, tmp_path: Path, kind: str, gather_transport: str
+) -> None:
+    arguments = {"make": HoldsWeights, "gather_transport": gather_transport}
+    for result in ranks.run(2, _averaged_under, ["ddp", kind], "ema", str(tmp_path), **arguments):
         assert_close_relative(result[kind], result["ddp"], 3 * RTOL)
 
 

@@ -63,6 +63,13 @@ def test_what_is_kept_already_takes_no_transfer_that_others_would_wait_for() -> 
     assert choose_saved(graph, SavedLimits(0, 4 * (16 + 32 + 96))) == [gathers[3], gathers[2], gathers[0]]
 
 
+def test_what_is_kept_without_a_budget_takes_no_transfer_either() -> None:
+    """Computing with the two of the last group hides all of the third's transfer."""
+    graph, gathers = joint(11, 12, 8, 8)  # of 132, 96, 64 and 64 elements
+    limits = SavedLimits(0, 4 * 132, group_bytes=4 * 128)
+    assert choose_saved(graph, limits) == [gathers[3], gathers[2], gathers[0]]
+
+
 def test_the_last_group_of_a_steps_forward_is_kept_without_a_budget() -> None:
     graph, gathers = joint(4, 40, 8, 8)
     assert choose_saved(graph, SavedLimits(0, 0, group_bytes=4 * 64)) == [gathers[3]]
