@@ -152,7 +152,7 @@ REPLAYED = COMPILED | {"emulate": True, "steps": 12}
 
 _ALL = (
     Point(
-        "join", "joins the process group", ("lightning_zero.integrations.trainer.processes:_init_dist_connection",), -1
+        "join", "joins the process group", ("lightning_zero.integrations.trainer.processes:init_process_group",), -1
     ),
     Point(
         "build",
