@@ -47,8 +47,11 @@ def _module_path(node: Node) -> str:
     """Of the innermost module, as in ``named_modules()`` of the module that is compiled."""
     stack = node.meta.get(MODULES) or {}
     path = next(reversed(stack.values()), ("",))[0] if stack else ""
-    keys = re.findall(r"_modules\['?([^'\]]+)'?\]", path)
-    return ".".join(keys) or path
+    # Dynamo writes "L['module'].layers.0", "getattr(L['module'].layers, '0')" or "L['module']._modules['layers']".
+    while (plain := re.sub(r"getattr\(([^()]*(?:\([^()]*\))?[^()]*), '([^']+)'\)", r"\1.\2", path)) != path:
+        path = plain
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    return re.sub(r"^[LG]\['\w+'\]\.?", "", path)
 
 
 def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
