@@ -23,7 +23,7 @@ class CompileConfig:
     :class:`Options` and :class:`Tuning`, from which :meth:`of` takes them."""
 
     enabled: bool = True
-    backend: str = Tuning.compile_backend
+    backend: str = Options.compile_backend
     dynamic: bool | None = None
     prefetch: bool = True
     gather_group_mb: float = Tuning.gather_group_mb
@@ -39,7 +39,7 @@ class CompileConfig:
         tuning = chosen.tuning
         return cls(
             enabled=chosen.compile,
-            backend=tuning.compile_backend,
+            backend=chosen.compile_backend,
             dynamic=tuning.compile_dynamic,
             prefetch=tuning.prefetch,
             gather_group_mb=tuning.gather_group_mb,

@@ -142,11 +142,6 @@ class Tuning:
         shown="as `cuda_graphs`",
     )
 
-    compile_backend: Literal["inductor", "aot_eager"] = _compile(
-        "``'aot_eager'`` has the same graphs and passes and generates no code, to debug",
-        default="inductor",
-        change=Change.COMPILED,
-    )
     compile_dynamic: bool | None = _compile(
         "as in ``torch.compile(dynamic=...)``: None lets sizes become dynamic when they change",
         default=None,
@@ -200,6 +195,11 @@ class Options:
     compile: bool = option(
         "compile the outermost modules that the training step calls; otherwise everything runs eagerly",
         default=True,
+        change=Change.COMPILED,
+    )
+    compile_backend: Literal["inductor", "aot_eager"] = option(
+        "``'aot_eager'`` has the same graphs and passes and generates no code, to debug",
+        default="inductor",
         change=Change.COMPILED,
     )
     cuda_graphs: WhereCaptured = option(
