@@ -111,15 +111,18 @@ class Engine(NotCopied):
         return self.mesh.world_size
 
     def configure(self, config: EngineConfig) -> None:
-        """Other options from now on; legal between steps.
+        """Other options from now on; legal between steps. Where an error is raised, all are as before.
 
         Raises:
-            UnsupportedError: an option that was settled when the model was sharded is to be another; see
-                :class:`~lightning_zero.config.option.Change`.
+            UnsupportedError: an option that was settled when the model was sharded is to be another, see
+                :class:`~lightning_zero.config.option.Change`; or replays are demanded where there can be none.
+            ValueError: passes that are switched off are needed with these options.
         """
         if config == self.config:
             return
         refuse_changes(self.config, config)
+        for part in (self.peers, self.replays, self.session):
+            part.check(config)
         self.peers.configure(config)
         self.config = config
         self.optimizers.configure(config)

@@ -21,12 +21,12 @@ from lightning_zero.compile.budget import MeasuredBudget
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.listener import Progress
-from lightning_zero.compile.passes import PassSpec
+from lightning_zero.compile.passes import PassSpec, default_passes
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.selection import PassSelection
-from lightning_zero.config import EngineConfig
+from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Watchdog
@@ -97,12 +97,13 @@ class CompileSession:
         self._replays = replays
         self._new_compiler()
 
+    def check(self, config: EngineConfig) -> None:
+        """Raises ``ValueError`` where passes that are switched off are needed with other options."""
+        self._selection.check(default_passes(self._context(config.compiled)))
+
     def configure(self, config: EngineConfig) -> None:
         """Other options from now on; legal between steps. Where they are about compiling, everything begins anew: the
-        next step runs eagerly and shows what to compile.
-
-        Raises:
-            ValueError: passes that are switched off are needed with these options.
+        next step runs eagerly and shows what to compile. :meth:`check` has nothing against them.
         """
         before, self.config = self.config, config
         self._agreement.patience_s = config.tuning.agreement_timeout_s
@@ -125,17 +126,20 @@ class CompileSession:
         compile = self.config.compiled
         if self._costs is None and compile.enabled and compile.prefetch:
             self._costs = measure_costs(self._mesh, self._peers.for_weights is not None)
-        context = PassContext(
-            compile,
+        context = self._context(compile)
+        self._selection.check(default_passes(context))
+        assert self._replays is not None
+        self.plans.forget()
+        self._compiler = Compiler(context, self._selection, self.plans, self.progress, self._replays.wrap)
+        self._arguments = self._compiler.arguments()
+
+    def _context(self, config: CompileConfig) -> PassContext:
+        return PassContext(
+            config,
             self._mesh.world_size,
             self._costs or NOMINAL,
             borrow_gradients=self._peers.for_gradients is not None,
         )
-        assert self._replays is not None
-        self.plans.forget()
-        self._compiler = Compiler(context, self._selection, self.plans, self.progress, self._replays.wrap)
-        self._selection.check(self._compiler.default())
-        self._arguments = self._compiler.arguments()
 
     def _compile_again(self, saved_share: float | None = None) -> None:
         """Compiles the same modules again, with other passes, or with another share of weights that are kept."""

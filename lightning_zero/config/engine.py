@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,9 +69,9 @@ class EngineConfig(Options):
 
     compute_dtype: torch.dtype | None = None
 
-    @property
+    @cached_property
     def compiled(self) -> CompileConfig:
-        """What compiled code depends on."""
+        """What compiled code depends on. Made once: each training step asks for it several times."""
         return CompileConfig.of(self)
 
     @property

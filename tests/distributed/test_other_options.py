@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_zero import Tuning
@@ -101,3 +102,50 @@ def test_every_option_is_applied_or_refused_by_name(ranks: Ranks) -> None:
     expected = {name: words[change] for name, change in CHANGES.items() if name != "tuning"}
     for found in ranks.run(2, change_each, deadline=240):
         assert found == expected
+
+
+# Options of which one cannot be had, with others that could, and what is said.
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"cuda_graph_model": True}, "cuda_graph_model=True, but compiled code cannot be replayed"),
+    ({"prefetch": False}, "cannot do without 'split_gathers'"),
+    ({"reduce_transport": "copy"}, "sharded with reduce_transport='collective'"),
+    ({"agreement_timeout_s": 3.0, "report_stall_after_s": 7.0}, "sharded with report_stall_after_s=30.0"),
+]
+BESIDES: dict[str, Any] = {
+    "emulate_cuda_graph_step": True,
+    "poison": True,
+    "gather_transport": "copy",
+    "gather_group_mb": 7.0,
+    "reduce_bucket_mb": 0.5,
+}
+
+
+def refused_together() -> list[str]:
+    """What each error left changed; an empty line where it is nothing. The model is trained before and after."""
+    model = build("OddMLP")
+    optimizer, batches, found = sgd(model), make_batches("OddMLP", 4, 6), []
+    with engine_for(model, **BEFORE) as engine:
+        engine.executor._native = Recorded(engine.executor._native)
+        engine.executor.configure(engine.config)
+        train_sharded(engine, model, batches[:2], optimizer)
+        engine.session.disable_passes(["split_gathers"])
+        config, compiler, calls = engine.config, engine.session._compiler, engine.session.calls
+        ways = engine.peers._weights, engine.peers._gradients
+        before = in_force(engine, optimizer), [way._choice for way in ways], engine.replays._must
+        for chosen, words in IMPOSSIBLE:
+            other = replace(
+                config, broadcast_buffers=False, reduce_dtype="bf16", tuning=replace(config.tuning, **BESIDES, **chosen)
+            )
+            with pytest.raises((UnsupportedError, ValueError), match=words):
+                engine.configure(other)
+            after = in_force(engine, optimizer), [way._choice for way in ways], engine.replays._must
+            same = engine.config is config and engine.optimizers.config is config and engine.session.config is config
+            same = same and engine.session._compiler is compiler and engine.session.calls is calls
+            found.append("" if same and before == after else f"{chosen}: {before} -> {after}")
+        train_sharded(engine, model, batches[2:], optimizer)
+    return found
+
+
+def test_where_one_option_cannot_be_had_none_is_changed(ranks: Ranks) -> None:
+    for found in ranks.run(2, refused_together, deadline=240):
+        assert found == [""] * len(IMPOSSIBLE)

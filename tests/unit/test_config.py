@@ -197,3 +197,14 @@ def test_what_is_captured(chosen: Options, step: Any, model: Any, named: str) ->
 )
 def test_the_dtype_of_gradients_on_the_wire(word: Any, dtype: torch.dtype | None) -> None:
     assert EngineConfig(reduce_dtype=word).wire_dtype == dtype
+
+
+def test_what_compiled_code_depends_on_is_made_once_for_each_choice() -> None:
+    first = EngineConfig(compile_backend="aot_eager", tuning=Tuning(gather_group_mb=7.0))
+    assert first.compiled is first.compiled
+    assert (first.compiled.backend, first.compiled.gather_group_mb) == ("aot_eager", 7.0)
+    other = dataclasses.replace(first, tuning=Tuning(gather_group_mb=8.0))
+    assert other.compiled.gather_group_mb == 8.0
+    same = dataclasses.replace(other, tuning=first.tuning)
+    assert same == first
+    assert hash(same) == hash(first)

@@ -74,6 +74,15 @@ class Replays:
         weakref.finalize(self, _drop, self._calls).atexit = False
         self.configure(config)
 
+    def check(self, config: EngineConfig) -> None:
+        """Raises :class:`UnsupportedError` where options demand replays, and there can be none here."""
+        if config.cuda_graph_model is True and not self._enabled(config):
+            raise _refusal(config.named("cuda_graph_model"), self._impossible)
+
+    def _enabled(self, config: EngineConfig) -> bool:
+        emulated = config.tuning.emulate_cuda_graph_model
+        return emulated or (bool(config.cuda_graph_model) and not self._impossible)
+
     def configure(self, config: EngineConfig, impossible: str | None = None) -> None:
         """Other options; what was captured with the old ones is dropped. ``impossible``: and why there can be no more
         replays here."""
@@ -82,11 +91,10 @@ class Replays:
             self._impossible = impossible
         emulated = config.tuning.emulate_cuda_graph_model
         self.pair: type[CapturedPair] | type[EmulatedPair] = EmulatedPair if emulated else CapturedPair
-        self.enabled = emulated or (bool(config.cuda_graph_model) and not self._impossible)
+        self.enabled = self._enabled(config)
         self._must = config.cuda_graph_model is True
         self._option = config.named("cuda_graph_model")
-        if self._must and not self.enabled:
-            self.refused(self._impossible)
+        self.check(config)
 
     @property
     def wrap(self) -> Callable[[Compiled], Compiled]:
@@ -124,13 +132,17 @@ class Replays:
     def refused(self, reason: str) -> None:
         """Tells the user; raises :class:`UnsupportedError` where replays were asked for."""
         if self._must:
-            raise UnsupportedError(
-                f"{self._option}=True, but compiled code cannot be replayed as a CUDA graph: {reason}. Pass "
-                f"{self._option}='auto' to run it where it cannot be replayed."
-            )
+            raise _refusal(self._option, reason)
         if reason not in self._said:
             self._said.add(reason)
             self._report(f"Compiled code is not replayed as a CUDA graph: {reason}.")
+
+
+def _refusal(option: str, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{option}=True, but compiled code cannot be replayed as a CUDA graph: {reason}. Pass {option}='auto' to run "
+        "it where it cannot be replayed."
+    )
 
 
 def _drop(calls: Iterable[_Call]) -> None:

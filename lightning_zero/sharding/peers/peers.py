@@ -70,14 +70,14 @@ class Peers:
         """Where gradients are copied to; None: they are reduce-scattered."""
         return self._gradients.memory
 
-    def configure(self, config: EngineConfig) -> None:
-        """Other options. What copies and what does not was settled when the model was sharded.
-
-        Raises:
-            UnsupportedError: it is to be otherwise.
-        """
+    def check(self, config: EngineConfig) -> None:
+        """Raises :class:`UnsupportedError` where other options want something else to be copied than was settled when
+        the model was sharded."""
         for way in (self._weights, self._gradients):
             way.check(config)
+
+    def configure(self, config: EngineConfig) -> None:
+        """Options that :meth:`check` has nothing against."""
         for way in (self._weights, self._gradients):
             way.configure(config)
         self._config = config

@@ -219,7 +219,8 @@ def test_options_that_need_a_pass_which_is_switched_off_are_refused() -> None:
     session = Alone()
     session.disable_passes(["split_gathers"])
     with pytest.raises(ValueError, match=r"cannot do without 'split_gathers'"):
-        session.configure(config(**EXACT, agreement_timeout_s=0.2, prefetch=False))
+        session.check(config(**EXACT, agreement_timeout_s=0.2, prefetch=False))
+    session.check(config(**EXACT, gather_group_mb=7.0))
 
 
 def test_ones_own_passes_run_on_what_is_compiled() -> None:

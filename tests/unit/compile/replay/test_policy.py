@@ -264,8 +264,17 @@ def test_where_replays_were_asked_for_it_raises() -> None:
 
 def test_asking_for_replays_on_a_cpu_raises_at_once() -> None:
     training = Training()
-    with pytest.raises(UnsupportedError, match="the device is cpu"):
+    with pytest.raises(UnsupportedError, match="cuda_graph_model=True, but.*the device is cpu.*'auto'"):
         training.replays.configure(config(cuda_graph_model=True))
+
+
+def test_options_are_checked_before_anything_is_dropped() -> None:
+    training = captured(Training())
+    with pytest.raises(UnsupportedError, match="cuda_graphs=True, but.*the device is cpu"):
+        training.replays.check(config(cuda_graphs=True))
+    assert not training.made[0].closed
+    training.replays.check(config(cuda_graphs=True, emulate_cuda_graph_model=True))
+    training.replays.check(config(cuda_graphs="auto"))
 
 
 def test_what_has_become_impossible_on_a_gpu_is_refused_or_not_tried() -> None:
