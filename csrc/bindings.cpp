@@ -132,25 +132,26 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
 
   Rows<Parameters>(m, "Parameters", parameters)  //
       ("add", &Parameters::add,
-       {arg("name"), arg("param"), arg("shard"), arg("shape"), arg("order") = c10::IValue()})  //
-      ("move", &Parameters::move, {arg("index"), arg("shard")})                                //
-      ("drop", &Parameters::drop, {arg("index")})                                              //
-      ("guard_gradient", &Parameters::guard_gradient, {arg("index")})                          //
-      ("set_grad", &Parameters::set_grad, {arg("index"), arg("grad")})                         //
-      ("set_kept", &Parameters::set_kept, {arg("index"), arg("kept")})                         //
-      ("set_shadow", &Parameters::set_shadow, {arg("index"), arg("shadow")})                   //
-      ("add_shadow_memory", &Parameters::add_shadow_memory, {arg("copies"), arg("shards")})    //
-      ("set_peers", &Parameters::set_peers, {arg("index"), arg("peers")})                      //
-      ("set_exact", &Parameters::set_exact, {arg("index"), arg("copy"), arg("peers")})         //
+       {arg("name"), arg("param"), arg("shard"), arg("shape"), arg("order") = c10::IValue()})            //
+      ("move", &Parameters::move, {arg("index"), arg("shard")})                                          //
+      ("drop", &Parameters::drop, {arg("index")})                                                        //
+      ("guard_gradient", &Parameters::guard_gradient, {arg("index")})                                    //
+      ("set_grad", &Parameters::set_grad, {arg("index"), arg("grad")})                                   //
+      ("set_resident", &Parameters::set_resident, {arg("index"), arg("memory")})                         //
+      ("set_compute_copy", &Parameters::set_compute_copy, {arg("index"), arg("copy")})                   //
+      ("add_compute_copy_memory", &Parameters::add_compute_copy_memory, {arg("copies"), arg("shards")})  //
+      ("set_peers", &Parameters::set_peers, {arg("index"), arg("peers")})                                //
+      ("set_full_precision_copy", &Parameters::set_full_precision_copy,
+       {arg("index"), arg("copy"), arg("peers")})  //
       ("set_shards", &Parameters::set_shards, {arg("index"), arg("shards")});
 
   Rows<Weights>(m, "Weights", weights)                                  //
       ("takes_turns", access, &Access::takes_turns)                     //
       ("begin_writing", &Weights::begin_writing)                        //
       ("end_writing", &Weights::end_writing)                            //
-      ("expire_shadows", &Weights::expire_shadows)                      //
-      ("write_shadows", &Weights::write_shadows)                        //
-      ("meet_peers", &Weights::meet_peers)                              //
+      ("expire_compute_copies", &Weights::expire_compute_copies)        //
+      ("refresh_compute_copies", &Weights::refresh_compute_copies)      //
+      ("sync_peers", &Weights::sync_peers)                              //
       ("sync_edits", edits, &Edits::sync, {arg("forget") = false})      //
       ("drop", edits, &Edits::drop)                                     //
       ("find_gathered", edits, &Edits::find_gathered, {arg("tensor")})  //

@@ -47,7 +47,7 @@ class Executor : public torch::CustomClassHolder {
   // See Transports. Legal outside backward.
   void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
   // Shards lie in memory that all ranks can read, from now on: each rank's number of its turn. On every rank,
-  // which meet before the next gather. See [Note: turns].
+  // with a barrier before the next gather. See [Note: turns].
   void take_turns(std::vector<at::Tensor> numbers);
   // The same on devices: the kernels of turns.cu, and of each rank a number for each rank. After
   // set_barrier().

@@ -8,9 +8,9 @@ namespace {
 
 using lightning_zero::ShardTable;
 
-// `kept`: memory in which passes may keep the weight; not used here.
+// `resident`: memory in which passes may let the weight stay; not used here.
 at::Tensor gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
-                  const std::optional<at::Tensor>& kept) {
+                  const std::optional<at::Tensor>& resident) {
   auto [executor, index] = ShardTable::instance().find(shard, "gather");
   return executor->weights().gather(index, shape, dtype, /*tracked=*/false);
 }
@@ -33,13 +33,13 @@ at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t num
   return executor->weights().gather_group(shards, dtype, numel);
 }
 
-void keep_start(at::TensorList kept, at::TensorList shards) {
-  auto [executor, index] = ShardTable::instance().find(shards[0], "keep_start");
-  executor->weights().keep_start(kept, shards);
+void resident_start(at::TensorList resident, at::TensorList shards) {
+  auto [executor, index] = ShardTable::instance().find(shards[0], "resident_start");
+  executor->weights().resident_start(resident, shards);
 }
 
-void keep_wait(at::TensorList kept, at::TensorList shards) {
-  auto [executor, index] = ShardTable::instance().find(shards[0], "keep_wait");
+void resident_wait(at::TensorList resident, at::TensorList shards) {
+  auto [executor, index] = ShardTable::instance().find(shards[0], "resident_wait");
   executor->weights().resident().wait(shards);
 }
 
@@ -56,12 +56,12 @@ void reduce_group(at::TensorList grads, at::TensorList shards) {
   }
 }
 
-// Gradients whose memory is left alone until reduce_release, where `hold` is not 0.
-void reduce_hold(at::TensorList grads, at::TensorList shards, at::IntArrayRef hold) {
-  auto [executor, first] = ShardTable::instance().find(shards[0], "reduce_hold");
+// Gradients whose memory is left alone until reduce_release, where `borrow` is not 0.
+void reduce_borrow(at::TensorList grads, at::TensorList shards, at::IntArrayRef borrow) {
+  auto [executor, first] = ShardTable::instance().find(shards[0], "reduce_borrow");
   for (size_t i = 0; i < grads.size(); ++i) {
-    executor->gradients().reduce(ShardTable::instance().find(shards[i], "reduce_hold").index, grads[i],
-                                 hold[i] != 0);
+    executor->gradients().reduce(ShardTable::instance().find(shards[i], "reduce_borrow").index, grads[i],
+                                 borrow[i] != 0);
   }
 }
 
@@ -71,9 +71,9 @@ void reduce_release(at::TensorList grads, at::TensorList shards) {
     executor->gradients().release(ShardTable::instance().find(shard, "reduce_release").index);
 }
 
-void enter(const at::Tensor& shard, std::string_view digest, std::string_view plan) {
-  auto [executor, index] = ShardTable::instance().find(shard, "enter");
-  executor->weights().enter(std::string(digest), std::string(plan));
+void check_plan(const at::Tensor& shard, std::string_view digest, std::string_view plan) {
+  auto [executor, index] = ShardTable::instance().find(shard, "check_plan");
+  executor->weights().check_plan(std::string(digest), std::string(plan));
 }
 
 // The form that autograd traces: it needs a gradient of the shard's shape. Ours is in the executor, so this
@@ -93,17 +93,17 @@ auto any(Kernel* kernel) {
 }  // namespace
 
 TORCH_LIBRARY(lightning_zero, m) {
-  m.def("gather(Tensor shard, int[] shape, ScalarType dtype, Tensor? kept=None) -> Tensor", any(gather));
+  m.def("gather(Tensor shard, int[] shape, ScalarType dtype, Tensor? resident=None) -> Tensor", any(gather));
   m.def("gather_eager(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_eager));
   m.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_start));
   m.def("gather_group(Tensor[] shards, ScalarType dtype, int numel) -> Tensor", any(gather_group));
-  // Both write: what reads a kept weight must come after them.
-  m.def("keep_start(Tensor(a!)[] kept, Tensor[] shards) -> ()", any(keep_start));
-  m.def("keep_wait(Tensor(a!)[] kept, Tensor[] shards) -> ()", any(keep_wait));
+  // Both write: what reads a resident weight must come after them.
+  m.def("resident_start(Tensor(a!)[] resident, Tensor[] shards) -> ()", any(resident_start));
+  m.def("resident_wait(Tensor(a!)[] resident, Tensor[] shards) -> ()", any(resident_wait));
   m.def("reduce(Tensor grad, Tensor shard, int number=0) -> Tensor", any(reduce));
   m.def("reduce_add(Tensor grad, Tensor shard) -> ()", any(reduce_add));
   m.def("reduce_group(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_group));
-  m.def("reduce_hold(Tensor[] grads, Tensor[] shards, int[] hold) -> ()", any(reduce_hold));
+  m.def("reduce_borrow(Tensor[] grads, Tensor[] shards, int[] borrow) -> ()", any(reduce_borrow));
   m.def("reduce_release(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_release));
-  m.def("enter(Tensor shard, str digest, str plan) -> ()", any(enter));
+  m.def("check_plan(Tensor shard, str digest, str plan) -> ()", any(check_plan));
 }

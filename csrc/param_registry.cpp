@@ -7,8 +7,9 @@ namespace lightning_zero {
 const std::vector<at::Tensor>& ParamRecord::copies_in(at::ScalarType dtype) const {
   static const std::vector<at::Tensor> none;
   if (shard.scalar_type() == dtype)
-    return shards.empty() ? exact_peers : shards;
-  return shadow.defined() && shadow.scalar_type() == dtype ? peers : none;
+    return shards.empty() ? full_precision_copy.of_ranks : shards;
+  const auto& own = compute_copy.own;
+  return own.defined() && own.scalar_type() == dtype ? compute_copy.of_ranks : none;
 }
 
 ShardTable& ShardTable::instance() {

@@ -18,6 +18,26 @@ namespace lightning_zero {
 
 class Executor;
 
+// As Context::epoch and a parameter's version were when something was made of its values.
+struct Stamp {
+  int64_t epoch = -1, version = -1;
+  bool operator==(const Stamp&) const = default;
+};
+
+// A copy of this rank's shard. Undefined where there is none.
+struct ShardCopy {
+  at::Tensor own;
+  std::vector<at::Tensor> of_ranks;  // every rank's, where they can be read from here
+  Stamp written;
+};
+
+// Memory for the whole parameter, padded, in which it stays until the optimizer steps. Undefined where it
+// does not.
+struct ResidentWeight {
+  at::Tensor memory;
+  Stamp filled;
+};
+
 struct ParamRecord {
   int64_t index = 0;
   std::string name;
@@ -25,27 +45,19 @@ struct ParamRecord {
   at::Tensor shard;         // 1-D view of an arena: shard_numel elements, the tail of the last ranks zero
   at::Tensor grad;          // 1-D view of the gradient arena, same layout; undefined until training needs it
   at::Tensor visible_grad;  // the same in the parameter's shape: what param.grad is given, each time
-  // The same values in the dtype that is computed in; undefined when nothing is computed in another.
-  at::Tensor shadow;
-  std::vector<at::Tensor> peers;  // every rank's shadow of this parameter, where they can be read from here
-  // A copy in the shard's own dtype, for weights that are computed with in it, written and read like the
-  // shadow: shards themselves change at times of which peers know nothing.
-  at::Tensor exact;
-  std::vector<at::Tensor> exact_peers;
+  ShardCopy compute_copy;   // in the dtype that is computed in, if that is another
+  // In the shard's own dtype, for weights that are computed with in it. Written, and read, with the compute
+  // copy: shards themselves change at times of which peers know nothing.
+  ShardCopy full_precision_copy;
   std::vector<at::Tensor> shards;  // every rank's, where ranks take turns to read and write them
-  int64_t shadow_epoch = -1;       // as Context::epoch and param._version() were when it was written
-  int64_t shadow_version = -1;
-  // Memory for the whole parameter, padded, in which it stays until the optimizer steps; undefined where it
-  // does not.
-  at::Tensor kept;
-  int64_t kept_epoch = -1;
-  int64_t kept_version = -1;
+  ResidentWeight resident;
   std::vector<int64_t> shape;  // the whole parameter's
   std::vector<int64_t> order;  // its dimensions as they lie in memory
   int64_t numel = 0;           // the whole parameter's, without padding
   bool live = true;            // false once no module reads it
   bool trainable() const { return live && param.requires_grad(); }
   int64_t shard_numel() const { return shard.numel(); }
+  Stamp stamp(int64_t epoch) const { return {epoch, static_cast<int64_t>(param._version())}; }
   // The same values in `dtype` on every rank, where they can be read from here; empty where they cannot.
   const std::vector<at::Tensor>& copies_in(at::ScalarType dtype) const;
 };

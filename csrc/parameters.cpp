@@ -74,7 +74,7 @@ bool Parameters::is_of_every_rank(const std::vector<at::Tensor>& tensors) const 
   return static_cast<int64_t>(tensors.size()) == context_.size;
 }
 
-void Parameters::add_shadow_memory(at::Tensor copies, at::Tensor shards) {
+void Parameters::add_compute_copy_memory(at::Tensor copies, at::Tensor shards) {
   Lock lock(context_.mutex);
   weights_.copies().add_memory(std::move(copies), std::move(shards));
 }
@@ -82,18 +82,18 @@ void Parameters::add_shadow_memory(at::Tensor copies, at::Tensor shards) {
 void Parameters::set_peers(int64_t index, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   TORCH_INTERNAL_ASSERT(is_of_every_rank(peers));
-  context_.at(index).peers = std::move(peers);
+  context_.at(index).compute_copy.of_ranks = std::move(peers);
   weights_.access().share();
   weights_.access().take_back();
 }
 
-void Parameters::set_exact(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
+void Parameters::set_full_precision_copy(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  TORCH_INTERNAL_ASSERT(!record.peers.empty() && is_of_every_rank(peers) &&
+  TORCH_INTERNAL_ASSERT(!record.compute_copy.of_ranks.empty() && is_of_every_rank(peers) &&
                         copy.scalar_type() == record.shard.scalar_type());
-  record.exact = std::move(copy);
-  record.exact_peers = std::move(peers);
+  record.full_precision_copy.own = std::move(copy);
+  record.full_precision_copy.of_ranks = std::move(peers);
   weights_.access().take_back();
 }
 

@@ -31,15 +31,19 @@ class Parameters {
   void guard_gradient(int64_t index);
 
   void set_grad(int64_t index, at::Tensor grad) { context_.at(index).grad = std::move(grad); }
-  void set_kept(int64_t index, at::Tensor kept) { context_.at(index).kept = std::move(kept); }
-  void set_shadow(int64_t index, at::Tensor shadow) { context_.at(index).shadow = std::move(shadow); }
-  // All shadows in one tensor, of the shards in another: written in one kernel.
-  void add_shadow_memory(at::Tensor copies, at::Tensor shards);
-  // The parameter's shadow on every rank, in memory that this process can read. See [Note: copies from
+  void set_resident(int64_t index, at::Tensor memory) {
+    context_.at(index).resident.memory = std::move(memory);
+  }
+  void set_compute_copy(int64_t index, at::Tensor copy) {
+    context_.at(index).compute_copy.own = std::move(copy);
+  }
+  // Compute copies in one tensor, of the shards in another: written in one kernel.
+  void add_compute_copy_memory(at::Tensor copies, at::Tensor shards);
+  // The parameter's compute copy on every rank, in memory that this process can read. See [Note: copies from
   // peers].
   void set_peers(int64_t index, std::vector<at::Tensor> peers);
   // The same for a copy in the parameter's own dtype.
-  void set_exact(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
+  void set_full_precision_copy(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
   // The parameter's shard on every rank. Only where ranks take turns.
   void set_shards(int64_t index, std::vector<at::Tensor> shards);
 

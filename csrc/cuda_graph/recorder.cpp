@@ -34,7 +34,7 @@ int64_t Recorder::end() {
   TORCH_INTERNAL_ASSERT(recording_);
   auto reason = gradients_.finish();
   if (reason.empty() && weights_.resident().any_arriving())
-    reason = "weights that are kept over a step arrive in another graph";
+    reason = "weights that stay resident over a step arrive in another graph";
   transports_.join();
   Recorded graph;
   graph.gradients = gradients_.end();
@@ -98,7 +98,7 @@ void Recorder::before_replay(int64_t number) {
   Lock lock(context_.mutex);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   const auto& graph = recorded(number);
-  weights_.meet_peers();
+  weights_.sync_peers();
   if (!graph.gradients.arrivals.empty())
     gradients_.before_replay(graph.gradients);
 }

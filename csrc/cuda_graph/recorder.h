@@ -3,10 +3,10 @@
 // [Note: captured graphs] A compiled graph's forward and backward may be captured as graphs of the device and
 // replayed. While one is recorded, ops queue what they always queue, but agree on nothing and call nobody;
 // what the run would have changed is noted by each owner of state. A replay consists of before_replay(),
-// which does what must be done each time anew (meet peers whose shadows are read, join autograd's backward,
-// decide whether gradients are added), the graph, and after_replay(), which brings the books up to date. What
-// is queued is the same, so a rank may replay what another runs. Recorded are only backwards whose gradients
-// fill whole buckets, from the first on.
+// which does what must be done each time anew (synchronise with peers whose copies are read, join autograd's
+// backward, decide whether gradients are added), the graph, and after_replay(), which brings the books up to
+// date. What is queued is the same, so a rank may replay what another runs. Recorded are only backwards whose
+// gradients fill whole buckets, from the first on.
 #pragma once
 
 #include <map>
@@ -39,7 +39,7 @@ class Recorder {
   void drop(int64_t graph);
   void before_replay(int64_t graph);
   void after_replay(int64_t graph);
-  // What was set aside for a replay that did not come.
+  // What was kept back for a replay that did not come.
   void forget_replay() { gradients_.forget_replay(); }
   void close();
 

@@ -19,18 +19,18 @@ int64_t digest(const std::vector<int64_t>& arrivals) {
 }  // namespace
 
 Agreement::Agreed Agreement::agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals,
-                                   int64_t meetings) {
+                                   int64_t barriers) {
   // What must be alike travels twice, once negative: the largest of both tells.
   const auto order = digest(arrivals);
   const auto first = flags.size();
-  flags.insert(flags.end(), {order, -order, meetings, -meetings, to_say_ ? 1 : 0});
+  flags.insert(flags.end(), {order, -order, barriers, -barriers, to_say_ ? 1 : 0});
   if (control_ != nullptr) {
     auto values = at::tensor(flags, at::kLong);
     control_->all_reduce_max(values, "the agreement at the end of a backward pass");
     std::copy_n(values.const_data_ptr<int64_t>(), flags.size(), flags.begin());
     context_.count("agreements");
-    // Signals carry no name: ranks that met at different times would add up what is not there yet, without a
-    // word.
+    // Signals carry no name: ranks that came to barriers at different times would add up what is not there
+    // yet, without a word.
     TORCH_CHECK(
         flags[first + 2] == -flags[first + 3],
         "lightning_zero: an earlier backward pass was interrupted at different points on different ranks, so "

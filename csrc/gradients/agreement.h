@@ -18,9 +18,9 @@ class Agreement {
     std::vector<int64_t> flags;  // the largest of any rank
     bool same_order = true;      // of arrival, on all ranks
   };
-  // `flags`: of this rank; as long on every rank. `meetings`: that there were before this backward. Throws
-  // where ranks met at different times.
-  Agreed agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals, int64_t meetings);
+  // `flags`: of this rank; as long on every rank. `barriers`: that there were before this backward. Throws
+  // where ranks came to them at different times.
+  Agreed agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals, int64_t barriers);
 
   // Something that the agreements to come carry along; and whether, since the last question, some rank had
   // something to say.

@@ -29,14 +29,14 @@ void ReduceBucket::append(ParamRecord* record, int expected) {
 void ReduceBucket::has_left() {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "a bucket that is ", name(state_), " has not left");
   state_ = State::LAUNCHED;
-  held_.assign(slots_.size(), Held{});
+  sent_.assign(slots_.size(), Sent{});
 }
 
 void ReduceBucket::open(BucketBuffer* buffer, bool adding, std::optional<bool> decided) {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "cannot open a bucket that is ", name(state_));
   state_ = State::FILLING;
   buffer_ = buffer;
-  held_.assign(slots_.size(), Held{});
+  sent_.assign(slots_.size(), Sent{});
   for (auto& slot : slots_) {
     auto& record = *slot.record;
     if (decided && !adding) {
@@ -62,39 +62,39 @@ at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t numel) {
   return tensor;
 }
 
-void ReduceBucket::put(size_t index, const at::Tensor& grad, bool hold) {
+void ReduceBucket::put(size_t index, const at::Tensor& grad, bool borrow) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
   take_over(index);
   auto& slot = slots_[index];
   if (slot.arrivals++ > 0) {
     run(index).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
-  } else if (hold && apart && scale == 1.0 && grad.scalar_type() == dtype_ && grad.is_contiguous() &&
-             grad.numel() == ranks_ * slot.record->shard_numel()) {
-    held_[index] = {grad.view({-1}), /*theirs=*/true};
+  } else if (borrow && own_send_buffers && scale == 1.0 && grad.scalar_type() == dtype_ &&
+             grad.is_contiguous() && grad.numel() == ranks_ * slot.record->shard_numel()) {
+    sent_[index] = {grad.view({-1}), /*borrowed=*/true};
   } else {
     copy_in(index, grad);
   }
 }
 
 void ReduceBucket::take_over(size_t index) {
-  if (held_[index].theirs)
-    copy_in(index, std::exchange(held_[index], {}).flat);
+  if (sent_[index].borrowed)
+    copy_in(index, std::exchange(sent_[index], {}).flat);
 }
 
 void ReduceBucket::release(size_t index, const c10::Stream& stream) {
   if (state_ == State::FILLING) {
     take_over(index);
-  } else if (held_[index].theirs) {
+  } else if (sent_[index].borrowed) {
     read_.block(stream);
-    held_[index] = {};
+    sent_[index] = {};
   }
 }
 
 void ReduceBucket::read_by(const c10::Stream& stream) {
   read_.record(stream);
-  for (auto& held : held_) {
-    if (held.flat.defined() && !held.theirs)
-      buffer_->apart.push_back(std::move(held.flat));
+  for (auto& sent : sent_) {
+    if (sent.flat.defined() && !sent.borrowed)
+      buffer_->own_send_buffers.push_back(std::move(sent.flat));
   }
 }
 
@@ -124,9 +124,9 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
 at::Tensor ReduceBucket::run(size_t index) {
   const auto& slot = slots_[index];
   const auto length = ranks_ * slot.record->shard_numel();
-  if (!apart)
+  if (!own_send_buffers)
     return piece(memory(buffer_->send, ranks_ * buffer_->capacity), ranks_ * slot.offset, length);
-  return memory(held_[index].flat, length);
+  return memory(sent_[index].flat, length);
 }
 
 bool ReduceBucket::complete() const {
@@ -202,7 +202,7 @@ void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin, const RowMe
 void ReduceBucket::reset() {
   state_ = State::EMPTY;
   buffer_ = nullptr;
-  held_.clear();
+  sent_.clear();
   for (auto& slot : slots_) slot.arrivals = 0;
 }
 

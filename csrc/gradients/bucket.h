@@ -6,8 +6,8 @@
 // same collectives whatever gradients arrived on it; a gradient that is missing travels as zeros.
 // The memory is borrowed from a BufferPool while FILLING and LAUNCHED. Nothing here launches work.
 //
-// A gradient that its owner leaves alone until further notice is held instead of copied: what travels is read
-// from where it lies.
+// A gradient that its owner leaves alone until further notice is borrowed instead of copied: what travels is
+// read from where it lies.
 //
 // Memory of a bucket: one run of `ranks` shards for each parameter, so that a gradient is copied in by one
 // contiguous copy and its padding is the end of its run. The reduce-scatters of all parameters in a bucket
@@ -48,10 +48,10 @@ class ReduceBucket {
 
   // Copies `grad` (any layout and dtype, the whole parameter's elements) times scale into its slot, cast in
   // the same kernel; adds when the slot was filled before. Legal only while FILLING.
-  // `hold`: keep it where it is, if what travels are its very bytes.
-  void put(size_t slot, const at::Tensor& grad, bool hold = false);
+  // `borrow`: leave it where it is, if what travels are its very bytes.
+  void put(size_t slot, const at::Tensor& grad, bool borrow = false);
 
-  // The owner wants a held gradient's memory back. Copies it when it has not been read yet.
+  // The owner wants a borrowed gradient's memory back. Copies it when it has not been read yet.
   void release(size_t slot, const c10::Stream& stream);
   // What travels has been read by what `stream` has been given so far.
   void read_by(const c10::Stream& stream);
@@ -76,30 +76,31 @@ class ReduceBucket {
   at::Tensor send() { return piece(memory(buffer_->send, ranks_ * buffer_->capacity), 0, ranks_ * chunk_); }
   at::Tensor recv() { return piece(memory(buffer_->recv, buffer_->capacity), 0, chunk_); }
   // The parts of send() and recv() that belong to one parameter.
-  // run(): what travels for it; `apart`: a tensor of its own, or the gradient that is held.
+  // run(): what travels for it; with `own_send_buffers`, a tensor of its own, or the gradient that is
+  // borrowed.
   at::Tensor run(size_t slot);
   at::Tensor part(const Slot& slot) { return piece(recv(), slot.offset, slot.record->shard_numel()); }
   // As open() finds them: how the transport wants gradients.
-  bool apart = false;
+  bool own_send_buffers = false;
   double scale = 1.0;
   bool poison = false;
 
  private:
   // `tensor`, made at its first use.
   at::Tensor& memory(at::Tensor& tensor, int64_t numel);
-  void take_over(size_t slot);  // copies a gradient that is held
+  void take_over(size_t slot);  // copies a gradient that is borrowed
   void copy_in(size_t slot, const at::Tensor& grad);
 
   at::ScalarType dtype_;
   int ranks_;
   int64_t chunk_ = 0;
-  // By slot: what travels, if apart. `theirs`: the gradient itself. Not the buffer's, which serves another
-  // bucket before the last of these is released.
-  struct Held {
+  // By slot: what travels, with `own_send_buffers`. `borrowed`: the gradient itself. Not the buffer's, which
+  // serves another bucket before the last of these is released.
+  struct Sent {
     at::Tensor flat;
-    bool theirs = false;
+    bool borrowed = false;
   };
-  std::vector<Held> held_;
+  std::vector<Sent> sent_;
   Fence read_;
   at::Tensor scale_;  // of put(), the same each time
   std::vector<Slot> slots_;

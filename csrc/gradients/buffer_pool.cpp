@@ -40,7 +40,7 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
   if (late_ != nullptr)
     return grow(chunk, stats);
   (*oldest)->pending.wait(device_);
-  (*oldest)->apart.clear();
+  (*oldest)->own_send_buffers.clear();
   if ((*oldest)->capacity < chunk) {
     // The wait above put the old memory's last use in the caller's past, so replacing it is in order.
     buffers_.erase(oldest);
@@ -57,7 +57,7 @@ void BufferPool::drain() {
   for (auto& buffer : buffers_) {
     if (!buffer->filling) {
       buffer->pending.wait(device_);
-      buffer->apart.clear();
+      buffer->own_send_buffers.clear();
     }
   }
 }
@@ -72,12 +72,12 @@ void BufferPool::discard() {
     buffer->pending.drop_continuation();
     if (has_streams(device_)) {
       try {
-        buffer->pending.wait(device_);  // it may still be reading gradients that are held
+        buffer->pending.wait(device_);  // it may still be reading gradients that are borrowed
       } catch (const std::exception&) {
         // The device is lost, and nothing reads any more.
       }
     }
-    buffer->apart.clear();
+    buffer->own_send_buffers.clear();
     buffer->filling = false;
   }
 }

@@ -15,10 +15,10 @@ namespace lightning_zero {
 
 // Send and receive memory of one bucket in flight.
 struct BucketBuffer {
-  int64_t capacity = 0;           // elements per rank
-  at::Tensor send;                // ranks * capacity; like recv, undefined until it is needed
-  at::Tensor recv;                // capacity
-  std::vector<at::Tensor> apart;  // what travels and is not in `send`, until `pending` is over
+  int64_t capacity = 0;                      // elements per rank
+  at::Tensor send;                           // ranks * capacity; like recv, undefined until it is needed
+  at::Tensor recv;                           // capacity
+  std::vector<at::Tensor> own_send_buffers;  // what travels and is not in `send`, until `pending` is over
   Pending pending;
   bool filling = false;
 };

@@ -99,16 +99,16 @@ bool GradientRecording::fits(const Recorded& graph) const {
 }
 
 void GradientRecording::before_replay(const Recorded& graph) {
-  TORCH_CHECK(
-      !reducer_.in_backward(), "lightning_zero: weights got gradients from outside of the compiled code, ",
-      "whose backward is replayed as a graph, in one backward pass with it. Pass cuda_graphs=False "
-      "to the strategy.");
+  TORCH_CHECK(!reducer_.in_backward(),
+              "lightning_zero: weights got gradients from outside of the compiled code, ",
+              "whose backward is replayed as a graph, in one backward pass with it. Pass cuda_graphs=False "
+              "to the strategy.");
   TORCH_CHECK(compat::is_whole_backward(),
               "lightning_zero: backward(inputs=...) or torch.autograd.grad() asked for some gradients only, ",
               "of compiled code whose backward is replayed as a graph, with all of them. Pass "
               "cuda_graphs=False to the strategy.");
   reducer_.join();
-  set_aside_.clear();
+  overwritten_.clear();
   for (const auto i : std::set<int64_t>(graph.arrivals.begin(), graph.arrivals.end())) {
     auto& record = context_.at(i);
     const auto& held = record.param.grad();
@@ -116,7 +116,7 @@ void GradientRecording::before_replay(const Recorded& graph) {
     if (adds && held.const_data_ptr() != record.grad.const_data_ptr())
       record.grad.copy_(held.reshape({-1}));  // somebody's own, which counts as accumulated
     if (adds && !graph.adding) {
-      set_aside_.emplace_back(record.grad, record.grad.clone());
+      overwritten_.emplace_back(record.grad, record.grad.clone());
     } else if (!adds && graph.adding) {
       record.grad.zero_();
     }
@@ -124,7 +124,7 @@ void GradientRecording::before_replay(const Recorded& graph) {
 }
 
 void GradientRecording::after_replay(const Recorded& graph) {
-  for (const auto& [grad, before] : std::exchange(set_aside_, {})) grad.add_(before);
+  for (const auto& [grad, before] : std::exchange(overwritten_, {})) grad.add_(before);
   auto& now = reducer_.backward();
   auto& layout = reducer_.layout();
   for (const auto i : graph.arrivals) {

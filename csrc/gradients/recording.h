@@ -39,7 +39,7 @@ class GradientRecording {
   void before_replay(const Recorded& graph);
   void after_replay(const Recorded& graph);
   // The backward in which something was replayed is over, or has been interrupted.
-  void forget_replay() { set_aside_.clear(); }
+  void forget_replay() { overwritten_.clear(); }
 
  private:
   void restore();
@@ -50,7 +50,7 @@ class GradientRecording {
   Recorded recorded_;
   Backward around_;  // what goes on around the recording
   // Gradients, and what was there before a replay that overwrites it.
-  std::vector<std::pair<at::Tensor, at::Tensor>> set_aside_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> overwritten_;
 };
 
 }  // namespace lightning_zero

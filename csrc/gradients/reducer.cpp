@@ -80,14 +80,14 @@ void Reducer::open(ReduceBucket& bucket, bool adding) {
   }
   auto* buffer = pools_.of(bucket.dtype()).acquire(bucket.chunk(), pool_stats_);
   bucket.poison = context_.options.poison;
-  bucket.apart = transports_.reduce().sends_apart();
+  bucket.own_send_buffers = transports_.reduce().wants_own_send_buffers();
   bucket.scale = transports_.reduce().scale();
   if (bucket.poison && buffer->send.defined())
     fill_with_poison(buffer->send);
   bucket.open(buffer, adding, backward_.recorded_adding);
 }
 
-void Reducer::reduce(int64_t index, const at::Tensor& grad, bool hold) {
+void Reducer::reduce(int64_t index, const at::Tensor& grad, bool borrow) {
   Lock lock(context_.mutex);
   at::AutoDispatchBelowADInplaceOrView no_autograd;  // and not only no graph: the way through it takes time
   auto& record = context_.at(index);
@@ -106,7 +106,7 @@ void Reducer::reduce(int64_t index, const at::Tensor& grad, bool hold) {
   const bool late = layout_.buckets()[position.bucket].state() == ReduceBucket::State::LAUNCHED;
   auto& bucket = (late ? layout_.late() : layout_.buckets())[position.bucket];
   open(bucket, /*adding=*/late);
-  bucket.put(position.slot, grad, hold && !late);
+  bucket.put(position.slot, grad, borrow && !late);
   // When the host waits for each collective, it must not wait for peers that have no such gradient: launch
   // after the agreement.
   const auto& next = backward_.next_launch;
@@ -165,7 +165,7 @@ Agreement::Agreed Reducer::agree() {
     if (late.state() == ReduceBucket::State::FILLING && late.slots()[position.slot].arrivals > 0)
       flags[i] = 2;
   }
-  return agreement_.agree(std::move(flags), backward_.arrivals, transports_.reduce().meetings_before());
+  return agreement_.agree(std::move(flags), backward_.arrivals, transports_.reduce().barriers_before());
 }
 
 void Reducer::end_backward() {

@@ -41,8 +41,8 @@ class Reducer {
   Reducer(Context& context, Transports& transports, std::function<void()> begun);
 
   // -- ops
-  // `hold`: the caller leaves the gradient's memory alone until it calls release().
-  void reduce(int64_t index, const at::Tensor& grad, bool hold = false);
+  // `borrow`: the caller leaves the gradient's memory alone until it calls release().
+  void reduce(int64_t index, const at::Tensor& grad, bool borrow = false);
   void release(int64_t index);
 
   void end_backward();

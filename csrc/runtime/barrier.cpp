@@ -11,7 +11,7 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr int64_t kMeetings = 1 << 16;  // that an epoch may have
+constexpr int64_t kBarriers = 1 << 16;  // that an epoch may have
 constexpr unsigned kThreads = 32;       // as in barrier.cu
 
 }  // namespace
@@ -21,7 +21,7 @@ DeviceBarrier::DeviceBarrier(const at::Tensor& code, std::vector<at::Tensor> row
     : rows_(std::move(rows)), words_(std::move(words)), rank_(rank) {
   const auto& driver = CudaDriver::instance();
   auto* module = driver.load_module(code.const_data_ptr());
-  meet_ = driver.find_kernel(module, "meet");
+  barrier_ = driver.find_kernel(module, "rank_barrier");
   begin_epoch_ = driver.find_kernel(module, "begin_epoch");
   TORCH_INTERNAL_ASSERT(words_.is_pinned() && words_.scalar_type() == at::kInt &&
                         words_.numel() >= 1 + 2 * DEVICE_LANES);
@@ -45,7 +45,7 @@ void DeviceBarrier::operator()(int lane, const c10::Stream& stream) const {
   void* host = words_.mutable_data_ptr<int>();
   // The first is a structure that the kernel takes by value.
   std::array<void*, 6> arguments = {rows.data(), &rank, &count, &host, &arrived, &passed};
-  CudaDriver::instance().launch(meet_, 1, kThreads, stream, arguments.data());
+  CudaDriver::instance().launch(barrier_, 1, kThreads, stream, arguments.data());
 }
 
 void DeviceBarrier::begin_epoch(int64_t epoch, const c10::Stream& stream) const {
@@ -53,7 +53,7 @@ void DeviceBarrier::begin_epoch(int64_t epoch, const c10::Stream& stream) const 
   int rank = static_cast<int>(rank_);
   void* counts = counts_.mutable_data_ptr<int>();
   // Wraps after 65,536 epochs, as the comparison in barrier.cu does.
-  auto first = static_cast<uint32_t>(static_cast<uint64_t>(epoch) * kMeetings);
+  auto first = static_cast<uint32_t>(static_cast<uint64_t>(epoch) * kBarriers);
   std::array<void*, 4> arguments = {rows.data(), &rank, &counts, &first};
   CudaDriver::instance().launch(begin_epoch_, 1, kThreads, stream, arguments.data());
 }

@@ -1,8 +1,8 @@
-// Ranks meet on their devices. Compiled at run time, for RANKS ranks and LANES lanes, by lightning_zero/native/nvrtc.py; launched by
-// barrier.cpp. Without CUDA's headers, which need not be installed.
+// A barrier of all ranks on their devices. Compiled at run time, for RANKS ranks and LANES lanes, by
+// lightning_zero/native/nvrtc.py; launched by barrier.cpp. Without CUDA's headers, which need not be installed.
 //
-// Who is far behind is let through by whoever is ahead. Where the n-th meeting is counted is memory of the device, so that a CUDA graph that
-// holds this kernel meets once more at each replay.
+// Who is far behind is let through by whoever is ahead. Barriers are counted in memory of the device, so that a
+// CUDA graph that holds this kernel counts one more at each replay.
 
 #include "rows.cuh"
 
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(32) begin_epoch(Rows rows, int rank
 
 // `host`: memory of the host. [0]: not 0 once nobody must wait any more; [arrived], [passed]: how far this device is.
 extern "C" __global__ void __launch_bounds__(32)
-    meet(Rows rows, int rank, unsigned* count, unsigned* host, int arrived, int passed) {
+    rank_barrier(Rows rows, int rank, unsigned* count, unsigned* host, int arrived, int passed) {
   __shared__ unsigned number;
   if (threadIdx.x == 0) {
     number = *count + 1;

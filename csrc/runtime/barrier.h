@@ -20,9 +20,9 @@ class DeviceBarrier {
   // All ranks' work queued before it has ended when what `stream` is given next begins. `lane`: from 0.
   void operator()(int lane, const c10::Stream& stream) const;
 
-  // The meetings of an epoch have numbers of their own, higher than those of all epochs before: what a rank
+  // The barriers of an epoch have numbers of their own, higher than those of all epochs before: what a rank
   // missed in one, because an exception interrupted it, nobody waits for in the next. `stream` must be behind
-  // all meetings before, and before all that come. Epochs are the same on every rank.
+  // all barriers before, and before all that come. Epochs are the same on every rank.
   void begin_epoch(int64_t epoch, const c10::Stream& stream) const;
 
   // Whether the host ends all waits.
@@ -32,7 +32,7 @@ class DeviceBarrier {
  private:
   std::vector<void*> rows_of(int lane) const;
 
-  void *meet_, *begin_epoch_;
+  void *barrier_, *begin_epoch_;
   std::vector<at::Tensor> rows_;
   at::Tensor counts_, words_;
   int64_t rank_;

@@ -42,7 +42,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> process_group(const std::string& name);
 void register_work(const at::Tensor& tensor, c10::intrusive_ptr<c10d::Work> work);
 // A barrier of that group's devices, by signals in symmetric memory, which `memory` is; on the current
 // stream. The device traps at the timeout, so that a process whose peers are gone ends. `channel`: of the
-// signals; one for each stream on which ranks meet.
+// signals; one for each stream on which there are barriers.
 std::function<void()> symmetric_barrier(const at::Tensor& memory, const std::string& group_name,
                                         int64_t timeout_ms, int channel);
 

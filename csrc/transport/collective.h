@@ -29,7 +29,7 @@ class CollectiveReduce : public ReduceTransport {
 
   void reduce(ReduceBucket& bucket) override;
   double scale() const override { return 1.0 / static_cast<double>(context_.size); }
-  bool sends_apart() const override { return false; }
+  bool wants_own_send_buffers() const override { return false; }
   int buckets_in_flight() const override { return 2; }
 
  private:

@@ -54,24 +54,24 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
 }
 
 void Communicator::poison(bool on) {
-  dice_.reset();
+  jitter_rng_.reset();
   if (on && !has_streams(device_))
-    dice_.emplace(17 + rank());
+    jitter_rng_.emplace(17 + rank());
 }
 
-void Communicator::dawdle() {
-  if (dice_)
-    std::this_thread::sleep_for(std::chrono::microseconds((*dice_)() % 2000));
+void Communicator::jitter() {
+  if (jitter_rng_)
+    std::this_thread::sleep_for(std::chrono::microseconds((*jitter_rng_)() % 2000));
 }
 
-at::Tensor Communicator::aside(const at::Tensor& output,
-                               std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
-  if (!dice_)
+at::Tensor Communicator::scratch(const at::Tensor& output,
+                                 std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
+  if (!jitter_rng_)
     return output;
-  auto elsewhere = at::empty_like(output);
+  auto memory = at::empty_like(output);
   fill_with_poison(output);
-  copies.emplace_back(output, elsewhere);
-  return elsewhere;
+  copies.emplace_back(output, memory);
+  return memory;
 }
 
 namespace {
@@ -81,7 +81,7 @@ std::function<void()> copy_back(std::vector<std::pair<at::Tensor, at::Tensor>> c
     return {};
   return [copies = std::move(copies)] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
-    for (const auto& [output, elsewhere] : copies) output.copy_(elsewhere);
+    for (const auto& [output, scratch] : copies) output.copy_(scratch);
   };
 }
 
@@ -95,9 +95,9 @@ void Communicator::refuse_in_graph(const char* what) const {
 
 Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optional<at::ScalarType> cast_to) {
   refuse_in_graph("weights are gathered");
-  dawdle();
+  jitter();
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  auto target = aside(output, copies);
+  auto target = scratch(output, copies);
   return launch(
       "an all-gather of parameters",
       [&](bool async) {
@@ -112,9 +112,9 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
 
 Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
   refuse_in_graph("weights are gathered");
-  dawdle();
+  jitter();
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  for (auto& output : outputs) output = aside(output, copies);
+  for (auto& output : outputs) output = scratch(output, copies);
   return launch(
       "an all-gather of parameters",
       [&](bool async) {
@@ -133,9 +133,9 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
 
 Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
                                  const std::vector<const std::vector<at::Tensor>*>& sources) {
-  dawdle();
+  jitter();
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  for (auto& output : outputs) output = aside(output, copies);
+  for (auto& output : outputs) output = scratch(output, copies);
   return launch(
       "",
       [&](bool) {
@@ -193,14 +193,14 @@ Pending Communicator::barrier() {
   return all_gather(tokens_, token_);
 }
 
-void Communicator::meet_in(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms,
-                           int channel) {
+void Communicator::use_symmetric_barrier(const at::Tensor& memory, const std::string& group_name,
+                                         int64_t timeout_ms, int channel) {
   if (!has_streams(device_))
     return;
   signal_all_ = compat::symmetric_barrier(memory, group_name, timeout_ms, channel);
 }
 
-void Communicator::meet_by(std::shared_ptr<DeviceBarrier> barrier, int lane) {
+void Communicator::use_device_barrier(std::shared_ptr<DeviceBarrier> barrier, int lane) {
   signal_all_ = [this, barrier = std::move(barrier), lane] { (*barrier)(lane, current_stream(device_)); };
 }
 
@@ -210,20 +210,20 @@ void Communicator::catch_up() {
   done.block(current_stream(device_));
 }
 
-void Communicator::meet() {
+void Communicator::barrier_on_current_stream() {
   if (signal_all_)
     return signal_all_();
-  auto met = barrier();
+  auto pending = barrier();
   if (!has_streams(device_))
-    met.wait(device_);
+    pending.wait(device_);
 }
 
 Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                                            at::Tensor all_inputs, c10d::ReduceOp::RedOpType op,
                                            std::function<void()> then) {
   refuse_in_graph("gradients are reduced");
-  dawdle();
-  if (dice_) {
+  jitter();
+  if (jitter_rng_) {
     for (const auto& output : outputs) fill_with_poison(output);
   }
   if (!has_streams(device_)) {
@@ -264,8 +264,8 @@ void Communicator::all_reduce_max(at::Tensor& values, const char* what) {
   std::vector<at::Tensor> tensors{values};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
-  auto met = launch(what, [&](bool) { return Works{group_->allreduce(tensors, options)}; }, {});
-  met.wait(device_);
+  auto pending = launch(what, [&](bool) { return Works{group_->allreduce(tensors, options)}; }, {});
+  pending.wait(device_);
 }
 
 }  // namespace lightning_zero

@@ -49,18 +49,18 @@ class Communicator {
   // Whatever `work` queues, on our stream, behind what the caller has queued.
   Pending run(const std::function<void()>& work);
 
-  // The same on the current stream, ours; a CPU waits. By signals in symmetric memory, once meet_in() has
-  // named some: a tenth of a collective's time on the host, and there is one for each bucket. The process
-  // group's watchdog does not see these; it sees what is queued behind them, and ranks that are gone are
-  // missed on the control group.
-  void meet();
-  // `channel`: of the signals; one for each stream on which ranks meet.
-  void meet_in(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms, int channel);
-  // The same by a kernel of our own, whose waits the host can end.
-  void meet_by(std::shared_ptr<DeviceBarrier> barrier, int lane);
-
   // Work queued on our stream after it begins once all ranks' work queued before it has ended.
   Pending barrier();
+  // The same on the current stream, ours; a CPU waits.
+  void barrier_on_current_stream();
+  // Barriers are signals in symmetric memory from now on: a tenth of a collective's time on the host, and
+  // there is one for each bucket. The process group's watchdog does not see these; it sees what is queued
+  // behind them, and ranks that are gone are missed on the control group. `channel`: of the signals; one for
+  // each stream on which there are barriers.
+  void use_symmetric_barrier(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms,
+                             int channel);
+  // The same by a kernel of our own, whose waits the host can end.
+  void use_device_barrier(std::shared_ptr<DeviceBarrier> barrier, int lane);
 
   // Several reduce-scatters in one launch. inputs[i]: size() * outputs[i].numel() elements; `all_inputs` is
   // the memory they lie in, whose contents are lost. `then` runs on our stream once the outputs are there.
@@ -90,8 +90,8 @@ class Communicator {
 
  private:
   // Where to gather instead: `output` is poisoned, and receives the values when the collective is waited for.
-  at::Tensor aside(const at::Tensor& output, std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
-  void dawdle();
+  at::Tensor scratch(const at::Tensor& output, std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
+  void jitter();
 
   void refuse_in_graph(const char* what) const;
 
@@ -104,10 +104,10 @@ class Communicator {
   c10::Stream stream_;
   c10::intrusive_ptr<Watchdog> watchdog_;
   bool recording_ = false, used_ = false;
-  std::vector<c10::Stream> lanes_;    // for copies beside each other in graphs
-  std::function<void()> signal_all_;  // and wait for all, on the current stream
-  at::Tensor token_, tokens_;         // what a barrier gathers
-  std::optional<std::mt19937> dice_;  // when poisoning
+  std::vector<c10::Stream> lanes_;          // for copies beside each other in graphs
+  std::function<void()> signal_all_;        // and wait for all, on the current stream
+  at::Tensor token_, tokens_;               // what a barrier gathers
+  std::optional<std::mt19937> jitter_rng_;  // when poisoning
 };
 
 }  // namespace lightning_zero

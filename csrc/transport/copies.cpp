@@ -103,23 +103,23 @@ std::vector<CopyRows> in_rows(const std::vector<Copy>& copies) {
 }  // namespace
 
 void copy_all(const std::vector<Copy>& copies, const c10::Stream& stream,
-              const std::vector<c10::Stream>& aside) {
-  if (aside.empty() && has_streams(stream.device()) && copy_in_one_call(copies, stream))
+              const std::vector<c10::Stream>& side_streams) {
+  if (side_streams.empty() && has_streams(stream.device()) && copy_in_one_call(copies, stream))
     return;
   Fence begin;
   begin.record(stream);
-  std::vector<char> used(aside.size(), 0);
+  std::vector<char> used(side_streams.size(), 0);
   for (const auto& rows : in_rows(copies)) {
-    const size_t lane = aside.empty() ? 0 : rows.first.lane % (aside.size() + 1);
+    const size_t lane = side_streams.empty() ? 0 : rows.first.lane % (side_streams.size() + 1);
     if (lane > 0 && !std::exchange(used[lane - 1], 1))
-      begin.block(aside[lane - 1]);
-    copy_rows(rows, lane == 0 ? stream : aside[lane - 1]);
+      begin.block(side_streams[lane - 1]);
+    copy_rows(rows, lane == 0 ? stream : side_streams[lane - 1]);
   }
-  for (size_t lane = 0; lane < aside.size(); ++lane) {
+  for (size_t lane = 0; lane < side_streams.size(); ++lane) {
     if (!used[lane])
       continue;
     Fence end;
-    end.record(aside[lane]);
+    end.record(side_streams[lane]);
     end.block(stream);
   }
 }

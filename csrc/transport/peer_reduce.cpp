@@ -29,34 +29,34 @@ int64_t PeerReduce::unit(int64_t ranks) {
 
 void PeerReduce::begin_backward() {
   rounds_ = 0;
-  meetings_before_ = meetings_;
+  barriers_before_ = barriers_;
 }
 
 void PeerReduce::begin_recording(bool backward) {
-  meetings_recorded_ = meetings_;
+  barriers_recorded_ = barriers_;
   if (backward)
     rounds_ = 0;
 }
 
 ReduceTransport::Traffic PeerReduce::end_recording() {
-  const Traffic traffic{rounds_, std::exchange(meetings_, meetings_recorded_) - meetings_recorded_};
+  const Traffic traffic{rounds_, std::exchange(barriers_, barriers_recorded_) - barriers_recorded_};
   if (!has_streams(context_.device))
-    meetings_ += traffic.meetings;  // they took place
+    barriers_ += traffic.barriers;  // they took place
   return traffic;
 }
 
 void PeerReduce::after_replay(const Traffic& traffic) {
   rounds_ = traffic.rounds;
   if (has_streams(context_.device))
-    meetings_ += traffic.meetings;
+    barriers_ += traffic.barriers;
 }
 
-void PeerReduce::meet() {
-  ++meetings_;
-  comm_.meet();
+void PeerReduce::barrier() {
+  ++barriers_;
+  comm_.barrier_on_current_stream();
 }
 
-void PeerReduce::push_round(ReduceBucket& bucket, int64_t begin, int64_t width) {
+void PeerReduce::send_round(ReduceBucket& bucket, int64_t begin, int64_t width) {
   const auto size = context_.size, rank = context_.rank;
   const auto item = static_cast<int64_t>(c10::elementSize(bucket.dtype()));
   const auto half = staging_[0].numel() / 2;
@@ -82,7 +82,7 @@ void PeerReduce::push_round(ReduceBucket& bucket, int64_t begin, int64_t width) 
   comm_.copy(copies);
   if (begin + width == bucket.chunk())
     bucket.read_by(current_stream(context_.device));
-  meet();
+  barrier();
   const auto mine = staging_[rank].view(bucket.dtype());
   bucket.accumulate(mine.as_strided({size, width}, {width, 1}, at_byte / item), begin, means_);
 }
@@ -94,9 +94,9 @@ void PeerReduce::reduce(ReduceBucket& bucket) {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     // After the last round of the backward before, which may have used the same half.
     if (rounds_ == 0)
-      meet();
+      barrier();
     for (int64_t begin = 0; begin < bucket.chunk(); begin += most)
-      push_round(bucket, begin, std::min(most, bucket.chunk() - begin));
+      send_round(bucket, begin, std::min(most, bucket.chunk() - begin));
   });
 }
 

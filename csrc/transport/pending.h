@@ -39,7 +39,7 @@ class Pending {
   Works works_;
   Fence fence_;
   std::function<void()> continuation_;
-  // Of the meeting of ranks that the works are.
+  // By which the watchdog counts what the works are.
   c10::intrusive_ptr<Watchdog> watchdog_;
   Lane lane_ = Lane::GATHER;
   int64_t number_ = 0;

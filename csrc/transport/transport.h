@@ -71,23 +71,23 @@ class ReduceTransport {
   // What gradients are multiplied with on their way into a bucket.
   virtual double scale() const = 0;
   // Whether each gradient travels from memory of its own, and may be left where its owner has it.
-  virtual bool sends_apart() const = 0;
+  virtual bool wants_own_send_buffers() const = 0;
   // How many buckets of a dtype may be on their way before the caller's stream waits for the first.
   virtual int buckets_in_flight() const = 0;
   // Whether a bucket may leave before ranks have agreed that all have it.
   virtual bool leaves_early() const { return true; }
 
-  // -- meetings of ranks that bear no name: had they come to them at different times, they would add up what
+  // -- barriers that bear no name: had ranks come to them at different times, they would add up what
   // is not there yet, without a word. So they compare at their agreement how many there were before this
   // backward.
   virtual void begin_backward() {}
-  virtual int64_t meetings_before() const { return 0; }
-  virtual void forget_meetings() {}
+  virtual int64_t barriers_before() const { return 0; }
+  virtual void forget_barriers() {}
 
   // -- while a graph of the device is recorded, see [Note: captured graphs] in cuda_graph/recorder.h
   // What a recorded backward would have counted.
   struct Traffic {
-    int64_t rounds = 0, meetings = 0;
+    int64_t rounds = 0, barriers = 0;
   };
   virtual void begin_recording(bool backward) {}
   virtual Traffic end_recording() { return {}; }

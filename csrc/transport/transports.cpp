@@ -39,8 +39,8 @@ void Transports::set_staging(std::vector<at::Tensor> staging, const std::string&
   const auto mine = staging.at(static_cast<size_t>(context_.rank));
   reduce_ = std::make_unique<PeerReduce>(context_, reduces_, means_, std::move(staging));
   if (!barrier_) {
-    reduces_.meet_in(mine, group_name, timeout_ms, /*channel=*/0);
-    gathers_.meet_in(mine, group_name, timeout_ms, /*channel=*/1);
+    reduces_.use_symmetric_barrier(mine, group_name, timeout_ms, /*channel=*/0);
+    gathers_.use_symmetric_barrier(mine, group_name, timeout_ms, /*channel=*/1);
   }
 }
 
@@ -51,8 +51,8 @@ int64_t Transports::staging_unit() const {
 void Transports::set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words) {
   Lock lock(context_.mutex);
   barrier_ = std::make_shared<DeviceBarrier>(code, std::move(rows), std::move(words), context_.rank);
-  reduces_.meet_by(barrier_, 0);
-  gathers_.meet_by(barrier_, 1);
+  reduces_.use_device_barrier(barrier_, 0);
+  gathers_.use_device_barrier(barrier_, 1);
   if (context_.watchdog)
     context_.watchdog->watch_device(barrier_->words());
 }
@@ -111,7 +111,7 @@ void Transports::begin_step(bool in_backward) {
   }
   barrier_->begin_epoch(steps_, stream);
   if (!in_backward)
-    reduce_->forget_meetings();  // what an interrupted backward had missed, nobody waits for any more
+    reduce_->forget_barriers();  // what an interrupted backward had missed, nobody waits for any more
 }
 
 void Transports::interrupt() {

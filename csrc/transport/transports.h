@@ -32,12 +32,12 @@ class Transports {
   void configure(const ExecutorOptions& options);
 
   // Memory of each rank that this one can write, of two halves, a multiple of staging_unit() bytes. See
-  // [Note: gradients pushed to peers]. `group_name`: by which they are symmetric memory, on an accelerator.
+  // [Note: one-sided reduce-scatter]. `group_name`: by which they are symmetric memory, on an accelerator.
   void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
   int64_t staging_unit() const;
-  // How ranks meet on their devices, instead of by torch's barriers; see DeviceBarrier.
+  // Barriers on devices, instead of torch's; see DeviceBarrier.
   void set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words);
-  // Kernels that add up what is pushed; see RowMeans.
+  // Kernels that add up what ranks have sent; see RowMeans.
   void use_means(const at::Tensor& code);
   // Whether one of them has written, or added, the mean over the rows of `from` to `to`. For their tests:
   // nobody else can reach them alone.

@@ -17,14 +17,15 @@ void Access::watch(const c10::intrusive_ptr<Watchdog>& watchdog) {
 at::Tensor Access::source_in(ParamRecord& record, at::ScalarType dtype) {
   if (record.shard.scalar_type() == dtype)
     return record.shard;
-  if (!record.shadow.defined() || record.shadow.scalar_type() != dtype)
+  const auto& copy = record.compute_copy;
+  if (!copy.own.defined() || copy.own.scalar_type() != dtype)
     return {};
   if (copies_.is_stale(record)) {
-    if (!record.peers.empty())
+    if (!copy.of_ranks.empty())
       return {};  // a peer may be reading it
     copies_.write(record);
   }
-  return record.shadow;
+  return copy.own;
 }
 
 void Access::begin_turn_to_write() {
@@ -78,7 +79,8 @@ void Access::publish(bool everything, bool wait) {
   const auto stale = copies_.stale(everything);
   if (!stale.empty())
     before_change_();
-  // Whether this rank has anything to write is its own affair: all ranks meet here whenever one might.
+  // Whether this rank has anything to write is its own affair: all ranks come to the barrier whenever one
+  // might.
   if (shared_) {
     auto all_have_read = comm_.barrier();
     if (!stale.empty() || !has_streams(context_.device))
@@ -91,7 +93,7 @@ void Access::publish(bool everything, bool wait) {
   }
   if (!shared_)
     return;
-  copies_.write_exact(stale);
+  copies_.write_full_precision(stale);
   auto all_have_written = comm_.barrier();
   if (wait || !has_streams(context_.device))
     all_have_written.wait(context_.device);

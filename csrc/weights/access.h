@@ -1,19 +1,20 @@
 // When shards and their copies may be written, and when they may be read.
 //
-// [Note: copies from peers] Where all ranks can read each other's shadows, compiled graphs fetch weights by
-// plain copies: a copy engine does them, no multiprocessor, and no rank waits for another. What makes it safe
-// is that a shadow changes only at points which every rank passes: before the forward of a training step
-// (Weights::write_shadows) and where a compiled graph begins (Weights::enter). There, all ranks have read
-// what they wanted (first barrier), stale shadows are written, and all ranks have written theirs (second
-// barrier). Eager code, which may find a stale shadow anywhere, casts the shard instead and gathers through
-// the process group.
+// [Note: copies from peers] Where all ranks can read each other's compute copies, compiled graphs fetch
+// weights by plain copies: a copy engine does them, no multiprocessor, and no rank waits for another. What
+// makes it safe is that a compute copy changes only at points which every rank passes: before the forward of
+// a training step (Weights::refresh_compute_copies) and where a compiled graph begins (Weights::check_plan).
+// There, all ranks have read what they wanted (first barrier), stale copies are written, and all ranks have
+// written theirs (second barrier). Eager code, which may find a stale copy anywhere, casts the shard instead
+// and gathers through the process group.
 //
 // [Note: turns] Where all ranks can read the shards themselves, everybody reads what it
-// wants when it wants, out of shadows and shards, and ranks need not read the same: what changes shards says
-// so before (begin_writing), and ranks take turns. See runtime/turns.h. There are no meetings where graphs
-// begin, and eager code copies, too. Whether eager code has edited a weight that it was given must be told
-// alike on every rank, and without a look at values on a device: its memory is marked as copy-on-write, with
-// nobody to share it, so that whoever may write to it takes the mark away. Only then values are compared.
+// wants when it wants, out of compute copies and shards, and ranks need not read the same: what changes
+// shards says so before (begin_writing), and ranks take turns. See runtime/turns.h. There are no barriers
+// where graphs begin, and eager code copies, too. Whether eager code has edited a weight that it was given
+// must be told alike on every rank, and without a look at values on a device: its memory is marked as
+// copy-on-write, with nobody to share it, so that whoever may write to it takes the mark away. Only then
+// values are compared.
 #pragma once
 
 #include <functional>
@@ -33,7 +34,7 @@ class Access : public WeightMemory {
   Access(Context& context, Communicator& comm, ComputeCopies& copies, std::function<void()> before_change)
       : context_(context), comm_(comm), copies_(copies), before_change_(std::move(before_change)) {}
 
-  // Peers read shadows.
+  // Peers read compute copies.
   void share() { shared_ = true; }
   // What peers read is not what it was.
   void take_back() { published_ = false; }
@@ -70,8 +71,8 @@ class Access : public WeightMemory {
   ComputeCopies& copies_;
   std::function<void()> before_change_;
   std::unique_ptr<Turns> turns_;
-  bool shared_ = false;     // some shadow is read by peers
-  bool published_ = false;  // every rank's shadows may be read, until the next point where they change
+  bool shared_ = false;     // some compute copy is read by peers
+  bool published_ = false;  // every rank's copies may be read, until the next point where they change
 };
 
 }  // namespace lightning_zero

@@ -10,45 +10,43 @@ void ComputeCopies::add_memory(at::Tensor copies, at::Tensor shards) {
 }
 
 bool ComputeCopies::is_stale(const ParamRecord& record) const {
-  return record.shadow_epoch != context_.epoch ||
-         record.shadow_version != static_cast<int64_t>(record.param._version());
+  return record.compute_copy.written != record.stamp(context_.epoch);
 }
 
 void ComputeCopies::is_written(ParamRecord& record) {
-  record.shadow_epoch = context_.epoch;
-  record.shadow_version = static_cast<int64_t>(record.param._version());
+  record.compute_copy.written = record.stamp(context_.epoch);
 }
 
 std::vector<ParamRecord*> ComputeCopies::stale(bool everything) const {
   std::vector<ParamRecord*> found;
   for (auto& record : context_.records) {
-    if (record->shadow.defined() && (everything || is_stale(*record)))
+    if (record->compute_copy.own.defined() && (everything || is_stale(*record)))
       found.push_back(record.get());
   }
   return found;
 }
 
 void ComputeCopies::write(ParamRecord& record) {
-  TORCH_INTERNAL_ASSERT(!recording, "a replay would write the shadow of ", record.name, " each time");
+  TORCH_INTERNAL_ASSERT(!recording, "a replay would write the compute copy of ", record.name, " each time");
   at::NoGradGuard no_grad;
-  record.shadow.copy_(record.shard);
+  record.compute_copy.own.copy_(record.shard);
   is_written(record);
-  context_.count("shadow_writes");
+  context_.count("compute_copy_writes");
 }
 
 void ComputeCopies::write_all() {
   for (auto& [copies, shards] : memory_) copies.copy_(shards);
   for (auto& record : context_.records) {
-    if (record->shadow.defined())
+    if (record->compute_copy.own.defined())
       is_written(*record);
   }
 }
 
-void ComputeCopies::write_exact(const std::vector<ParamRecord*>& records) {
+void ComputeCopies::write_full_precision(const std::vector<ParamRecord*>& records) {
   std::vector<at::Tensor> copies, shards;
   for (auto* record : records) {
-    if (record->exact.defined()) {
-      copies.push_back(record->exact);
+    if (record->full_precision_copy.own.defined()) {
+      copies.push_back(record->full_precision_copy.own);
       shards.push_back(record->shard);
     }
   }

@@ -1,5 +1,5 @@
-// Copies of this rank's shards: in the dtype that is computed in (a parameter's "shadow"), or in the shard's
-// own where peers may not read shards themselves ("exact").
+// Copies of this rank's shards: in the dtype that is computed in (a parameter's compute copy), or in the
+// shard's own where peers may not read shards themselves (its full-precision copy).
 #pragma once
 
 #include <utility>
@@ -20,10 +20,10 @@ class ComputeCopies {
   bool is_stale(const ParamRecord& record) const;
   // Parameters whose copies are stale; or all that have one.
   std::vector<ParamRecord*> stale(bool everything) const;
-  // The shadow of one; of all, in few kernels; and exact copies.
+  // The compute copy of one parameter; those of all, in few kernels; and full-precision copies.
   void write(ParamRecord& record);
   void write_all();
-  void write_exact(const std::vector<ParamRecord*>& records);
+  void write_full_precision(const std::vector<ParamRecord*>& records);
 
   void close() { memory_.clear(); }
 

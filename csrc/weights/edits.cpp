@@ -89,7 +89,7 @@ void Edits::copy(const Tracked& weight) {
   const auto valid = std::clamp<int64_t>(record.numel - begin, 0, width);
   if (valid > 0)
     record.shard.narrow(0, 0, valid).copy_(weight.flat.narrow(0, begin, valid));
-  record.shadow_epoch = -1;
+  record.compute_copy.written = {};
 }
 
 // Whether its values are others than those of the shards. While shards are written nobody can tell, and it

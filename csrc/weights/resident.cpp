@@ -6,26 +6,25 @@
 
 namespace lightning_zero {
 
-bool ResidentWeights::is_kept(const ParamRecord& record) const {
-  return record.kept_epoch == context_.epoch &&
-         record.kept_version == static_cast<int64_t>(record.param._version());
+bool ResidentWeights::is_filled(const ParamRecord& record) const {
+  return record.resident.filled == record.stamp(context_.epoch);
 }
 
-void ResidentWeights::keep(ParamRecord& record) const {
-  record.kept_epoch = context_.epoch;
-  record.kept_version = static_cast<int64_t>(record.param._version());
+void ResidentWeights::note_filled(ParamRecord& record) const {
+  record.resident.filled = record.stamp(context_.epoch);
 }
 
-void ResidentWeights::start(at::TensorList kept, at::TensorList shards) {
+void ResidentWeights::start(at::TensorList resident, at::TensorList shards) {
   std::vector<ParamRecord*> records;
   bool stale = false;
   for (size_t i = 0; i < shards.size(); ++i) {
-    auto& record = context_.at(ShardTable::instance().find(shards[i], "keep_start").index);
-    TORCH_INTERNAL_ASSERT(record.kept.defined() && record.kept.const_data_ptr() == kept[i].const_data_ptr(),
+    auto& record = context_.at(ShardTable::instance().find(shards[i], "resident_start").index);
+    TORCH_INTERNAL_ASSERT(record.resident.memory.defined() &&
+                              record.resident.memory.const_data_ptr() == resident[i].const_data_ptr(),
                           record.name);
     // The same on every rank: whether a weight is gathered must not depend on what one of them happens to
     // hold.
-    stale = stale || !is_kept(record);
+    stale = stale || !is_filled(record);
     records.push_back(&record);
   }
   if (recording_) {
@@ -39,13 +38,13 @@ void ResidentWeights::start(at::TensorList kept, at::TensorList shards) {
   std::vector<at::Tensor> outputs;
   int64_t bytes = 0;
   for (auto* record : records) {
-    outputs.push_back(record->kept);
-    bytes += static_cast<int64_t>(record->kept.nbytes());
-    keep(*record);
+    outputs.push_back(record->resident.memory);
+    bytes += static_cast<int64_t>(record->resident.memory.nbytes());
+    note_filled(*record);
   }
   context_.count("gathers", static_cast<int64_t>(records.size()));
   context_.count("gather_bytes", bytes);
-  context_.count("kept_gathers", static_cast<int64_t>(records.size()));
+  context_.count("resident_gathers", static_cast<int64_t>(records.size()));
   arriving->pending = gatherer_.gather_group(records, std::move(outputs), arriving->sources);
   for (auto* record : records) arriving_[record->index] = arriving;
 }
@@ -55,7 +54,7 @@ void ResidentWeights::wait(at::TensorList shards) {
   if (arriving_.empty())
     return;
   for (const auto& shard : shards) {
-    const auto found = arriving_.find(ShardTable::instance().find(shard, "keep_wait").index);
+    const auto found = arriving_.find(ShardTable::instance().find(shard, "resident_wait").index);
     if (found == arriving_.end())
       continue;
     found->second->pending.wait(context_.device);
@@ -69,17 +68,17 @@ ResidentWeights::Recorded ResidentWeights::end_recording() {
 }
 
 void ResidentWeights::never_ran(const Recorded& graph) {
-  for (const auto i : graph.gathered) context_.at(i).kept_epoch = -1;
+  for (const auto i : graph.gathered) context_.at(i).resident.filled = {};
 }
 
 bool ResidentWeights::finds_all(const Recorded& graph, std::set<int64_t>& gathered) const {
   gathered.insert(graph.gathered.begin(), graph.gathered.end());
   return std::all_of(graph.found.begin(), graph.found.end(),
-                     [&](int64_t i) { return is_kept(context_.at(i)) || gathered.count(i) > 0; });
+                     [&](int64_t i) { return is_filled(context_.at(i)) || gathered.count(i) > 0; });
 }
 
 void ResidentWeights::after_replay(const Recorded& graph) {
-  for (const auto i : graph.gathered) keep(context_.at(i));
+  for (const auto i : graph.gathered) note_filled(context_.at(i));
 }
 
 }  // namespace lightning_zero

@@ -1,4 +1,4 @@
-// Weights that stay whole in memory of their own until the optimizer steps ("kept").
+// Weights that stay whole in memory of their own until the optimizer steps.
 #pragma once
 
 #include <memory>
@@ -16,8 +16,8 @@ class ResidentWeights {
  public:
   ResidentWeights(Context& context, Gatherer& gatherer) : context_(context), gatherer_(gatherer) {}
 
-  // Gathers them into their memory, `kept`, unless they are there.
-  void start(at::TensorList kept, at::TensorList shards);
+  // Gathers them into their memory, `resident`, unless they are there.
+  void start(at::TensorList resident, at::TensorList shards);
   void wait(at::TensorList shards);
   bool any_arriving() const { return !arriving_.empty(); }
   void close() { arriving_.clear(); }
@@ -37,12 +37,12 @@ class ResidentWeights {
   void after_replay(const Recorded& graph);
 
  private:
-  bool is_kept(const ParamRecord& record) const;
-  void keep(ParamRecord& record) const;
+  bool is_filled(const ParamRecord& record) const;
+  void note_filled(ParamRecord& record) const;
 
   Context& context_;
   Gatherer& gatherer_;
-  // Gathers into kept memory that have not been waited for, by parameter.
+  // Gathers into resident memory that have not been waited for, by parameter.
   struct Arriving {
     Pending pending;
     std::vector<at::Tensor> sources;

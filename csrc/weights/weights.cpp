@@ -78,13 +78,13 @@ at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, in
   return started.buffer;
 }
 
-void Weights::keep_start(at::TensorList kept, at::TensorList shards) {
+void Weights::resident_start(at::TensorList resident, at::TensorList shards) {
   Lock lock(context_.mutex);
   sync_edits_if_any();
-  resident_.start(kept, shards);
+  resident_.start(resident, shards);
 }
 
-void Weights::enter(const std::string& digest, const std::string& plan) {
+void Weights::check_plan(const std::string& digest, const std::string& plan) {
   std::unique_lock lock(context_.mutex);
   if (recording_)
     return;  // before_replay() does this each time
@@ -117,12 +117,12 @@ void Weights::end_writing() {
   access_.end_writing();
 }
 
-void Weights::expire_shadows() {
+void Weights::expire_compute_copies() {
   Lock lock(context_.mutex);
   access_.expire();
 }
 
-void Weights::write_shadows() {
+void Weights::refresh_compute_copies() {
   Lock lock(context_.mutex);
   first_.drop();
   if (!copies_.has_memory())
@@ -131,7 +131,7 @@ void Weights::write_shadows() {
   first_.begin_step(/*noting=*/access_.is_published());
 }
 
-void Weights::meet_peers() {
+void Weights::sync_peers() {
   Lock lock(context_.mutex);
   sync_edits_if_any();
   first_.drop();
@@ -150,7 +150,7 @@ void Weights::close() {
 
 std::string Weights::why_not_recorded() const {
   if (resident_.any_arriving())
-    return "weights that are kept over a step are still on their way";
+    return "weights that stay resident over a step are still on their way";
   if (edits_.watched() > 0)
     return "code that is not compiled holds weights";
   return {};

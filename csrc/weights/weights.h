@@ -30,22 +30,25 @@ class Weights {
   // Several weights in one launch into one tensor of `numel` elements: weight i, padded, behind weight i - 1.
   at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel);
   // Weights that stay until the optimizer steps: gathers them into their memory unless they are there.
-  void keep_start(at::TensorList kept, at::TensorList shards);
-  // A compiled graph begins that gathers and reduces as `plan` says.
-  void enter(const std::string& digest, const std::string& plan);
+  void resident_start(at::TensorList resident, at::TensorList shards);
+  // A compiled graph begins that gathers and reduces as `plan` says: all ranks must be known to have that
+  // plan, and what it reads must be readable.
+  void check_plan(const std::string& digest, const std::string& plan);
 
   // -- when shards change
   // Something is about to change shards; and it has. Harmless when repeated. Where ranks take no turns, the
-  // first is expire_shadows(), and the second nothing.
+  // first is expire_compute_copies(), and the second nothing.
   void begin_writing();
   void end_writing();
-  // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write shadows again
-  // before use.
-  void expire_shadows();
-  // A training step begins: writes all shadows, and starts to fetch what the last step's graph fetched first.
-  void write_shadows();
-  // Shadows are brought up to date, and may be read by what is queued on the current stream.
-  void meet_peers();
+  // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write compute copies
+  // again before use.
+  void expire_compute_copies();
+  // A training step begins: refreshes all compute copies, and starts to fetch what the last step's graph
+  // fetched first.
+  void refresh_compute_copies();
+  // Ranks come to a barrier where they read each other's copies: these are brought up to date, and may be
+  // read by what is queued on the current stream.
+  void sync_peers();
 
   // Name of an op `(str digest, str plan) -> ()` that is called before a graph with a plan not seen before
   // runs; it may raise.

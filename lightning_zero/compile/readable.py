@@ -32,7 +32,9 @@ def node_lines(graph: Graph) -> Iterator[tuple[str, str]]:
 
 def counts(node: Node) -> bool:
     """Whether plans number the node."""
-    return node.op not in ("placeholder", "get_attr", "output") and str(node.target) != "lightning_zero.enter.default"
+    return (
+        node.op not in ("placeholder", "get_attr", "output") and str(node.target) != "lightning_zero.check_plan.default"
+    )
 
 
 def _call(node: Node) -> str:

@@ -42,7 +42,7 @@ class CompiledSteps:
         """Before each forward of a training step; collective."""
         config = self._session.config
         if config.compute_dtype is not None and config.compiled.enabled:
-            self._sharder.executor.weights.write_shadows()
+            self._sharder.executor.weights.refresh_compute_copies()
         kept = self._session.next_pass()
         if kept:
             self._sharder.memory.allocate_resident(config.compute_dtype, small_weight_bytes(config.compiled), kept)

@@ -63,7 +63,7 @@ class EngineConfig(Options):
     """Everything an :class:`~lightning_zero.engine.Engine` is built from: the options, and what precision decides.
 
     Args:
-        compute_dtype: what autocast computes in; shards are kept in this dtype too (a shadow), written once per step,
+        compute_dtype: what autocast computes in; shards have a compute copy in this dtype, written once per step,
             and parameters that are used in it are gathered in it. None without autocast.
     """
 

@@ -117,8 +117,9 @@ class Executor:
         """Counts since the last reset.
 
         Of weights: ``gathers``, ``gather_bytes`` (of the whole weights), and of these ``eager_gathers``,
-        ``kept_gathers`` (into memory where they stay), ``copied_weights`` (without a collective); ``gather_groups``,
-        and of these ``groups_ahead`` (under way since the step began); ``shadow_writes`` (one by one).
+        ``resident_gathers`` (into memory where they stay), ``copied_weights`` (without a collective);
+        ``gather_groups``, and of these ``groups_ahead`` (under way since the step began);
+        ``compute_copy_writes`` (one by one).
 
         Of gradients: ``reduces``, ``flushes`` (buckets), ``reduce_bytes`` (of whole buckets), ``late_flushes`` (of
         gradients whose bucket had left), ``agreements``, ``aborted_backwards``, ``plans`` (layouts of buckets),

@@ -34,21 +34,21 @@ class Parameters(Protocol):
     def set_grad(self, index: int, grad: Tensor) -> None:
         """Gives a parameter its 1-D part of the gradient arena, of the shard's size and dtype."""
 
-    def set_kept(self, index: int, kept: Tensor) -> None:
+    def set_resident(self, index: int, memory: Tensor) -> None:
         """Memory for the whole parameter, 1-D with padding, where it stays until the optimizer steps."""
 
-    def set_shadow(self, index: int, shadow: Tensor) -> None:
+    def set_compute_copy(self, index: int, copy: Tensor) -> None:
         """Memory for the shard's values in another dtype, 1-D, of the shard's size; what gathers in that dtype read."""
 
-    def add_shadow_memory(self, copies: Tensor, shards: Tensor) -> None:
-        """Shadows that are neighbours in memory, and their shards likewise: :meth:`Weights.write_shadows` writes them
-        in one kernel."""
+    def add_compute_copy_memory(self, copies: Tensor, shards: Tensor) -> None:
+        """Compute copies that are neighbours in memory, and their shards likewise:
+        :meth:`Weights.refresh_compute_copies` writes them in one kernel."""
 
     def set_peers(self, index: int, peers: list[Tensor]) -> None:
-        """The parameter's shadow on each rank, in memory that this process can read. Compiled code then copies from
-        there instead of gathering. The same parameters on every rank."""
+        """The parameter's compute copy on each rank, in memory that this process can read. Compiled code then copies
+        from there instead of gathering. The same parameters on every rank."""
 
-    def set_exact(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
+    def set_full_precision_copy(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
         """Memory for a copy of the shard in its own dtype, on this rank and on each: for weights that compiled code
         with mixed precision reads in full precision. After :meth:`set_peers`."""
 
@@ -70,14 +70,14 @@ class Weights(Protocol):
         """Should come once they have changed: other ranks, which may want to read, wait for it. The next gather on this
         rank does it, too."""
 
-    def expire_shadows(self) -> None:
-        """Shards may have changed without :meth:`begin_writing`: each shadow is written again before it is next read.
-        Where ranks take turns nothing happens."""
+    def expire_compute_copies(self) -> None:
+        """Shards may have changed without :meth:`begin_writing`: each compute copy is written again before it is next
+        read. Where ranks take turns nothing happens."""
 
-    def write_shadows(self) -> None:
-        """Before the forward of a training step: writes all shadows. Collective where peers read them."""
+    def refresh_compute_copies(self) -> None:
+        """Before the forward of a training step: writes all compute copies. Collective where peers read them."""
 
-    def meet_peers(self) -> None:
+    def sync_peers(self) -> None:
         """Writes weights in the dtype that is computed in where they changed. Collective where peers read them."""
 
     def epoch(self) -> int:
@@ -158,7 +158,7 @@ class Graphs(Protocol):
 
     def before_replay(self, number: int) -> None:
         """Must come before each replay, for a backward inside of autograd's. Collective as
-        :meth:`Weights.meet_peers`."""
+        :meth:`Weights.sync_peers`."""
 
     def after_replay(self, number: int) -> None:
         """Must come after each replay: enters into the books what was done."""

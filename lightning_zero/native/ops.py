@@ -56,7 +56,7 @@ class Op:
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
 
-def _whole(shard: Tensor, shape: list[int], dtype: torch.dtype, kept: Tensor | None = None) -> Tensor:
+def _whole(shard: Tensor, shape: list[int], dtype: torch.dtype, resident: Tensor | None = None) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
 
 
@@ -83,14 +83,14 @@ OPS = {
         Op("gather_eager", shards=0, fake=_whole),
         Op("gather_start", shards=0, fake=_whole, role=Role.START),
         Op("gather_group", shards=0, fake=_group, role=Role.START),
-        Op("keep_start", shards=1, fake=_nothing, role=Role.START, has_effect=True),
-        Op("keep_wait", shards=1, fake=_nothing, has_effect=True),
+        Op("resident_start", shards=1, fake=_nothing, role=Role.START, has_effect=True),
+        Op("resident_wait", shards=1, fake=_nothing, has_effect=True),
         _reduce("reduce", fake=_traced_grad),  # until a pass puts one of the next in its place
         _reduce("reduce_add", Role.REDUCE),
         _reduce("reduce_group", Role.REDUCE),
-        _reduce("reduce_hold", Role.REDUCE),
+        _reduce("reduce_borrow", Role.REDUCE),
         _reduce("reduce_release"),
-        Op("enter", shards=0, fake=_nothing, has_effect=True),
+        Op("check_plan", shards=0, fake=_nothing, has_effect=True),
     )
 }
 

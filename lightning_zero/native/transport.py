@@ -33,14 +33,14 @@ class Transport:
         return self._native.staging_unit()
 
     def set_staging(self, staging: list[Tensor], group: dist.ProcessGroup, timeout_s: float = 1800.0) -> None:
-        """Memory of each rank that this one can write, as bytes: gradients are pushed there instead of being
+        """Memory of each rank that this one can write, as bytes: gradients are sent there instead of being
         reduce-scattered. Of one size, a multiple of :attr:`staging_unit`; on an accelerator, symmetric memory of
         ``group``. Legal outside backward; on every rank. A rank that waits longer than ``timeout_s`` for another ends
         with a device error."""
         self._native.set_staging(staging, group.group_name, int(1000 * timeout_s))
 
     def set_barrier(self, rows: list[Tensor]) -> None:
-        """Ranks meet on their devices by a kernel of our own from now on, whose waits the host can end.
+        """Barriers on devices are a kernel of our own from now on, whose waits the host can end.
 
         On every rank, before :meth:`set_staging`. ``rows``: of each rank, memory that all ranks can write,
         ``2 * ranks`` int32 zeros.
@@ -53,7 +53,7 @@ class Transport:
         self._native.set_barrier(code, rows, words)
 
     def compile_means(self) -> None:
-        """Makes the kernel that adds up pushed gradients on an NVIDIA device, in half the time of torch's.
+        """Makes the kernel that adds up what ranks have sent on an NVIDIA device, in half the time of torch's.
 
         Raises:
             RuntimeError: it cannot be compiled or loaded here.

@@ -43,4 +43,4 @@ class ShardAccess:
     def may_have_changed(self) -> None:
         """Shards may have changed without a word, as under an exchange of ``param.data``: what was made of them is made
         anew before it is next read."""
-        self._executor.weights.expire_shadows()
+        self._executor.weights.expire_compute_copies()

@@ -35,7 +35,7 @@ from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.peers import PeerMemory, Peers
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
 from lightning_zero.sharding.refusals import plainly
-from lightning_zero.sharding.surgery import KEPT
+from lightning_zero.sharding.surgery import RESIDENT
 
 __all__ = ["ShardMemory"]
 
@@ -134,19 +134,21 @@ class ShardMemory:
             else:
                 copies[masters.dtype] = torch.empty_like(masters, dtype=dtype), []
         copied = [record for record in self._records.live if record.param.dtype in copies]
-        exact = _full_precision(copied, peers) if peers is not None and not self.executor.weights.takes_turns() else []
+        full_precision = (
+            _full_precision(copied, peers) if peers is not None and not self.executor.weights.takes_turns() else []
+        )
         # Made known only now that there is memory for all: half of it would be worse than none.
         for masters in wide:
-            self.executor.parameters.add_shadow_memory(copies[masters.dtype][0], masters)
+            self.executor.parameters.add_compute_copy_memory(copies[masters.dtype][0], masters)
         for record in copied:
             copy, all_ranks = copies[record.param.dtype]
             [record.memory[Role.COMPUTE_COPY]] = _parts(record.shard, [copy])
-            self.executor.parameters.set_shadow(record.index, record.memory[Role.COMPUTE_COPY])
+            self.executor.parameters.set_compute_copy(record.index, record.memory[Role.COMPUTE_COPY])
             if all_ranks:
                 self.executor.parameters.set_peers(record.index, _parts(record.shard, all_ranks))
-        for record, mine, theirs in exact:
+        for record, mine, theirs in full_precision:
             record.memory[Role.FULL_PRECISION_COPY] = mine
-            self.executor.parameters.set_exact(record.index, mine, theirs)
+            self.executor.parameters.set_full_precision_copy(record.index, mine, theirs)
         self._access.before_writing()  # what is to be read first must be written
 
     # -- resident weights
@@ -174,10 +176,10 @@ class ShardMemory:
                 found.append((record, whole, used))
         self._resident = Arena([(whole, used) for _, whole, used in found], self._mesh.device)
         for (record, whole, _), flat in zip(found, self._resident.views, strict=True):
-            self.executor.parameters.set_kept(record.index, flat)
+            self.executor.parameters.set_resident(record.index, flat)
             record.memory[Role.RESIDENT] = view = flat[: whole.numel].view(whole.shape)
             for owner, key in record.owners:
-                owner.__dict__.setdefault(KEPT, {})[key] = view
+                owner.__dict__.setdefault(RESIDENT, {})[key] = view
 
 
 def _parts(shard: Tensor, memory: Sequence[Tensor]) -> list[Tensor]:

@@ -22,14 +22,23 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import inverse
 from lightning_zero.sharding.view import WeightView
 
-__all__ = ["KEPT", "ORDERS", "SHAPES", "ClassCache", "engine_of_class", "is_sharded", "read_given", "refuse_to_copy"]
+__all__ = [
+    "RESIDENT",
+    "ORDERS",
+    "SHAPES",
+    "ClassCache",
+    "engine_of_class",
+    "is_sharded",
+    "read_given",
+    "refuse_to_copy",
+]
 
 # Module attributes: parameter name -> whole shape, or None while the whole parameter is in place;
 SHAPES = "_zero_shapes"
 # parameter name -> order of its dimensions in memory, where that is not their own (channels_last);
 ORDERS = "_zero_orders"
 # and parameter name -> memory in which compiled code keeps the whole parameter until the optimizer steps.
-KEPT = "_zero_kept"
+RESIDENT = "_zero_resident"
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -58,12 +67,12 @@ def _weight_property(name: str) -> property:
         if shape is None:
             return param
         if torch.compiler.is_compiling():
-            kept = cast("dict[str, Tensor]", self._zero_kept).get(name)
+            resident = cast("dict[str, Tensor]", self._zero_resident).get(name)
             order = cast("dict[str, tuple[int, ...]]", self._zero_orders).get(name)
             stored = shape if order is None else [shape[dim] for dim in order]
             # Modes, too (torch.set_default_device): Dynamo would ask the parameter's class after them, without end.
             with DisableTorchFunction():
-                weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, kept)
+                weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, resident)
                 return weight if order is None else weight.permute(inverse(order))
         view: WeightView = cast(Any, self)._zero_cache.view
         if view.shows_shards:
@@ -168,7 +177,7 @@ class ClassCache:
     @staticmethod
     def restore(module: nn.Module) -> None:
         """Gives ``module`` its own class back, and forgets what its properties knew."""
-        for attribute in (SHAPES, ORDERS, KEPT):
+        for attribute in (SHAPES, ORDERS, RESIDENT):
             module.__dict__.pop(attribute, None)
         module.__class__ = getattr(type(module), "_zero_original_class", type(module))
 
@@ -180,7 +189,7 @@ def _subclass(original: type, names: tuple[str, ...], cache: ClassCache) -> type
     members.update(
         _zero_original_class=original,
         _zero_cache=cache,
-        _zero_kept={},
+        _zero_resident={},
         _zero_orders={},
         __module__=original.__module__,
         __qualname__=original.__qualname__,

@@ -204,7 +204,7 @@ class StepCycle:
     def end_step(self, step: UnderWay, changed: bool) -> None:
         """After the optimizer's ``step``, whether it succeeded or not. Harmless when repeated.
 
-        changed: there was a step; in the last of several accumulated micro-batches, kept weights are still good
+        changed: there was a step; in the last of several accumulated micro-batches, resident weights are still good
         """
         if step is not self._step and self._step is not None and self._step.under_way:
             return  # it was refused, and the other one goes on

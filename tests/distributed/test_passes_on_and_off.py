@@ -26,7 +26,7 @@ LATE: dict[str, Any] = ON | {"costs": Costs(NOMINAL.gathers, DeviceSpeed({torch.
 WAYS = (OFF, ON, PERSISTENT, EARLY, LATE)
 # Weights copied out of peers' memory.
 COPIED: dict[str, Any] = ON | {"gather_transport": "copy"}
-KEPT: dict[str, Any] = COPIED | {"resident_mb": float("inf"), "resident_until": "step"}
+RESIDENT: dict[str, Any] = COPIED | {"resident_mb": float("inf"), "resident_until": "step"}
 
 
 def all_ways(case: str, mixed: bool, ways: Sequence[dict[str, Any]] = WAYS) -> list[tuple[Reference, dict[str, int]]]:
@@ -54,9 +54,9 @@ def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: s
 
 def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
     """Bytes on the wire, counted: half of what float32 takes, for every weight of a linear layer."""
-    (_, off), (_, on), (_, kept) = ranks.run(2, all_ways, "OneBlock", True, WAYS[:3], deadline=240)[0]
+    (_, off), (_, on), (_, resident) = ranks.run(2, all_ways, "OneBlock", True, WAYS[:3], deadline=240)[0]
     # All gather in float32 in their first, eager step; later small weights are kept for backward, or all are.
-    assert off["gathers"] > on["gathers"] > kept["gathers"]
+    assert off["gathers"] > on["gathers"] > resident["gathers"]
     linears = [module for module in OneBlock().modules() if isinstance(module, torch.nn.Linear)]
     weights = sum(linear.weight.numel() for linear in linears)
     # Two bytes an element, in forward and in backward of each compiled step.
@@ -64,14 +64,14 @@ def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
     # Kept weights are not gathered in backward at all. (Those of the first layer norm, say, are small anyway, and the
     # last one is kept without a budget.)
     weights -= OneBlock().head.weight.numel()
-    assert on["gather_bytes"] - kept["gather_bytes"] >= (STEPS - 1) * 2 * weights
-    # All shadows are written at once, not one by one; only the first, eager step takes edits of weights into account.
-    assert on.get("shadow_writes", 0) == off.get("shadow_writes", 0)
+    assert on["gather_bytes"] - resident["gather_bytes"] >= (STEPS - 1) * 2 * weights
+    # All compute copies are written at once, not one by one; only the first, eager step takes edits of weights into account.
+    assert on.get("compute_copy_writes", 0) == off.get("compute_copy_writes", 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_copies_from_peers_bring_the_same_bits(ranks: Ranks, world_size: int) -> None:
-    ways = (ON | {"gather_transport": "collective"}, COPIED, KEPT)
+    ways = (ON | {"gather_transport": "collective"}, COPIED, RESIDENT)
     for (on, gathered), *others in ranks.run(world_size, all_ways, "TiedBlock", True, ways, deadline=240):
         assert gathered.get("copied_weights", 0) == 0
         assert others[0][1]["groups_ahead"] > 0  # on their way before the graph began
@@ -81,19 +81,21 @@ def test_copies_from_peers_bring_the_same_bits(ranks: Ranks, world_size: int) ->
 
 
 def mean_of_parts(case: str, mixed: bool) -> list[tuple[Reference, dict[str, int]]]:
-    """Gradients reduce-scattered; pushed into peers' memory; and weights copied out of it, too."""
-    pushed = ON | {"reduce_transport": "copy"}
-    return all_ways(case, mixed, (ON, pushed, pushed | {"gather_transport": "copy"}) if mixed else (ON, pushed))
+    """Gradients reduce-scattered; sent one-sidedly into peers' memory; and weights copied out of it, too."""
+    one_sided = ON | {"reduce_transport": "copy"}
+    return all_ways(
+        case, mixed, (ON, one_sided, one_sided | {"gather_transport": "copy"}) if mixed else (ON, one_sided)
+    )
 
 
 @pytest.mark.parametrize(("world_size", "mixed"), [(2, True), (3, False)])
 def test_gradients_pushed_to_peers_are_the_same(ranks: Ranks, world_size: int, mixed: bool) -> None:
     for (on, _), *others in ranks.run(world_size, mean_of_parts, "OneBlock", mixed, deadline=240):
-        for pushed, _ in others:
+        for one_sided, _ in others:
             tolerance = 1e-2 if mixed else 1e-6
-            assert_close_relative(pushed.losses, on.losses, tolerance, what="losses")
-            assert_close_relative(pushed.grads[0], on.grads[0], tolerance, atol=1e-6, what="gradients")
-            assert_close_relative(pushed.params, on.params, tolerance, atol=1e-5, what="parameters")
+            assert_close_relative(one_sided.losses, on.losses, tolerance, what="losses")
+            assert_close_relative(one_sided.grads[0], on.grads[0], tolerance, atol=1e-6, what="gradients")
+            assert_close_relative(one_sided.params, on.params, tolerance, atol=1e-5, what="parameters")
 
 
 def starts(options: dict[str, Any]) -> list[list[int]]:
@@ -114,7 +116,7 @@ def test_places_do_differ(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("gather_transport", ["collective", "copy"])
-def test_a_shadow_follows_its_master(ranks: Ranks, gather_transport: str) -> None:
+def test_a_compute_copy_follows_its_master(ranks: Ranks, gather_transport: str) -> None:
     """In-place changes that leave no trace in version counters, between steps, are seen by the next step."""
     for before, after, expected in ranks.run(2, change_masters_behind_the_back, gather_transport, deadline=120):
         assert before != after

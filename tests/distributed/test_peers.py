@@ -154,7 +154,7 @@ def test_where_memory_runs_out_collectives_take_over(
     oracle = {"gather_transport": gather_transport, "reduce_transport": reduce_transport}
     for got, expected in ranks.run(2, falls_back, nth, oracle, deadline=240):
         assert got[0] == expected[0]
-        same = ("copied_weights", "gathers", "reduces", "agreements", "shadow_writes")
+        same = ("copied_weights", "gathers", "reduces", "agreements", "compute_copy_writes")
         assert {name: got[1].get(name) for name in same} == {name: expected[1].get(name) for name in same}
         assert got[2:4] == expected[2:4], "half of what was wanted was left"
         assert got[4] == ([gather_transport == "copy"] if nth > 1 else []), (

@@ -8,7 +8,7 @@ import torch
 
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.record import Role
-from lightning_zero.sharding.surgery import KEPT
+from lightning_zero.sharding.surgery import RESIDENT
 from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_plain, train_sharded, whole_params
@@ -46,12 +46,12 @@ def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Referen
     ],
 )
 def test_accumulation_is_bitwise_the_same_and_gathers_once(ranks: Ranks, case: str, backend: str, mixed: bool) -> None:
-    for (expected, usual), (out, kept) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
+    for (expected, usual), (out, resident) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
         assert_same_bits(out, expected)
         # Kept weights: once in each of the windows; without, twice in each micro-batch.
-        assert kept["kept_gathers"] % (WINDOWS - 1) == 0
-        weights = kept["kept_gathers"] // (WINDOWS - 1)
-        saved = usual["gathers"] - kept["gathers"]
+        assert resident["resident_gathers"] % (WINDOWS - 1) == 0
+        weights = resident["resident_gathers"] // (WINDOWS - 1)
+        saved = usual["gathers"] - resident["gathers"]
         forwards = (WINDOWS - 1) * (ACCUMULATE - 1) * weights
         assert saved >= forwards > 0
 
@@ -63,12 +63,14 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
     with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"resident_mb": megabytes}) as engine:
         batches, optimizer = make_batches("TiedBlock", 6, 12), sgd(model)
         out = train_sharded(engine, model, batches, optimizer, accumulate=2)
-        kept = {
+        resident = {
             view.untyped_storage().data_ptr(): view.untyped_storage().nbytes()
             for view in engine.sharder.memory.holds(Role.RESIDENT)
         }
-        names = [r.name for r in engine.sharder.live for owner, key in r.owners if key in owner.__dict__.get(KEPT, {})]
-        return names, sum(kept.values()), engine.executor.counters().get("kept_gathers", 0), out
+        names = [
+            r.name for r in engine.sharder.live for owner, key in r.owners if key in owner.__dict__.get(RESIDENT, {})
+        ]
+        return names, sum(resident.values()), engine.executor.counters().get("resident_gathers", 0), out
 
 
 @pytest.mark.parametrize("share", [0.35, 1.0])
@@ -130,7 +132,7 @@ def change_between() -> list[bool]:
             mine.data.mul_(0.9)  # a step that leaves no trace, but is announced
             theirs.data.mul_(0.9)
         compare()
-        assert engine.executor.counters()["kept_gathers"] > 0
+        assert engine.executor.counters()["resident_gathers"] > 0
         whole_params(engine, model)
     return same
 
@@ -145,9 +147,9 @@ def unshard_and_train() -> None:
     model = build("OddMLP")
     with engine_for(model, "aot_eager", **STEP) as engine:
         train_sharded(engine, model, make_batches("OddMLP", 3, 12), sgd(model))
-        assert any("_zero_kept" in module.__dict__ for module in model.modules())
+        assert any("_zero_resident" in module.__dict__ for module in model.modules())
         engine.unshard()
-        assert not any("_zero_kept" in module.__dict__ for module in model.modules())
+        assert not any("_zero_resident" in module.__dict__ for module in model.modules())
         model.loss(make_batches("OddMLP", 1, 12)[0]).backward()
 
 

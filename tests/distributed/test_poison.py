@@ -13,7 +13,7 @@ from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 PLAIN: dict[str, Any] = {"gather_group_mb": 0.001}
-KEPT = PLAIN | {"resident_mb": 0.02}
+RESIDENT = PLAIN | {"resident_mb": 0.02}
 STEP = PLAIN | {"resident_mb": 0.03, "resident_until": "step"}
 
 
@@ -34,7 +34,7 @@ def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bo
     ("case", "backend", "options", "mixed"),
     [
         ("LoRA", "aot_eager", PLAIN, True),
-        ("OddMLP", "aot_eager", KEPT, False),
+        ("OddMLP", "aot_eager", RESIDENT, False),
         ("TiedBlock", "aot_eager", STEP, True),
         ("BranchByStep", "aot_eager", {"prefetch": False}, False),
         ("OddMLP", EAGER, {}, False),

@@ -117,7 +117,7 @@ def train(make: Callable[[], Any], backend: str, options: dict[str, Any]) -> lis
         (Whole, "aot_eager", {"poison": True}),
         pytest.param(Parts, "aot_eager", {"reduce_transport": "copy"}, marks=pytest.mark.slow),
     ],
-    ids=["eager", "parts", "whole", "pushed"],
+    ids=["eager", "parts", "whole", "one-sided"],
 )
 def test_ranks_that_call_other_modules_train_as_if_they_had_no_gradients_there(
     ranks: Ranks, world_size: int, make: Callable[[], Any], backend: str, options: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The kernel that adds up pushed gradients: torch's mean, of any part of a row, wherever that lies."""
+"""The kernel that adds up what ranks have sent: torch's mean, of any part of a row, wherever that lies."""
 
 import pytest
 import torch

@@ -61,16 +61,16 @@ class Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        held: list[tuple[Tensor, Tensor]] = []
+        borrowed: list[tuple[Tensor, Tensor]] = []
         for number, (value, param) in enumerate(ctx.arrivals):
             if number % 3 == 0:
                 ops.reduce_add(value, param)
                 continue
-            held.append((value.clone(), param))
-            ops.reduce_hold([held[-1][0]], [param], [1])
+            borrowed.append((value.clone(), param))
+            ops.reduce_borrow([borrowed[-1][0]], [param], [1])
             if number % 3 == 2:
-                give_back(*held.pop(0))
-        for value, param in held:
+                give_back(*borrowed.pop(0))
+        for value, param in borrowed:
             give_back(value, param)
         if ctx.interrupted:
             raise Interruption
@@ -102,7 +102,7 @@ class Twin:
     full: Tensor
     grad: Tensor | None = None  # the whole one, in float64
     slack: float = 0.0  # how far the gradient may be off, in norm
-    shadow: torch.dtype | None = None
+    compute_copy: torch.dtype | None = None
     held: list[Tensor] = field(default_factory=list)
 
     def part(self, full: Tensor, rank: int) -> Tensor:
@@ -131,14 +131,14 @@ class Sequence:
         self.ragged = self.world > 1 and self.rng.random() < 0.3  # each rank has gradients of its own choice
         self.chosen = self._choose()
         self.executor = Executor(mesh, self.chosen, self._ended)
-        self.pushing = self.rng.random() < 0.3  # gradients go into peers' memory
-        if self.pushing:
+        self.one_sided = self.rng.random() < 0.3  # gradients go into peers' memory
+        if self.one_sided:
             size = self.rng.choice((1, 2, 64)) * self.executor.transport.staging_unit
             peers = PeerMemory(mesh)
             self.executor.transport.set_staging(peers.empty(size, torch.uint8)[1], mesh.shard_group)
         self.trace = [
             f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, "
-            f"{'pushed' if self.pushing else 'scattered'}, {self.chosen}"
+            f"{'one-sided' if self.one_sided else 'scattered'}, {self.chosen}"
         ]
         self.complaints: list[str] = []
         self.counts = {"gathers": 0, "gather_bytes": 0, "eager_gathers": 0, "reduces": 0, "agreements": 0}
@@ -153,9 +153,9 @@ class Sequence:
             self._lay_out()
         for twin in self.twins:
             if twin.full.dtype in (torch.float32, torch.float64) and self.rng.random() < 0.5:
-                twin.shadow = self.rng.choice(FLOATS[1:3])
-                self.executor.parameters.set_shadow(
-                    twin.index, torch.full((twin.layout.shard_numel,), math.nan, dtype=twin.shadow)
+                twin.compute_copy = self.rng.choice(FLOATS[1:3])
+                self.executor.parameters.set_compute_copy(
+                    twin.index, torch.full((twin.layout.shard_numel,), math.nan, dtype=twin.compute_copy)
                 )
 
     # -- drawing
@@ -278,7 +278,7 @@ class Sequence:
 
     def gather(self) -> None:
         twin, other = self.rng.choice(self.twins), self.rng.choice(self.twins)
-        dtype = twin.shadow or self.rng.choice(FLOATS) if self.rng.random() < 0.5 else twin.full.dtype
+        dtype = twin.compute_copy or self.rng.choice(FLOATS) if self.rng.random() < 0.5 else twin.full.dtype
         shape = list(twin.full.shape)
         kind = self.rng.choice(("gather", "gather_eager", "gather_start"))
         self.trace[-1] += f" {kind} p{twin.index} {dtype}"
@@ -312,7 +312,10 @@ class Sequence:
     def gather_group(self) -> None:
         group = self.rng.sample(self.twins, self.rng.randint(1, len(self.twins)))
         dtypes = [
-            dtype for twin in group for dtype in (twin.shadow, twin.full.dtype) if dtype and dtype.is_floating_point
+            dtype
+            for twin in group
+            for dtype in (twin.compute_copy, twin.full.dtype)
+            if dtype and dtype.is_floating_point
         ]
         dtype = self.rng.choice(dtypes or FLOATS)
         self.trace[-1] += f" {' '.join(f'p{twin.index}' for twin in group)} {dtype}"
@@ -343,28 +346,28 @@ class Sequence:
         if self.rng.random() < 0.5:
             twin.held += weights
 
-    def _read_shadows(self) -> None:
-        for twin in (twin for twin in self.twins if twin.shadow):
+    def _read_compute_copies(self) -> None:
+        for twin in (twin for twin in self.twins if twin.compute_copy):
             with torch.no_grad():
-                weight = ops.gather(twin.param, list(twin.full.shape), twin.shadow)
-            self._count_gather(twin, twin.shadow)
+                weight = ops.gather(twin.param, list(twin.full.shape), twin.compute_copy)
+            self._count_gather(twin, twin.compute_copy)
             self.edited = False
-            self.expect_equal(weight, twin.full.to(twin.shadow), f"shadow of p{twin.index}")
+            self.expect_equal(weight, twin.full.to(twin.compute_copy), f"compute copy of p{twin.index}")
 
     def rewrite(self) -> None:
         """A change that autograd does not see, as when two sets of weights are exchanged."""
-        self._read_shadows()
+        self._read_compute_copies()
         self.executor.weights.sync_edits(forget=True)
         self.edited = False
         twin = self.rng.choice([twin for twin in self.twins if twin.full.is_floating_point()])
         twin.param.data.mul_(0.5)
         twin.full.mul_(0.5)
-        self.executor.weights.expire_shadows()
-        self._read_shadows()
+        self.executor.weights.expire_compute_copies()
+        self._read_compute_copies()
 
     def update(self) -> None:
         """An optimizer's step: it changes shards in place, element by element."""
-        self._read_shadows()
+        self._read_compute_copies()
         if self.edited or self.rng.random() < 0.5:
             self.executor.weights.sync_edits(forget=True)
             self.edited = False
@@ -379,7 +382,7 @@ class Sequence:
                 else:
                     twin.param.mul_(0.5)
                     twin.full.mul_(0.5)
-        self._read_shadows()
+        self._read_compute_copies()
 
     def gradients(self) -> None:
         """What users and optimizers do to gradients between backward passes."""
@@ -528,7 +531,7 @@ class Sequence:
         self.expect(flushes >= len({self._wire(self.twins[i]) for i in sums}), f"only {flushes} flushes")
         self.expect(sent >= wire_bytes, f"{sent} bytes reduced, at least {wire_bytes} expected")
         self.expect(
-            (after["bucket_bytes"] == 0) == (self.chosen.tuning.free_reduce_buckets or self.pushing),
+            (after["bucket_bytes"] == 0) == (self.chosen.tuning.free_reduce_buckets or self.one_sided),
             f"{after['bucket_bytes']} bytes of buckets kept",
         )
         self.expect(

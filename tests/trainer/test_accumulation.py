@@ -21,7 +21,7 @@ class Counts(Regression):
     def on_train_batch_end(self, *_: Any) -> None:
         engine = engine_of(self)
         if engine is not None:
-            self.gathers.append(engine.executor.counters().get("kept_gathers", 0))
+            self.gathers.append(engine.executor.counters().get("resident_gathers", 0))
 
 
 def fit_both() -> tuple[dict[str, Any], dict[str, Any], list[int]]:

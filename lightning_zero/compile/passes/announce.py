@@ -24,7 +24,7 @@ _PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)
 
 
 def announce_plan(graph: Graph) -> Graph:
-    """Puts ``enter(shard, digest, plan)`` in front of the first collective, in place."""
+    """Puts ``check_plan(shard, digest, plan)`` in front of the first collective, in place."""
     plan = read_plan(graph)
     first = next((node for node in graph.nodes if is_start(node) or is_reduce(node)), None)
     if first is None:
@@ -34,15 +34,15 @@ def announce_plan(graph: Graph) -> Graph:
     shards: Any = first.args[op.shards]
     shard = shards[0] if isinstance(shards, list | tuple) else shards
     with graph.inserting_before(first_call(graph)):
-        enter = graph.call_function(ops("enter"), (shard, plan.digest, plan.to_json()))
-    enter.meta["val"] = None
+        check = graph.call_function(ops("check_plan"), (shard, plan.digest, plan.to_json()))
+    check.meta["val"] = None
     return graph
 
 
 def read_plan(graph: Graph) -> GraphPlan:
     """The plan of a graph that passes have gone over."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    nodes = [node for node in nodes if node.target is not ops("enter")]
+    nodes = [node for node in nodes if node.target is not ops("check_plan")]
     position = {node: number for number, node in enumerate(nodes)}
     gathers = tuple(_gather(node, nodes, position) for node in nodes if is_start(node))
     reduces = tuple(_reduce(node, position) for node in nodes if is_reduce(node))
@@ -50,9 +50,9 @@ def read_plan(graph: Graph) -> GraphPlan:
 
 
 def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather:
-    kept = start.target is ops("keep_start")
-    if kept:
-        waits = [node for node in nodes if node.target is ops("keep_wait") and node.args == start.args][:1]
+    resident = start.target is ops("resident_start")
+    if resident:
+        waits = [node for node in nodes if node.target is ops("resident_wait") and node.args == start.args][:1]
         values = [memory.meta["val"] for memory in start.args[0]]  # type: ignore[union-attr]
     else:
         waits = [user for user in start.users if user.target is wait_tensor]
@@ -60,7 +60,7 @@ def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather
     waited = position[waits[0]] if waits else position[start]
     following = (node for node in nodes[position[start] + 1 :] if not _is_ours(node))
     readers = [
-        user for wait in waits for memory in (start.all_input_nodes if kept else [wait]) for user in _uses(memory)
+        user for wait in waits for memory in (start.all_input_nodes if resident else [wait]) for user in _uses(memory)
     ]
     uses = sorted((user for user in readers if position[user] > waited), key=position.__getitem__)
     return Gather(
@@ -71,12 +71,12 @@ def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather
         before=next((node.name for node in following), "the end"),
         waited=waited,
         used=uses[0].name if uses else "nothing",
-        until="step" if kept else start.meta.get("until", "last use"),
+        until="step" if resident else start.meta.get("until", "last use"),
     )
 
 
 def _is_ours(node: Node) -> bool:
-    return is_start(node) or node.target in _PARTS or node.target is ops("keep_wait")
+    return is_start(node) or node.target in _PARTS or node.target is ops("resident_wait")
 
 
 def _uses(memory: Node) -> list[Node]:

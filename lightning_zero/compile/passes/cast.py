@@ -1,8 +1,8 @@
 """Gathers a weight in the dtype it is used in.
 
 Under autocast a weight is gathered in float32 and then cast. Casting first gives the same values and half the bytes on
-the wire, and the executor has the cast shards ready: it keeps them as a shadow of the master weights, written once per
-step.
+the wire, and the executor has the cast shards ready: they are the compute copies of the master weights, written once
+per step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def fuse_casts(graph: Graph) -> Graph:
     """
     for node in gathers(graph):
         _cast_before_permuting(graph, node)
-        shard, shape, own, *kept = node.args
+        shard, shape, own, *resident = node.args
         assert isinstance(own, torch.dtype)
         narrow: dict[torch.dtype, Node] = {}
         for user in list(node.users):
@@ -32,7 +32,7 @@ def fuse_casts(graph: Graph) -> Graph:
                 continue
             if dtype not in narrow:
                 with graph.inserting_before(node):
-                    narrow[dtype] = graph.call_function(ops("gather"), (shard, shape, dtype, *kept))
+                    narrow[dtype] = graph.call_function(ops("gather"), (shard, shape, dtype, *resident))
                 narrow[dtype].meta.update({key: value for key, value in user.meta.items() if key != RECOMPUTE})
                 narrow[dtype].meta[CUSTOM] = node.meta.get(CUSTOM, {})  # the weight's name
             user.replace_all_uses_with(narrow[dtype])

@@ -58,14 +58,14 @@ def group_gathers(
     small = [node for node in nodes if size_of(node) <= limits.small_bytes]
     large = [node for node in nodes if size_of(node) > limits.small_bytes]
     limit = limits.most_bytes(map(size_of, large))
-    groups = follow(graph, nodes, agreed, kept=False)
+    groups = follow(graph, nodes, agreed, resident=False)
     if groups is None:
         groups = [*_by_dtype(small), *consecutive(large, limit, size_of, _kind, limits.first)]
     at_once = [all(size_of(node) <= limits.small_bytes for node in group) for group in groups]
     budget = None
     # Launches of weights that stay until the step lie in between. The order of all launches must be the same on every
     # rank, so it may not depend on estimates: those groups and these are started one group ahead.
-    if costs is not None and not graph.find_nodes(op="call_function", target=ops("keep_start")):
+    if costs is not None and not graph.find_nodes(op="call_function", target=ops("resident_start")):
         sizes = [sum(_padded(node, world_size) * dtype_of(node).itemsize for node in group) for group in groups]
         budget = PrefetchBudget(costs, sizes, 2 * limit if window_bytes is None else window_bytes)
     begin, waits = prefetch_schedule(graph, groups, at_once, ahead, budget)

@@ -72,14 +72,14 @@ def most_bytes(sizes: Iterable[int], group_bytes: int, parts: int) -> int:
     return min(group_bytes, max(sum(sizes) // parts, 1))
 
 
-def follow(graph: Graph, nodes: Sequence[Node], agreed: Sequence[GraphPlan], kept: bool) -> list[Group] | None:
+def follow(graph: Graph, nodes: Sequence[Node], agreed: Sequence[GraphPlan], resident: bool) -> list[Group] | None:
     """The groups of exactly these weights in a plan that ranks have agreed on, or None when there is none.
 
-    ``kept``: of the weights that stay until the optimizer steps, otherwise of the others.
+    ``resident``: of the weights that stay until the optimizer steps, otherwise of the others.
     """
     mine = Counter((weight_name(node), dtype_name(dtype_of(node))) for node in nodes)
     for plan in agreed:
-        gathers = [gather for gather in plan.gathers if (gather.until == "step") is kept]
+        gathers = [gather for gather in plan.gathers if (gather.until == "step") is resident]
         if plan.kind != kind_of(graph) or mine != Counter((name, g.dtype) for g in gathers for name in g.weights):
             continue
         waiting: dict[tuple[str, str], deque[Node]] = {}

@@ -87,25 +87,25 @@ def borrow_gradients(graph: Graph, in_flight: int = 2) -> Graph:
 
     Only for results of matrix products: the code generator may compute others anew for each use, elsewhere in memory.
     """
-    held: list[tuple[list[Node], list[Node]]] = []
+    groups: list[tuple[list[Node], list[Node]]] = []
     for node in [node for node in graph.nodes if is_reduce(node)]:
         one = node.target is ops("reduce_add")
         grads: Any = [node.args[0]] if one else node.args[0]
         shards: Any = [node.args[1]] if one else node.args[1]
-        hold = [int(_is_product(grad)) for grad in grads]
-        if not any(hold):
+        borrow = [int(_is_product(grad)) for grad in grads]
+        if not any(borrow):
             continue
         with graph.inserting_before(node):
-            if len(held) >= in_flight:
-                _release(graph, *held[-in_flight])
-            kept = graph.call_function(ops("reduce_hold"), (grads, shards, hold))
-        kept.meta["val"] = None
-        kept.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
+            if len(groups) >= in_flight:
+                _release(graph, *groups[-in_flight])
+            borrowed = graph.call_function(ops("reduce_borrow"), (grads, shards, borrow))
+        borrowed.meta["val"] = None
+        borrowed.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
         graph.erase_node(node)
-        pairs = [(grad, shard) for grad, shard, yes in zip(grads, shards, hold, strict=True) if yes]
-        held.append(([grad for grad, _ in pairs], [shard for _, shard in pairs]))
+        pairs = [(grad, shard) for grad, shard, yes in zip(grads, shards, borrow, strict=True) if yes]
+        groups.append(([grad for grad, _ in pairs], [shard for _, shard in pairs]))
     with graph.inserting_before(output_node(graph)):
-        for group in held[-in_flight:]:
+        for group in groups[-in_flight:]:
             _release(graph, *group)
     return graph
 

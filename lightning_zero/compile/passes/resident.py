@@ -19,26 +19,27 @@ __all__ = ["use_resident"]
 
 
 def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequence[GraphPlan] = ()) -> Graph:
-    """``gather(shard, shape, dtype, kept)`` becomes ``kept``, in place, behind calls that see that it is filled.
+    """``gather(shard, shape, dtype, resident)`` becomes ``resident``, in place, behind calls that see to it that it is
+    filled.
 
     A gather in another dtype than the memory's stays a gather. Arguments: see :func:`group_gathers`; of the limits,
     small weights and first groups do not matter here: nobody waits for what is there already.
     """
     firsts: dict[Node, Node] = {}  # memory -> its first reader
     for node in gathers(graph):
-        kept = _memory(node)
-        if kept is not None and kept.meta["val"].dtype == dtype_of(node):
-            firsts.setdefault(kept, node)
+        resident = _memory(node)
+        if resident is not None and resident.meta["val"].dtype == dtype_of(node):
+            firsts.setdefault(resident, node)
         else:
             node.args = node.args[:3]
     if not firsts:
         return graph
     nodes = list(firsts.values())
-    groups = follow(graph, nodes, agreed, kept=True)
+    groups = follow(graph, nodes, agreed, resident=True)
     if groups is None:
         groups = consecutive(nodes, limits.most_bytes(map(size_of, nodes)), size_of, dtype_of)
     begin, waits = prefetch_schedule(graph, groups, [False] * len(groups), ahead)
-    for op, anchors in (("keep_start", begin), ("keep_wait", waits)):
+    for op, anchors in (("resident_start", begin), ("resident_wait", waits)):
         for group, anchor in zip(groups, anchors, strict=True):
             with graph.inserting_before(anchor):
                 call = graph.call_function(
@@ -55,6 +56,6 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequ
 
 
 def _memory(node: Node) -> Node | None:
-    kept = node.args[3] if len(node.args) > 3 else None
-    assert kept is None or isinstance(kept, Node)
-    return kept
+    resident = node.args[3] if len(node.args) > 3 else None
+    assert resident is None or isinstance(resident, Node)
+    return resident

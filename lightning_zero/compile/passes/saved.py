@@ -32,9 +32,9 @@ class SavedLimits:
     """What a graph keeps of its weights from forward to backward.
 
     Attributes:
-        small_bytes: weights of at most this size, in the dtype that is saved, are kept whatever the budget.
+        small_bytes: weights of at most this size, in the dtype that is saved, are saved whatever the budget.
         budget_bytes: for all others together. One that does not fit is skipped, a smaller one may follow.
-        group_bytes: backward follows right after this graph's forward, and its last group is kept whatever the budget;
+        group_bytes: backward follows right after this graph's forward, and its last group is saved whatever the budget;
             of at most so many bytes. 0: something else comes between.
         parts: smaller groups where the graph gathers little, see :class:`GroupLimits`.
         share: adds this share of what would otherwise be gathered again to the budget.
@@ -68,11 +68,11 @@ def choose_saved(graph: Graph, limits: SavedLimits) -> list[Node]:
     small = [weight for weight in weights if weight.size <= limits.small_bytes]
     large = [weight for weight in weights if weight.size > limits.small_bytes]
     again = sorted((weight for weight in large if weight.again is not None), key=lambda weight: weight.again or 0)
-    kept = {weight for weight in small if weight.again is not None}
-    kept.update(_last_group(large, again, limits.group_bytes, limits.parts))
-    rest = sum(weight.size for weight in again if weight not in kept)
-    kept.update(_within(again, kept, limits.budget_bytes + limits.share * rest))
-    return [node for weight in weights if weight in kept for node in weight.nodes]
+    saved = {weight for weight in small if weight.again is not None}
+    saved.update(_last_group(large, again, limits.group_bytes, limits.parts))
+    rest = sum(weight.size for weight in again if weight not in saved)
+    saved.update(_within(again, saved, limits.budget_bytes + limits.share * rest))
+    return [node for weight in weights if weight in saved for node in weight.nodes]
 
 
 def _weights(graph: Graph) -> list[_Weight]:
@@ -121,13 +121,13 @@ def _last_group(
         yield weight
 
 
-def _within(again: Sequence[_Weight], kept: AbstractSet[_Weight], budget_bytes: float) -> list[_Weight]:
-    """What to keep within a budget besides what is ``kept``: one after the other that which saves the most for its
+def _within(again: Sequence[_Weight], saved: AbstractSet[_Weight], budget_bytes: float) -> list[_Weight]:
+    """What to keep within a budget besides what is ``saved``: one after the other that which saves the most for its
     size, given those before. Of equal ones, the first in backward: they live for the shortest time."""
     chosen: list[_Weight] = []
-    fits = [weight for weight in again if weight not in kept and weight.size <= budget_bytes]
+    fits = [weight for weight in again if weight not in saved and weight.size <= budget_bytes]
     while fits:
-        exposed = _exposed(again, kept | set(chosen))
+        exposed = _exposed(again, saved | set(chosen))
         best = max(fits, key=lambda weight: exposed[weight] / weight.size)  # of equal ones, the first
         chosen.append(best)
         budget_bytes -= best.size
@@ -135,7 +135,7 @@ def _within(again: Sequence[_Weight], kept: AbstractSet[_Weight], budget_bytes: 
     return chosen
 
 
-def _exposed(again: Sequence[_Weight], kept: AbstractSet[_Weight]) -> dict[_Weight, float]:
+def _exposed(again: Sequence[_Weight], saved: AbstractSet[_Weight]) -> dict[_Weight, float]:
     """How long backward stands still for each weight, in the time that a byte travels.
 
     Transfers queue one behind the other from the beginning of backward on. Computing with a weight takes as long as its
@@ -146,7 +146,7 @@ def _exposed(again: Sequence[_Weight], kept: AbstractSet[_Weight]) -> dict[_Weig
     exposed = {}
     for weight in again:
         exposed[weight] = 0.0
-        if weight not in kept:
+        if weight not in saved:
             arrived += weight.size
             exposed[weight] = max(arrived - now, 0.0)
             now += exposed[weight]

@@ -126,7 +126,7 @@ class CapturedPair:
         stream = beside._stream if beside is not None else torch.cuda.Stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
         if executor.weights.takes_turns():
-            executor.weights.meet_peers()  # or the graph would hold the wait, of one step for all
+            executor.weights.sync_peers()  # or the graph would hold the wait, of one step for all
         torch.cuda.empty_cache()  # graphs cannot use what is cached for others
         stream.wait_stream(current)
         self._executor = executor
@@ -182,7 +182,7 @@ class EmulatedPair:
     def _recorded(self, backward: bool, adding: bool) -> Iterator[None]:
         known = self._numbers.get(backward)
         if known is None:
-            self._executor.weights.meet_peers()
+            self._executor.weights.sync_peers()
         else:
             self._executor.graphs.before_replay(known)
         self._executor.graphs.begin(backward, adding)

@@ -54,4 +54,6 @@ class GradientWay(Way):
                 executor.transport.compile_means()
             except RuntimeError as error:
                 level = logging.WARNING if executor.rank == 0 else logging.DEBUG
-                log.log(level, "Pushed gradients are added up by torch's own kernels, which take longer: %s", error)
+                log.log(
+                    level, "Gradients of all ranks are added up by torch's own kernels, which take longer: %s", error
+                )

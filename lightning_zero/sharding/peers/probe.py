@@ -34,7 +34,7 @@ def barrier_waits(
     for late in range(len(everyone)):
         line_up()
         if rank == late:
-            _dawdle(mine.device)
+            _delay(mine.device)
             for memory in everyone:
                 memory[late] = late + 1
         meet()
@@ -42,7 +42,7 @@ def barrier_waits(
     return bool(found)
 
 
-def _dawdle(device: torch.device) -> None:
+def _delay(device: torch.device) -> None:
     if device.type == "cuda":
         cuda.sleep(LATE_CYCLES)
     else:

@@ -1,4 +1,4 @@
-"""Small rows of numbers of each rank, which all ranks write: what ranks meet by on their devices, and take turns by."""
+"""Small rows of numbers of each rank, which all ranks write: for barriers on their devices, and for turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_zero.sharding.peers.memory import PeerMemory
 
 __all__ = ["MeetingRows"]
 
-LANES = 2  # on which ranks meet on devices: gradients, weights
+LANES = 2  # of barriers on devices: gradients, weights
 
 
 class MeetingRows:
@@ -23,7 +23,7 @@ class MeetingRows:
         self._barrier = False
 
     def set_barrier(self, executor: Executor, memory: PeerMemory | None) -> None:
-        """Lets ranks meet on their devices by our own kernel. Harmless when repeated. Collective.
+        """Barriers on devices are our own kernel from now on. Harmless when repeated. Collective.
 
         Raises:
             UnsupportedError: on every rank, when a rank cannot compile it.
@@ -33,7 +33,7 @@ class MeetingRows:
         self._barrier = True
         if error := _given_rows(memory, executor, LANES * executor.world_size, executor.transport.set_barrier):
             raise UnsupportedError(
-                f"The kernel by which ranks meet on their devices cannot be compiled ({error}). Pass "
+                f"The kernel of barriers between devices cannot be compiled ({error}). Pass "
                 "gather_transport='collective' and reduce_transport='collective' to the strategy."
             )
 

@@ -40,7 +40,7 @@ def test_what_is_kept_for_backward(options: dict[str, float], follows: bool, kep
     assert saved_for_backward(PassContext(config, 2, saved_share=0.25, backward_follows=follows)) == kept
 
 
-@pytest.mark.parametrize("hold", [True, False])
-def test_gradients_are_held_only_where_the_executor_sends_them_from_where_they_lie(hold: bool) -> None:
-    names = [spec.name for spec in default_passes(PassContext(CompileConfig(), 2, borrow_gradients=hold))]
-    assert ("borrow_gradients" in names) is hold
+@pytest.mark.parametrize("borrow", [True, False])
+def test_gradients_are_borrowed_only_where_the_executor_sends_them_from_where_they_lie(borrow: bool) -> None:
+    names = [spec.name for spec in default_passes(PassContext(CompileConfig(), 2, borrow_gradients=borrow))]
+    assert ("borrow_gradients" in names) is borrow

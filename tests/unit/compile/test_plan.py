@@ -49,16 +49,16 @@ def test_gradients_are_in_the_plan(prefetch: bool) -> None:
 
 def test_the_graph_announces_its_plan_before_its_first_collective() -> None:
     graph = run_passes(named_products(), default_passes(PassContext(CompileConfig(), 2)))
-    assert order(graph).startswith("enter(primals_a) gather_group(")
-    enter = next(node for node in graph.nodes if "enter" in str(node.target))
-    assert enter.args[1] == read_plan(graph).digest
-    assert GraphPlan.from_json(str(enter.args[2])) == read_plan(graph)
+    assert order(graph).startswith("check_plan(primals_a) gather_group(")
+    check = next(node for node in graph.nodes if "check_plan" in str(node.target))
+    assert check.args[1] == read_plan(graph).digest
+    assert GraphPlan.from_json(str(check.args[2])) == read_plan(graph)
 
 
 def test_a_graph_without_collectives_announces_nothing() -> None:
     b = Builder()
     x = b.input("x", 2, 2)
-    assert "enter" not in order(announce_plan(b.done(b.call(aten.mm.default, x, x))))
+    assert "check_plan" not in order(announce_plan(b.done(b.call(aten.mm.default, x, x))))
 
 
 def test_what_ranks_compare_does_not_depend_on_the_batch() -> None:

@@ -35,7 +35,7 @@ def test_nodes_are_numbered_as_in_plans_and_the_announced_plan_is_cut_short() ->
     assert len(numbered) == plan.nodes
     assert numbered[str(gathered.started)].split(" = ")[1].startswith("lightning_zero.gather_group.default([w]")
     assert numbered[str(gathered.waited)].split(" = ")[1].startswith("_c10d_functional.wait_tensor.default(")
-    (announced,) = [line for line in readable(graph).splitlines() if "lightning_zero.enter" in line]
+    (announced,) = [line for line in readable(graph).splitlines() if "lightning_zero.check_plan" in line]
     assert announced.startswith("       ")
     assert len(announced) < 200
     found = summarise("", graph, plan, SPEED, None)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.memory import ShardMemory
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
-from lightning_zero.sharding.surgery import KEPT
+from lightning_zero.sharding.surgery import RESIDENT
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -145,10 +145,10 @@ def test_wider_shards_have_compute_copies_laid_out_like_them(records: Records, e
     assert are_neighbours(copies)
     assert all(copy.dtype == BF16 for copy in copies)
     assert memory.shards is not None
-    [((whole, masters), _)] = executor.parameters.add_shadow_memory.call_args_list
+    [((whole, masters), _)] = executor.parameters.add_compute_copy_memory.call_args_list
     assert masters is memory.shards.flat[FP32]
     assert whole.data_ptr() == copies[0].data_ptr()
-    assert [c.args[0] for c in executor.parameters.set_shadow.mock_calls] == [0, 1, 2, 4]
+    assert [c.args[0] for c in executor.parameters.set_compute_copy.mock_calls] == [0, 1, 2, 4]
     executor.parameters.set_peers.assert_not_called()
 
 
@@ -157,17 +157,17 @@ def test_peers_read_compute_copies_and_in_full_precision_what_autocast_leaves(re
     memory.allocate_compute_copies(BF16, peers)  # type: ignore[arg-type]
     assert [c.args[0] for c in executor.parameters.set_peers.mock_calls] == [0, 1, 2, 4]
     assert having(records, Role.FULL_PRECISION_COPY) == [1, 2, 4], "biases, and an embedding"
-    (_, both), (_, exact) = peers.given
+    (_, both), (_, full_precision) = peers.given
     for made in executor.parameters.set_peers.mock_calls:
         record = records[made.args[0]]
         begin = record.memory[Role.COMPUTE_COPY].data_ptr() - both[0].data_ptr()
         assert [part.data_ptr() for part in made.args[1]] == [whole.data_ptr() + begin for whole in both]
-    for made in executor.parameters.set_exact.mock_calls:
+    for made in executor.parameters.set_full_precision_copy.mock_calls:
         index, mine, everyone = made.args
         assert mine is records[index].memory[Role.FULL_PRECISION_COPY]
         assert (mine.dtype, mine.numel()) == (FP32, records[index].layout.shard_numel)
-        begin = mine.data_ptr() - exact[0].data_ptr()
-        assert [part.data_ptr() for part in everyone] == [whole.data_ptr() + begin for whole in exact]
+        begin = mine.data_ptr() - full_precision[0].data_ptr()
+        assert [part.data_ptr() for part in everyone] == [whole.data_ptr() + begin for whole in full_precision]
     assert executor.mock_calls[-1] == call.weights.begin_writing(), "what is read first must be written"
 
 
@@ -197,8 +197,8 @@ def test_weights_that_fit_the_budget_are_resident_and_shown_to_their_modules(rec
     [view, _] = memory.holds(Role.RESIDENT)
     assert (view.shape, view.dtype) == (torch.Size((20, 10)), BF16)
     (layer, key), *_ = records[0].owners
-    assert layer.__dict__[KEPT][key] is view
-    index, flat = executor.parameters.set_kept.mock_calls[0].args
+    assert layer.__dict__[RESIDENT][key] is view
+    index, flat = executor.parameters.set_resident.mock_calls[0].args
     assert (index, flat.numel(), flat.data_ptr()) == (0, padded, view.data_ptr())
     before = memory.shards
     memory.arrange([[records[2].param], [records[0].param]])

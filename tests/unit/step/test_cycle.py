@@ -180,7 +180,7 @@ def test_a_refused_step_does_not_end_the_one_that_goes_on() -> None:
     assert bench.log == []
     assert bench.cycle.state is State.STEP
     bench.do("end a")
-    assert bench.log == ["expire_shadows", "end_writing"]
+    assert bench.log == ["expire_compute_copies", "end_writing"]
 
 
 def test_a_training_step_is_prepared_in_one_order() -> None:
@@ -207,7 +207,7 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
         ("before_step", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
         ("begin a", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
         ("end a", ["end_writing"]),
-        ("eval_step", ["drop_replays", "sync_edits", "expire_shadows", "before_forward"]),
+        ("eval_step", ["drop_replays", "sync_edits", "expire_compute_copies", "before_forward"]),
         ("after_eval", ["sync_edits forget"]),
         ("reset", ["reset", "abort", "sync_edits forget", "drop", "reset"]),
         ("tidy_up", ["reset", "abort", "sync_edits forget", "drop", "reset", "release_buffers"]),
@@ -220,7 +220,7 @@ def test_when_edits_reach_shards_and_shards_are_written(event: str, calls: list[
 def test_copies_are_void_after_a_step_and_only_then() -> None:
     bench = Bench().run("begin a")
     bench.log.clear()
-    assert bench.run("end a").log == ["expire_shadows", "end_writing"]
+    assert bench.run("end a").log == ["expire_compute_copies", "end_writing"]
     bench.log.clear()
     assert bench.run("end a").log == ["end_writing"]
 
@@ -278,7 +278,7 @@ def test_what_a_lost_device_raises_does_not_hide_what_came_first() -> None:
 def test_nobody_else_says_when_edits_are_synchronised() -> None:
     """Writers ask ShardAccess or the cycle; who called the executor would have to remember three calls."""
     package = Path(lightning_zero.__file__).parent
-    names = ("sync_edits", "begin_writing", "end_writing", "expire_shadows")
+    names = ("sync_edits", "begin_writing", "end_writing", "expire_compute_copies")
     callers = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")

@@ -116,4 +116,4 @@ def test_beside_weights_that_stay_until_the_step_places_follow_the_order_of_use_
     config = CompileConfig(resident_mb=1, resident_until="step")
     few, many = (order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL)))) for rows in (2, 2**20))
     assert few == many
-    assert few.startswith("enter(a) gather_group(a) ")
+    assert few.startswith("check_plan(a) gather_group(a) ")

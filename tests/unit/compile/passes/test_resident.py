@@ -16,17 +16,17 @@ WEIGHT = 64 * 64 * 4  # bytes of each weight below
 BF16 = torch.bfloat16
 
 
-def chain(uses: str, kept: str, memory: torch.dtype = torch.float32) -> Graph:
-    """x @ a @ b @ ...; there is memory for the weights named in ``kept``."""
+def chain(uses: str, resident: str, memory: torch.dtype = torch.float32) -> Graph:
+    """x @ a @ b @ ...; there is memory for the weights named in ``resident``."""
     b = Builder()
     names = sorted(set(uses))
     shards = {name: b.shard(name, 2048) for name in names}
-    kepts = {name: b.input(f"kept_{name}", 64, 64, dtype=memory) for name in kept}
+    memories = {name: b.input(f"memory_{name}", 64, 64, dtype=memory) for name in resident}
     x = b.input("x", 64, 64)
     for name in uses:
         whole = b.gather(shards[name], 64, 64)
-        if name in kepts:
-            whole.args = (*whole.args, kepts[name])
+        if name in memories:
+            whole.args = (*whole.args, memories[name])
         x = b.call(aten.mm.default, x, whole)
     return b.done(x)
 
@@ -39,32 +39,32 @@ def rewritten(graph: Graph, group_bytes: int = WEIGHT, ahead: int = 1) -> str:
 
 def test_each_group_is_started_while_the_one_before_is_in_use() -> None:
     assert rewritten(chain("abc", "abc")) == (
-        "keep_start(kept_a, a) keep_start(kept_b, b) keep_wait(kept_a, a) mm "
-        "keep_start(kept_c, c) keep_wait(kept_b, b) mm keep_wait(kept_c, c) mm"
+        "resident_start(memory_a, a) resident_start(memory_b, b) resident_wait(memory_a, a) mm "
+        "resident_start(memory_c, c) resident_wait(memory_b, b) mm resident_wait(memory_c, c) mm"
     )
 
 
 def test_groups_share_a_launch() -> None:
     assert rewritten(chain("ab", "ab"), group_bytes=2 * WEIGHT) == (
-        "keep_start(kept_a, kept_b, a, b) keep_wait(kept_a, kept_b, a, b) mm mm"
+        "resident_start(memory_a, memory_b, a, b) resident_wait(memory_a, memory_b, a, b) mm mm"
     )
 
 
 def test_a_weight_that_is_used_twice_is_waited_for_once_before_the_first_use() -> None:
-    assert rewritten(chain("aba", "a")) == "keep_start(kept_a, a) keep_wait(kept_a, a) mm gather(b) mm mm"
+    assert rewritten(chain("aba", "a")) == "resident_start(memory_a, a) resident_wait(memory_a, a) mm gather(b) mm mm"
     assert rewritten(chain("abab", "ab")) == (
-        "keep_start(kept_a, a) keep_start(kept_b, b) keep_wait(kept_a, a) mm keep_wait(kept_b, b) mm mm mm"
+        "resident_start(memory_a, a) resident_start(memory_b, b) resident_wait(memory_a, a) mm resident_wait(memory_b, b) mm mm mm"
     )
 
 
 def test_products_read_the_memory_itself() -> None:
     graph = use_resident(chain("a", "a"), GroupLimits(WEIGHT))
     (product,) = (node for node in graph.nodes if node.target is aten.mm.default)
-    assert product.args[1].name == "kept_a"
+    assert product.args[1].name == "memory_a"
 
 
 def test_others_are_gathered_as_usual() -> None:
-    assert rewritten(chain("ab", "b")) == "keep_start(kept_b, b) gather(a) mm keep_wait(kept_b, b) mm"
+    assert rewritten(chain("ab", "b")) == "resident_start(memory_b, b) gather(a) mm resident_wait(memory_b, b) mm"
     assert rewritten(chain("ab", "")) == "gather(a) mm gather(b) mm"
 
 
@@ -81,21 +81,21 @@ def test_the_calls_survive_dead_code_elimination() -> None:
 
 def test_a_cast_of_a_kept_weight_reads_memory_of_its_dtype() -> None:
     b = Builder()
-    shard, memory = b.shard("a", 2048), b.input("kept_a", 64, 64, dtype=BF16)
+    shard, memory = b.shard("a", 2048), b.input("memory_a", 64, 64, dtype=BF16)
     x, whole = b.input("x", 64, 64, dtype=BF16), b.gather(shard, 64, 64)
     whole.args = (*whole.args, memory)
     graph = b.done(b.call(aten.mm.default, x, b.call(aten._to_copy.default, whole, dtype=BF16)))
     graph = run_passes(graph, default_passes(PassContext(CompileConfig(resident_mb=1, resident_until="step"), 2)))
-    assert order(graph) == "enter(a) keep_start(kept_a, a) keep_wait(kept_a, a) mm"
+    assert order(graph) == "check_plan(a) resident_start(memory_a, a) resident_wait(memory_a, a) mm"
 
 
 def test_the_plan_says_how_long_they_stay(monkeypatch: object) -> None:
     config = CompileConfig(resident_mb=1, resident_until="step")
     plan = read_plan(run_passes(chain("abca", "a"), default_passes(PassContext(config, 2))))
     assert [(g.weights, g.until) for g in plan.gathers if g.until == "step"] == [(("a",), "step")]
-    kept = next(g for g in plan.gathers if g.until == "step")
-    assert (kept.bytes, kept.used) == (WEIGHT, "mm_default")
-    assert kept.started < kept.waited
+    resident = next(g for g in plan.gathers if g.until == "step")
+    assert (resident.bytes, resident.used) == (WEIGHT, "mm_default")
+    assert resident.started < resident.waited
     # Another graph of the same weights follows it.
     again = read_plan(run_passes(chain("bcaa", "a"), default_passes(PassContext(config, 2, agreed=(plan,)))))
     assert again.digest == plan.digest
