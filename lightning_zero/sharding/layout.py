@@ -93,6 +93,13 @@ class ShardLayout:
         begin = min(rank * self.shard_numel, self.numel)
         return begin, min(begin + self.shard_numel, self.numel)
 
+    def part(self, full: Tensor, rank: int) -> Tensor:
+        """``rank``'s part of ``full`` (the parameter's shape), as users see a shard: on its device and in its dtype,
+        padded with zeros. Memory of its own."""
+        shard = torch.empty(self.shard_numel, dtype=full.dtype, device=full.device)
+        self.write(shard, full, rank)
+        return shard.view(self.visible_shape)
+
     def write(self, shard: Tensor, full: Tensor, rank: int) -> None:
         """Copies ``rank``'s part of ``full`` (the parameter's shape, any device and dtype) into the 1-D ``shard``; pads
         with zeros."""

@@ -8,7 +8,6 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_zero.sharding.layout import ShardLayout
@@ -72,9 +71,7 @@ class ShardedParameter:
     def part_of(self, whole: Tensor) -> Tensor:
         """This rank's elements of a value of the whole parameter's shape, as users see a shard: on the value's device
         and in its dtype, padded with zeros."""
-        part = torch.zeros(self.layout.shard_numel, dtype=whole.dtype, device=whole.device)
-        self.layout.write(part, whole, self.sight.rank)
-        return part.view(self.layout.visible_shape)
+        return self.layout.part(whole, self.sight.rank)
 
     def show_shard(self) -> None:
         """Points the visible parameter at the shard. It goes on counting the whole parameter's elements: that is what

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -103,9 +102,8 @@ class Sharder:
             if full.data_ptr() == param.data_ptr():
                 full = full.clone()  # a view into something larger may be shared with code that still needs it
             dist.broadcast(full, group=self.mesh.shard_group, group_src=0)
-        shard = torch.empty(layout.shard_numel, dtype=param.dtype, device=device)
-        layout.write(shard, layout.restored(full), self.mesh.rank)
-        return self._register(name, param, shard, layout)
+        shard = layout.part(layout.restored(full), self.mesh.rank)
+        return self._register(name, param, shard.view(-1), layout)
 
     def twin(self, record: ShardedParameter) -> ShardedParameter:
         """Another parameter, of the same values, that no module reads yet."""

@@ -1,13 +1,13 @@
 """``state_dict()`` and ``load_state_dict()`` of a sharded module speak of whole parameters.
 
 ``state_dict()`` gathers, so it is collective: call it on every rank. ``load_state_dict()`` is not: each rank takes its
-part from the whole values it is given. In a :func:`state_dict_mode` only rank 0 keeps the gathered values, or shards
-are left as they are.
+part from the whole values it is given. A format of checkpoints says by :meth:`StateDictHooks.showing` what stands there
+instead of a whole value on each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -23,18 +23,23 @@ from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.surgery import SHAPES
 
-__all__ = ["StateDictHooks"]
+__all__ = ["StateDictHooks", "whole_on_cpu"]
 
-MODES = ("full", "rank0", "shard")
+Show = Callable[[ShardedParameter], torch.Tensor | None]
+
+
+def whole_on_cpu(record: ShardedParameter, here: bool = True) -> torch.Tensor | None:
+    """The whole parameter, in memory that holds no padding; None where it is not wanted ``here``. Collective."""
+    full = gather_full(record)  # one at a time: the peak is one whole parameter
+    return full.to("cpu", copy=True) if here else None
 
 
 class StateDictHooks:
-    """Installs the hooks on modules that own shards. ``mode`` decides what they do."""
+    """Installs the hooks on modules that own shards."""
 
     def __init__(self, sharder: Sharder) -> None:
         self.sharder = sharder
-        self._mode = "full"
-        self._tied: dict[int, torch.Tensor | None] = {}  # gathered so far, in mode "rank0"
+        self._show: Show = whole_on_cpu
         self._handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
     def install(self, root: nn.Module) -> None:
@@ -62,40 +67,27 @@ class StateDictHooks:
         self._handles.clear()
 
     @contextmanager
-    def mode(self, mode: str) -> Iterator[None]:
-        """``"full"``: whole values on every rank; ``"rank0"``: on rank 0 only, nothing elsewhere; ``"shard"``: this
-        rank's shards."""
-        assert mode in MODES
-        before, self._mode = self._mode, mode
+    def showing(self, show: Show) -> Iterator[None]:
+        """Inside, ``state_dict()`` holds what ``show`` makes of each sharded parameter, and nothing where that is None.
+        ``show`` is called in the order of the keys, for a tied parameter once for each."""
+        before, self._show = self._show, show
         try:
             yield
         finally:
-            self._mode = before
-            self._tied.clear()
+            self._show = before
 
     def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        if self._mode == "shard":
-            return
         self.sharder.access.before_reading()
         for key, shape in module.__dict__[SHAPES].items():
             param = module._parameters.get(key)
             record = None if param is None else self.sharder.find(param)
             if record is None or shape is None or prefix + key not in state:
                 continue
-            # Tied parameters stay one tensor, as in a plain module's state dict.
-            full = self._tied[record.index] if record.index in self._tied else self._whole(record)
-            if self._mode == "rank0" and len(record.owners) > 1:
-                self._tied[record.index] = full
-            if full is None:
+            shown = self._show(record)
+            if shown is None:
                 del state[prefix + key]
             else:
-                state[prefix + key] = full
-
-    def _whole(self, record: ShardedParameter) -> torch.Tensor | None:
-        full = gather_full(record)  # one at a time: the peak is one whole parameter
-        if self._mode == "rank0" and self.sharder.mesh.rank != 0:
-            return None
-        return full.to("cpu", copy=True)  # a file would hold the padding, too
+                state[prefix + key] = shown
 
     def _scatter(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *told: Any
@@ -103,8 +95,6 @@ class StateDictHooks:
         _strict, _missing, _unexpected, errors = told  # as torch calls such a hook
         if metadata.get("assign_to_params_buffers"):
             raise UnsupportedError("load_state_dict(assign=True) would replace shards. Leave out assign=True.")
-        if self._mode == "shard":
-            return
         self.sharder.access.settle()
         for key, shape in module.__dict__[SHAPES].items():
             param, full = module._parameters.get(key), state.get(prefix + key)
@@ -119,6 +109,4 @@ class StateDictHooks:
                 assert param is not None
                 state[prefix + key] = param.detach()  # unchanged, and not reported as missing besides
                 continue
-            shard = torch.zeros(record.layout.shard_numel, dtype=full.dtype, device=full.device)
-            record.layout.write(shard, full, self.sharder.mesh.rank)
-            state[prefix + key] = shard.view(record.layout.visible_shape)
+            state[prefix + key] = record.part_of(full)

@@ -271,7 +271,7 @@ _ALL = (
     Point(
         "checkpoint_gather",
         "gathers a weight for a checkpoint",
-        ("lightning_zero.sharding.state:StateDictHooks._whole",),
+        ("lightning_zero.checkpoint.full:whole_on_cpu",),
     ),
     Point(
         "checkpoint_optimizer",

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.full import gather_value
+from lightning_zero.checkpoint.inventory import gather_value
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.trainer.uncompile import (
     keep_compiled_names,
@@ -98,7 +98,7 @@ class _AveragedShards(NotCopied):
             if record is None:
                 continue
             if record.index not in whole:
-                value = gather_value(shard, record, self._engine.sharder)
+                value = gather_value(shard, record, self._engine.mesh)
                 whole[record.index] = value.to("cpu", copy=True) if self._engine.rank == 0 else shard
             state[key] = whole[record.index]
         if self._engine.rank != 0:
@@ -108,9 +108,7 @@ class _AveragedShards(NotCopied):
         for name, record in self._records.items():
             full = state.get(prefix + name)
             if full is not None and full.shape == record.layout.shape:
-                shard = torch.zeros(record.layout.shard_numel, dtype=full.dtype)
-                record.layout.write(shard, full, self._engine.rank)
-                state[prefix + name] = shard.view(record.layout.visible_shape)
+                state[prefix + name] = record.part_of(full)
 
     def _deepcopy(self, memo: dict[Any, Any]) -> Any:
         """A plain module with whole values on the average's device. Collective."""
@@ -118,7 +116,7 @@ class _AveragedShards(NotCopied):
         shards = {name: param.data for name, param in average.named_parameters()}
         whole = {}
         for name, shard in shards.items():
-            value = gather_value(shard, self._records[name], self._engine.sharder)
+            value = gather_value(shard, self._records[name], self._engine.mesh)
             whole[name] = value.to(shard.device, copy=True)
         self._fill(whole)
         state = average.__dict__

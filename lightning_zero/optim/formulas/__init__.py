@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from lightning_zero.optim.formulas.moments import adam, adamax, adamw, nadam, radam
-from lightning_zero.optim.formulas.rule import Rule
+from lightning_zero.optim.formulas.rule import Rule, StateNames
 from lightning_zero.optim.formulas.sgd import asgd, sgd
 from lightning_zero.optim.formulas.sign import rprop
 from lightning_zero.optim.formulas.squares import adadelta, adagrad, rmsprop
 
-__all__ = ["MakeRule", "Rule", "register_rule", "rule_for"]
+__all__ = ["MakeRule", "Rule", "StateNames", "register_rule", "rule_for", "state_names"]
 
 MakeRule = Callable[[Mapping[str, Any]], Rule]
 
@@ -48,6 +48,25 @@ def rule_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule
     anything."""
     make = _RULES.get(type(optimizer)) or type(optimizer).__dict__.get(_ATTRIBUTE)
     return None if make is None or group.get("differentiable") else make(group)
+
+
+def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateNames:
+    """What is known of the names in this optimizer's state for the parameters of this group."""
+    for cls in type(optimizer).__mro__:
+        ours, registered = _RULES.get(cls), cls.__dict__.get(_ATTRIBUTE)
+        make = ours or registered
+        if make is None:
+            continue
+        if cls is type(optimizer):
+            # Whoever registers a rule names all that is elementwise. Of torch's optimizers users' hooks may add to the
+            # state, and settings that have changed have left there what the rule does not read.
+            rule = make(group)
+            return StateNames(frozenset(rule.state), frozenset(rule.counts), complete=ours is None)
+        try:
+            return StateNames(frozenset(), frozenset(make(group).counts), complete=False)
+        except KeyError:  # a subclass has other settings
+            break
+    return StateNames(frozenset(), frozenset(), complete=False)
 
 
 def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> None:
@@ -76,6 +95,7 @@ def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> Non
         optimizer: the class itself.
         make: the :class:`Rule` for a parameter group; it may depend on the group's settings that are no numbers, and
             on which are zero. The same object for groups with the same of these, so that they share compiled code.
+            Checkpoints go by the names in it, see :class:`Rule`.
 
     Raises:
         ValueError: it is no class of optimizers, or has another rule already.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Descent", "Rule", "Tensors"]
+__all__ = ["Descent", "Rule", "StateNames", "Tensors"]
 
 Tensors = dict[str, Tensor]
 
@@ -19,7 +19,8 @@ class Rule:
 
     Attributes:
         settings: the floats of a parameter group that the rule reads, by name; ``"betas.0"`` is the first of a pair.
-        state: names of the state tensors of a parameter's shape.
+        state: names of the state tensors of a parameter's shape, which are cut like it. Where a rule is registered,
+            checkpoints take all others to be the same on every rank, whatever their shape.
         scalars: (settings and ``counts``, all 0-dim float64; step count after this step, 0-dim) -> 0-dim float64
             tensors, among them the new ``counts``.
         apply: (parameter, gradient, state, scalars; all float32) -> (new parameter, new state).
@@ -31,6 +32,27 @@ class Rule:
     scalars: Callable[[Tensors, Tensor], Tensors]
     apply: Callable[[Tensor, Tensor, Tensors, Tensors], tuple[Tensor, Tensors]]
     counts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StateNames:
+    """What is known of an optimizer's state by the names in it.
+
+    Attributes:
+        cut: what has one element for each of the parameter's.
+        counts: what is one number, besides ``step``.
+        complete: whatever is not in ``cut`` is the same on every rank.
+    """
+
+    cut: frozenset[str]
+    counts: frozenset[str]
+    complete: bool
+
+    def elementwise(self, key: str) -> bool | None:
+        """Whether this entry has one element for each of the parameter's; None: its name does not say."""
+        if key in self.cut:
+            return True
+        return False if self.complete or key == "step" or key in self.counts else None
 
 
 class Descent(NamedTuple):
