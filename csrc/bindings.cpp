@@ -24,6 +24,18 @@ auto facet() {
   return [](const c10::intrusive_ptr<Executor>& self) { return c10::make_intrusive<Facet<Owner>>(self); };
 }
 
+// What a method takes and returns, whether it is const or not.
+template <class Result, class... Args>
+struct Signature {};
+template <class Result, class Class, class... Args>
+Signature<Result, Args...> signature(Result (Class::*)(Args...)) {
+  return {};
+}
+template <class Result, class Class, class... Args>
+Signature<Result, Args...> signature(Result (Class::*)(Args...) const) {
+  return {};
+}
+
 template <class Owner>
 class Rows {
  public:
@@ -31,17 +43,13 @@ class Rows {
       : class_(m.class_<Facet<Owner>>(name)), owner_(owner) {}
 
   // A method of the owner, or of `part`, which belongs to it.
-  template <class Result, class... Args>
-  Rows& operator()(const char* name, Result (Owner::*method)(Args...),
-                   std::initializer_list<arg> names = {}) {
-    return add(name, owner_, method, names);
-  }
-  template <class Result, class... Args>
-  Rows& operator()(const char* name, Result (Owner::*method)(Args...) const,
-                   std::initializer_list<arg> names = {}) {
+  template <class Method>
+    requires std::is_member_function_pointer_v<Method>
+  Rows& operator()(const char* name, Method method, std::initializer_list<arg> names = {}) {
     return add(name, owner_, method, names);
   }
   template <class Part, class Method>
+    requires std::is_member_function_pointer_v<Method>
   Rows& operator()(const char* name, Part& (*part)(Executor&), Method method,
                    std::initializer_list<arg> names = {}) {
     return add(name, part, method, names);
@@ -55,26 +63,18 @@ class Rows {
  private:
   using Self = c10::intrusive_ptr<Facet<Owner>>;
 
-  template <class Part, class Result, class Class, class... Args>
-  Rows& add(const char* name, Part& (*part)(Executor&), Result (Class::*method)(Args...),
-            std::initializer_list<arg> names) {
-    class_.def(
-        name,
-        [part, method](const Self& self, Args... args) -> Result {
-          return (part(*self->executor).*method)(std::forward<Args>(args)...);
-        },
-        "", names);
-    return *this;
-  }
-  template <class Part, class Result, class Class, class... Args>
-  Rows& add(const char* name, Part& (*part)(Executor&), Result (Class::*method)(Args...) const,
-            std::initializer_list<arg> names) {
-    class_.def(
-        name,
-        [part, method](const Self& self, Args... args) -> Result {
-          return (part(*self->executor).*method)(std::forward<Args>(args)...);
-        },
-        "", names);
+  template <class Part, class Method>
+  Rows& add(const char* name, Part& (*part)(Executor&), Method method, std::initializer_list<arg> names) {
+    // torch reads types off a function that takes them by name.
+    const auto define = [&]<class Result, class... Args>(Signature<Result, Args...>) {
+      class_.def(
+          name,
+          [part, method](const Self& self, Args... args) -> Result {
+            return (part(*self->executor).*method)(std::forward<Args>(args)...);
+          },
+          "", names);
+    };
+    define(signature(method));
     return *this;
   }
 
@@ -99,6 +99,9 @@ Edits& edits(Executor& executor) {
 }
 Reducer& gradients(Executor& executor) {
   return executor.gradients();
+}
+AttachedGradients& attached(Executor& executor) {
+  return executor.gradients().attached();
 }
 Agreement& agreement(Executor& executor) {
   return executor.gradients().agreement();
@@ -158,9 +161,9 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       ("epoch", itself, &Executor::epoch);
 
   Rows<Reducer>(m, "Gradients", gradients)                            //
-      ("attached", &Reducer::attached)                                //
-      ("key", &Reducer::key)                                          //
-      ("has_any", &Reducer::has_any)                                  //
+      ("attached", attached, &AttachedGradients::of_last_backward)    //
+      ("key", attached, &AttachedGradients::key)                      //
+      ("has_any", attached, &AttachedGradients::has_any)              //
       ("is_whole_backward", &compat::is_whole_backward)               //
       ("backwards", &Reducer::backwards)                              //
       ("say_at_agreement", agreement, &Agreement::say, {arg("yes")})  //

@@ -41,7 +41,7 @@ struct Context {
   void count(const char* what, int64_t by = 1) { counters[what] += by; }
   void touch(const ParamRecord& record) const {
     if (watchdog)
-      watchdog->touch(record.name);
+      watchdog->activity().touch(record.name);
   }
 };
 

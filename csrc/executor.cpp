@@ -34,10 +34,11 @@ class Executor::Round {
 Executor::Executor(const std::string& gather_group, const std::string& reduce_group,
                    const std::string& control_group, const std::string& device)
     : context_(device),
-      transports_(context_, gather_group, reduce_group, control_group),
-      weights_(context_, transports_),
-      gradients_(context_, transports_, [this] { begin_round(); }),
-      graphs_(context_, transports_, weights_, gradients_),
+      communicators_(context_, gather_group, reduce_group, control_group),
+      transports_(context_, communicators_),
+      weights_(context_, transports_, communicators_.gathers()),
+      gradients_(context_, transports_, communicators_.control(), [this] { begin_round(); }),
+      graphs_(context_, communicators_, transports_, weights_, gradients_),
       parameters_(context_, *this, weights_, gradients_) {}
 
 Executor::~Executor() {
@@ -56,7 +57,7 @@ void Executor::begin_round() {
 
 void Executor::watch(c10::intrusive_ptr<Watchdog> watchdog) {
   Lock lock(context_.mutex);
-  transports_.watch(watchdog);
+  communicators_.watch(watchdog);
   weights_.access().watch(watchdog);
   context_.watchdog = std::move(watchdog);
 }
@@ -65,7 +66,7 @@ void Executor::configure(ExecutorOptions options) {
   Lock lock(context_.mutex);
   TORCH_INTERNAL_ASSERT(!gradients_.in_backward(), "options cannot change during backward");
   context_.options = std::move(options);
-  transports_.configure(context_.options);
+  communicators_.configure(context_.options);
   gradients_.forget_buckets();
 }
 
@@ -74,7 +75,7 @@ void Executor::set_staging(std::vector<at::Tensor> staging, const std::string& g
   Lock lock(context_.mutex);
   TORCH_INTERNAL_ASSERT(!gradients_.in_backward());
   transports_.set_staging(std::move(staging), group_name, timeout_ms);
-  gradients_.forget_pools();
+  gradients_.pools().clear();
 }
 
 void Executor::take_turns(std::vector<at::Tensor> numbers) {
@@ -111,7 +112,7 @@ std::map<std::string, int64_t> Executor::counters() const {
 void Executor::close() {
   Lock lock(context_.mutex);
   if (context_.watchdog)
-    context_.watchdog->forget_names();
+    context_.watchdog->activity().forget_names();
   parameters_.unregister();
   weights_.close();
   gradients_.close();

@@ -1,11 +1,12 @@
 // The Executor gathers weights and reduces gradients for one engine. It is made of owners, each of a part of
 // the state, and does itself only what concerns several of them:
 //
-//   parameters.h             which parameters there are
-//   weights/weights.h        how whole weights come to code
-//   gradients/reducer.h      how gradients come to their shards
-//   cuda_graph/recorder.h    how both are replayed by graphs of the device
-//   transport/transports.h   what moves bytes between ranks
+//   parameters.h               which parameters there are
+//   weights/weights.h          how whole weights come to code
+//   gradients/reducer.h        how gradients come to their shards
+//   cuda_graph/recorder.h      how both are replayed by graphs of the device
+//   transport/communicators.h  the process groups, each with a stream of its own
+//   transport/transports.h     what moves bytes between ranks
 //
 // All methods may be called from any thread; one lock is held over all owners (Context::mutex).
 #pragma once
@@ -71,6 +72,7 @@ class Executor : public torch::CustomClassHolder {
   void begin_round();
 
   Context context_;
+  Communicators communicators_;
   Transports transports_;
   Weights weights_;
   Reducer gradients_;

@@ -24,7 +24,7 @@ void Recorder::begin(bool backward, bool adding) {
   TORCH_INTERNAL_ASSERT(reason.empty(), reason);
   gradients_.begin(backward, adding);
   weights_.begin_recording();
-  transports_.begin_recording();
+  communicators_.begin_recording();
   counters_ = std::exchange(context_.counters, {});
   recording_ = true;
 }
@@ -35,12 +35,12 @@ int64_t Recorder::end() {
   auto reason = gradients_.finish();
   if (reason.empty() && weights_.resident().any_arriving())
     reason = "weights that stay resident over a step arrive in another graph";
-  transports_.join();
+  communicators_.join();
   Recorded graph;
   graph.gradients = gradients_.end();
   graph.weights = weights_.end_recording();
   graph.counters = std::exchange(context_.counters, std::move(counters_));
-  transports_.end_recording();
+  communicators_.end_recording();
   recording_ = false;
   if (!reason.empty())
     weights_.resident().never_ran(graph.weights);
@@ -53,11 +53,11 @@ void Recorder::abort() {
   Lock lock(context_.mutex);
   if (!recording_)
     return;
-  transports_.join_whatever_happened();
+  communicators_.join_whatever_happened();
   gradients_.abort();
   weights_.resident().never_ran(weights_.end_recording());
   context_.counters = std::move(counters_);
-  transports_.end_recording();
+  communicators_.end_recording();
   recording_ = false;
 }
 

@@ -20,9 +20,10 @@ namespace lightning_zero {
 
 class Recorder {
  public:
-  Recorder(Context& context, Transports& transports, Weights& weights, Reducer& reducer)
+  Recorder(Context& context, Communicators& communicators, Transports& transports, Weights& weights,
+           Reducer& reducer)
       : context_(context),
-        transports_(transports),
+        communicators_(communicators),
         weights_(weights),
         gradients_(context, transports, reducer) {}
 
@@ -50,11 +51,9 @@ class Recorder {
     std::map<std::string, int64_t> counters;
   };
   const Recorded& recorded(int64_t graph) const;
-  // All owners go on as before.
-  Recorded end_all(bool whole);
 
   Context& context_;
-  Transports& transports_;
+  Communicators& communicators_;
   Weights& weights_;
   GradientRecording gradients_;
   bool recording_ = false;

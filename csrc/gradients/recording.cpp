@@ -51,7 +51,7 @@ std::string GradientRecording::finish() {
   auto& layout = reducer_.layout();
   if (reducer_.in_backward()) {
     reducer_.launch_complete();  // a CPU launches nothing while gradients arrive
-    reducer_.drain();
+    reducer_.pools().drain();
   }
   const auto waits = [](const auto& bucket) { return bucket.state() == ReduceBucket::State::FILLING; };
   if (std::any_of(layout.buckets().begin(), layout.buckets().end(), waits) ||

@@ -23,13 +23,14 @@ bool is_wanted(const ParamRecord& record) {
 
 }  // namespace
 
-Reducer::Reducer(Context& context, Transports& transports, std::function<void()> begun)
+Reducer::Reducer(Context& context, Transports& transports, Communicator* control, std::function<void()> begun)
     : context_(context),
       transports_(transports),
       begun_(std::move(begun)),
       layout_(context),
       pools_([this](at::ScalarType dtype) { return make_pool(dtype); }),
-      agreement_(context, transports.control()) {}
+      agreement_(context, control),
+      attached_(context, layout_) {}
 
 std::unique_ptr<BufferPool> Reducer::make_pool(at::ScalarType dtype) const {
   const int depth = context_.options.double_buffer ? transports_.reduce().buckets_in_flight() : 1;
@@ -194,7 +195,7 @@ void Reducer::end_backward() {
       context_.count("late_flushes");
     }
     pools_.drain();
-    attach(agreed.flags);
+    attached_.attach(agreed.flags);
     layout_.learn(backward_.arrivals, agreed.same_order);
     finish();
     ++backwards_;
@@ -202,23 +203,6 @@ void Reducer::end_backward() {
   // Without the lock: hooks are Python, and may gather.
   if (!end_op_.empty())
     compat::call(end_op_);
-}
-
-void Reducer::attach(const std::vector<int64_t>& flags) {
-  attached_.clear();
-  for (size_t i = 0; i < layout_.order().size(); ++i) {
-    if (flags[i] == 0)
-      continue;  // no rank used it: leave grad as it is, so that weight decay leaves it alone
-    auto& record = context_.at(layout_.order()[i]);
-    attached_.push_back(record.index);
-    auto& held = record.param.mutable_grad();
-    if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {
-      auto& shown = record.visible_grad;
-      if (!shown.defined() || shown.const_data_ptr() != record.grad.const_data_ptr())
-        shown = record.grad.view(record.param.sizes());
-      held = shown;
-    }
-  }
 }
 
 void Reducer::finish() {
@@ -245,27 +229,6 @@ void Reducer::release_buffers() {
   pools_.release();
 }
 
-int64_t Reducer::key() const {
-  Lock lock(context_.mutex);
-  uint64_t key = 14695981039346656037ULL;
-  for (const auto& record : context_.records) {
-    TORCH_CHECK_VALUE(!record->live || record->param.const_data_ptr() == record->shard.const_data_ptr(),
-                      "lightning_zero: the data of parameter ", record->name,
-                      " was replaced by another tensor, which neither gathers nor optimizer steps would see. "
-                      "Copy into it instead (param.data.copy_(x)), or assign to module.weight.data.");
-    const auto& grad = record->param.grad();
-    key =
-        (key ^ (grad.defined() ? reinterpret_cast<uintptr_t>(grad.const_data_ptr()) : 0)) * 1099511628211ULL;
-  }
-  return static_cast<int64_t>(key);
-}
-
-bool Reducer::has_any() const {
-  Lock lock(context_.mutex);
-  return std::any_of(layout_.order().begin(), layout_.order().end(),
-                     [&](int64_t i) { return context_.at(i).param.grad().defined(); });
-}
-
 void Reducer::add_counters(std::map<std::string, int64_t>& counters) const {
   counters["grown_buckets"] = pool_stats_.grown;
   counters["allocated_buckets"] = pool_stats_.allocated;
@@ -276,7 +239,7 @@ void Reducer::add_counters(std::map<std::string, int64_t>& counters) const {
 void Reducer::close() {
   layout_.close();
   pools_.clear();
-  attached_.clear();
+  attached_.close();
 }
 
 }  // namespace lightning_zero

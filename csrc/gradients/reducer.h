@@ -20,6 +20,7 @@
 
 #include "context.h"
 #include "gradients/agreement.h"
+#include "gradients/attached.h"
 #include "gradients/layout.h"
 #include "transport/transports.h"
 
@@ -36,9 +37,9 @@ struct Backward {
 
 class Reducer {
  public:
-  // `begun`: autograd has begun to bring gradients; the callee sees to it that end_backward() is called when
-  // it ends.
-  Reducer(Context& context, Transports& transports, std::function<void()> begun);
+  // `control`: where ranks agree; null where there is one. `begun`: autograd has begun to bring gradients;
+  // the callee sees to it that end_backward() is called when it ends.
+  Reducer(Context& context, Transports& transports, Communicator* control, std::function<void()> begun);
 
   // -- ops
   // `borrow`: the caller leaves the gradient's memory alone until it calls release().
@@ -51,12 +52,7 @@ class Reducer {
   void abort();            // drops what an interrupted backward left
   void release_buffers();  // bucket memory; legal outside backward
 
-  // Parameters with a gradient from the last backward.
-  std::vector<int64_t> attached() const { return attached_; }
-  // Changes whenever a parameter's gradient comes, goes or lies elsewhere.
-  int64_t key() const;
-  // Whether gradients are there, to which a backward that begins now would add.
-  bool has_any() const;
+  AttachedGradients& attached() { return attached_; }
   int64_t backwards() const { return backwards_; }  // that have ended
   Agreement& agreement() { return agreement_; }
 
@@ -64,12 +60,11 @@ class Reducer {
   bool in_backward() const { return !backward_.tasks.empty(); }
   Backward& backward() { return backward_; }
   BucketLayout& layout() { return layout_; }
-  // Memory, or buckets too, are to be others than before.
-  void forget_pools() { pools_.clear(); }
+  BufferPools& pools() { return pools_; }
+  // Memory and buckets are to be others than before.
   void forget_buckets();
   // Memory that nobody else has used, for the same buckets.
   void renew_pools();
-  void drain() { pools_.drain(); }
   // A gradient comes, or all that a graph brings.
   void join();
   void launch_complete();
@@ -82,7 +77,6 @@ class Reducer {
   void launch(ReduceBucket& bucket);
   void launch_all();
   Agreement::Agreed agree();
-  void attach(const std::vector<int64_t>& flags);
   void finish();
 
   Context& context_;
@@ -94,7 +88,7 @@ class Reducer {
   PoolStats pool_stats_;
   Agreement agreement_;
   Backward backward_;
-  std::vector<int64_t> attached_;
+  AttachedGradients attached_;
   int64_t backwards_ = 0;
 };
 

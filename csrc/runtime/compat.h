@@ -1,5 +1,9 @@
-// What torch does not promise to keep, and what differs between the supported versions: nobody else names
-// private parts of torch. An upgrade of torch is checked here.
+// What differs between the supported versions of torch, and what we use of the insides of autograd, the
+// dispatcher, copy-on-write memory and c10d's registries, none of which torch promises to keep. An upgrade of
+// torch is checked here first, and then where else something is not torch's public C++ interface:
+// runtime/device.cpp (c10::impl::VirtualGuardImpl), parameters.cpp, weights/edits.cpp and
+// weights/gathered_table (who holds a TensorImpl or a StorageImpl), weights/compute_copies.cpp
+// (at::_foreach_copy_).
 #pragma once
 
 #include <ATen/core/stack.h>

@@ -78,11 +78,11 @@ std::string RankStatus::to_text() const {
   add(clean(busy));
   time(busy_since);
   whole(activity);
-  whole(wait_lane);
-  whole(wait_number);
-  add(clean(wait));
-  time(wait_since);
-  whole(on_device);
+  whole(wait.lane);
+  whole(wait.number);
+  add(clean(wait.what));
+  time(wait.since);
+  whole(wait.on_device);
   for (const auto count : met) whole(count);
   return out;
 }
@@ -106,11 +106,11 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
   status.busy = *next++;
   status.busy_since = time();
   status.activity = whole();
-  status.wait_lane = static_cast<int>(whole());
-  status.wait_number = whole();
-  status.wait = *next++;
-  status.wait_since = time();
-  status.on_device = whole() != 0;
+  status.wait.lane = static_cast<int>(whole());
+  status.wait.number = whole();
+  status.wait.what = *next++;
+  status.wait.since = time();
+  status.wait.on_device = whole() != 0;
   for (auto& count : status.met) count = whole();
   return status;
 }
@@ -128,8 +128,8 @@ std::string RankStatus::describe(double now) const {
   if (!busy.empty())
     text += ", " + busy + " for " + seconds(busy_since, now);
   else if (waits())
-    text += std::string(", ") + (on_device ? "its device waits" : "waits") + " in " + wait + " for " +
-            seconds(wait_since, now);
+    text += std::string(", ") + (wait.on_device ? "its device waits" : "waits") + " in " + wait.what +
+            " for " + seconds(wait.since, now);
   if (!last.empty())
     text += ", last used parameter '" + last + "'";
   return text;
@@ -137,11 +137,11 @@ std::string RankStatus::describe(double now) const {
 
 std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<RankStatus>& all) {
   std::vector<int64_t> missing;
-  if (!waiting.waits() || waiting.wait_lane < 0)
+  if (!waiting.waits() || waiting.wait.lane < 0)
     return missing;
   for (const auto& other : all) {
     if (other.rank != waiting.rank &&
-        (!other.known || is_behind(other.met[waiting.wait_lane], waiting.wait_number, waiting.wait_lane)))
+        (!other.known || is_behind(other.met[waiting.wait.lane], waiting.wait.number, waiting.wait.lane)))
       missing.push_back(other.rank);
   }
   return missing;
@@ -150,9 +150,9 @@ std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<Ran
 std::vector<int64_t> left_behind(const std::vector<RankStatus>& all) {
   const auto& first = all.front();
   const bool together =
-      first.waits() && first.wait_lane >= 0 && std::all_of(all.begin(), all.end(), [&](const auto& status) {
-        return status.known && !status.left && status.waits() && status.wait_lane == first.wait_lane &&
-               status.wait_number == first.wait_number;
+      first.waits() && first.wait.lane >= 0 && std::all_of(all.begin(), all.end(), [&](const auto& status) {
+        return status.known && !status.left && status.waits() && status.wait.lane == first.wait.lane &&
+               status.wait.number == first.wait.number;
       });
   std::vector<int64_t> missing;
   for (const auto lane : {static_cast<size_t>(Lane::GATHER), static_cast<size_t>(Lane::REDUCE)}) {

@@ -18,6 +18,15 @@ constexpr int DEVICE_LANES = 2;
 
 enum class Phase : int { OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION };
 
+// What a rank waits for; nothing where `what` is empty.
+struct RankWait {
+  int lane = -1;  // -1: something that has no number
+  int64_t number = 0;
+  std::string what;
+  double since = 0;        // seconds since the epoch
+  bool on_device = false;  // its device waits, but the host may not
+};
+
 struct RankStatus {
   int64_t rank = 0;
   bool known = false;  // false: nothing has been heard of it
@@ -25,19 +34,15 @@ struct RankStatus {
   int64_t stage = 0;   // how many stages of a Trainer it has begun
   Phase phase = Phase::OUTSIDE;
   int64_t batches = 0;     // training batches that it has begun
-  double phase_since = 0;  // seconds since the epoch, as `busy_since` and `wait_since`
+  double phase_since = 0;  // seconds since the epoch, as `busy_since`
   std::string last;        // the parameter that it gathered or reduced last
   std::string busy;
   double busy_since = 0;
   int64_t activity = 0;  // changes when it does anything that we see
-  int wait_lane = -1;    // what it waits for; -1: nothing, or something that has no number
-  int64_t wait_number = 0;
-  std::string wait;
-  double wait_since = 0;
-  bool on_device = false;  // its device waits, but the host may not
+  RankWait wait;
   std::array<int64_t, LANES> met{};
 
-  bool waits() const { return !wait.empty(); }
+  bool waits() const { return !wait.what.empty(); }
   std::string to_text() const;
   static RankStatus from_text(int64_t rank, const std::string& text);
   // "rank 1, forward of training batch 7, for 31 s; last used 'net.0.weight'"

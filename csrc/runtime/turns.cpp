@@ -57,7 +57,7 @@ void HostTurns::announce(int64_t number) {
   auto& own = *numbers_[static_cast<size_t>(rank_)].mutable_data_ptr<int64_t>();
   std::atomic_ref(own).store(number, std::memory_order_release);
   if (watchdog_)
-    watchdog_->reach(Lane::TURN, number);
+    watchdog_->activity().reach(Lane::TURN, number);
 }
 
 bool HostTurns::all_have_come_to(int64_t number) const {

@@ -1,10 +1,44 @@
-#include "transport/collective.h"
-
+// Weights and gradients by collectives of a process group: what always can be done.
 #include <ATen/ATen.h>
 
+#include "context.h"
 #include "gradients/bucket.h"
+#include "transport/communicator.h"
+#include "transport/transport.h"
 
 namespace lightning_zero {
+
+namespace {
+
+class CollectiveGather : public GatherTransport {
+ public:
+  CollectiveGather(Communicator& comm, WeightMemory& memory) : comm_(comm), memory_(memory) {}
+
+  bool can_gather(const std::vector<ParamRecord*>&, const std::vector<at::Tensor>&, bool) const override {
+    return true;
+  }
+  Pending gather(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
+                 std::vector<at::Tensor>& sources, bool grouped) override;
+
+ private:
+  Communicator& comm_;
+  WeightMemory& memory_;
+};
+
+// Gradients are scaled by 1/ranks while they are copied into a bucket, and then summed, as DDP does.
+class CollectiveReduce : public ReduceTransport {
+ public:
+  CollectiveReduce(const Context& context, Communicator& comm) : context_(context), comm_(comm) {}
+
+  void reduce(ReduceBucket& bucket) override;
+  double scale() const override { return 1.0 / static_cast<double>(context_.size); }
+  bool wants_own_send_buffers() const override { return false; }
+  int buckets_in_flight() const override { return 2; }
+
+ private:
+  const Context& context_;
+  Communicator& comm_;
+};
 
 Pending CollectiveGather::gather(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                                  std::vector<at::Tensor>& sources, bool grouped) {
@@ -32,6 +66,16 @@ void CollectiveReduce::reduce(ReduceBucket& bucket) {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     bucket.accumulate(bucket.recv().unsqueeze(0), 0);
   });
+}
+
+}  // namespace
+
+std::unique_ptr<GatherTransport> make_collective_gather(Context&, Communicator& comm, WeightMemory& memory) {
+  return std::make_unique<CollectiveGather>(comm, memory);
+}
+
+std::unique_ptr<ReduceTransport> make_collective_reduce(const Context& context, Communicator& comm) {
+  return std::make_unique<CollectiveReduce>(context, comm);
 }
 
 }  // namespace lightning_zero

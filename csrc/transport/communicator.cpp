@@ -20,7 +20,7 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
     watchdog_->check();
     pending.watchdog_ = watchdog_;
     pending.lane_ = lane_;
-    pending.number_ = watchdog_->meet(lane_);
+    pending.number_ = watchdog_->activity().meet(lane_);
     pending.what_ = what;
   }
   if (!has_streams(device_)) {

@@ -1,8 +1,31 @@
-#include "transport/peer_copy.h"
-
+// Weights by plain copies out of every rank's compute copies. See [Note: copies from peers] in
+// weights/access.h.
 #include <algorithm>
 
+#include "context.h"
+#include "transport/communicator.h"
+#include "transport/transport.h"
+
 namespace lightning_zero {
+
+namespace {
+
+class PeerCopyGather : public GatherTransport {
+ public:
+  PeerCopyGather(Context& context, Communicator& comm, WeightMemory& memory)
+      : context_(context), comm_(comm), memory_(memory) {}
+
+  bool can_gather(const std::vector<ParamRecord*>& records, const std::vector<at::Tensor>& outputs,
+                  bool grouped) const override;
+  Pending gather(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
+                 std::vector<at::Tensor>& sources, bool grouped) override;
+  bool is_ready(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const override;
+
+ private:
+  Context& context_;
+  Communicator& comm_;
+  WeightMemory& memory_;
+};
 
 bool PeerCopyGather::is_ready(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const {
   return memory_.is_published() &&
@@ -27,6 +50,13 @@ Pending PeerCopyGather::gather(const std::vector<ParamRecord*>& records, std::ve
   for (const auto* record : records) peers.push_back(&record->copies_in(dtype));
   context_.count("copied_weights", static_cast<int64_t>(records.size()));
   return comm_.copy_group(std::move(outputs), peers);
+}
+
+}  // namespace
+
+std::unique_ptr<GatherTransport> make_peer_copy_gather(Context& context, Communicator& comm,
+                                                       WeightMemory& memory) {
+  return std::make_unique<PeerCopyGather>(context, comm, memory);
 }
 
 }  // namespace lightning_zero

@@ -1,10 +1,34 @@
-#include "transport/shard_copy.h"
-
+// Weights by plain copies out of every rank's shards, where ranks take turns: no other rank need come along.
+// See [Note: turns] in weights/access.h.
 #include <ATen/ATen.h>
 
 #include <algorithm>
 
+#include "context.h"
+#include "transport/communicator.h"
+#include "transport/transport.h"
+
 namespace lightning_zero {
+
+namespace {
+
+class ShardCopyGather : public GatherTransport {
+ public:
+  ShardCopyGather(Context& context, Communicator& comm, WeightMemory& memory)
+      : context_(context), comm_(comm), memory_(memory) {}
+
+  bool can_gather(const std::vector<ParamRecord*>& records, const std::vector<at::Tensor>& outputs,
+                  bool grouped) const override;
+  // What is wanted in a dtype that nobody keeps is cast here.
+  Pending gather(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
+                 std::vector<at::Tensor>& sources, bool grouped) override;
+  bool needs_no_rank() const override { return true; }
+
+ private:
+  Context& context_;
+  Communicator& comm_;
+  WeightMemory& memory_;
+};
 
 bool ShardCopyGather::can_gather(const std::vector<ParamRecord*>& records, const std::vector<at::Tensor>&,
                                  bool) const {
@@ -31,6 +55,13 @@ Pending ShardCopyGather::gather(const std::vector<ParamRecord*>& records, std::v
   }
   context_.count("copied_weights", static_cast<int64_t>(records.size()));
   return comm_.copy_group(std::move(to), from);
+}
+
+}  // namespace
+
+std::unique_ptr<GatherTransport> make_shard_copy_gather(Context& context, Communicator& comm,
+                                                        WeightMemory& memory) {
+  return std::make_unique<ShardCopyGather>(context, comm, memory);
 }
 
 }  // namespace lightning_zero

@@ -1,14 +1,13 @@
-// What ranks move weights and gradients by: made, chosen and kept here.
+// Which transports there are: made and chosen here, and set up from Python with the memory that they need.
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "context.h"
 #include "runtime/turns.h"
-#include "transport/communicator.h"
+#include "transport/communicators.h"
 #include "transport/row_means.h"
 #include "transport/transport.h"
 
@@ -16,20 +15,11 @@ namespace lightning_zero {
 
 class Transports {
  public:
-  // Names of process groups: of the weights' collectives; of the gradients'; and one on CPUs, for agreements.
-  Transports(Context& context, const std::string& gather_group, const std::string& reduce_group,
-             const std::string& control_group);
-
-  Communicator& gathers() { return gathers_; }
-  Communicator& reduces() { return reduces_; }
-  Communicator* control() { return control_ ? &*control_ : nullptr; }  // null where there is one rank
+  Transports(Context& context, Communicators& communicators);
 
   // The best first; the last can gather everything.
   std::vector<std::unique_ptr<GatherTransport>> make_gathers(WeightMemory& memory);
   ReduceTransport& reduce() { return *reduce_; }
-
-  void watch(const c10::intrusive_ptr<Watchdog>& watchdog);
-  void configure(const ExecutorOptions& options);
 
   // Memory of each rank that this one can write, of two halves, a multiple of staging_unit() bytes. See
   // [Note: one-sided reduce-scatter]. `group_name`: by which they are symmetric memory, on an accelerator.
@@ -60,20 +50,13 @@ class Transports {
   // A backward was interrupted here, at another point than on peers: lets their devices through their
   // barriers.
   void interrupt();
-
-  // See Communicator.
-  void begin_recording();
-  void join();
-  void join_whatever_happened();
-  void end_recording();
   void close();
 
  private:
   void reduce_by_collective();
 
   Context& context_;
-  Communicator gathers_, reduces_;
-  std::optional<Communicator> control_;
+  Communicators& communicators_;
   std::unique_ptr<ReduceTransport> reduce_;
   RowMeans means_;
   std::shared_ptr<DeviceBarrier> barrier_;

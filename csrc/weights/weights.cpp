@@ -6,10 +6,10 @@
 
 namespace lightning_zero {
 
-Weights::Weights(Context& context, Transports& transports)
+Weights::Weights(Context& context, Transports& transports, Communicator& comm)
     : context_(context),
       copies_(context),
-      access_(context, transports.gathers(), copies_, [this] { first_.drop(); }),
+      access_(context, comm, copies_, [this] { first_.drop(); }),
       gatherer_(context, transports.make_gathers(access_)),
       first_(context, gatherer_),
       resident_(context, gatherer_),

@@ -22,7 +22,8 @@ namespace lightning_zero {
 
 class Weights {
  public:
-  Weights(Context& context, Transports& transports);
+  // `comm`: of the weights.
+  Weights(Context& context, Transports& transports, Communicator& comm);
 
   // -- ops
   at::Tensor gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked);

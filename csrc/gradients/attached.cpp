@@ -1,0 +1,47 @@
+#include "gradients/attached.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace lightning_zero {
+
+void AttachedGradients::attach(const std::vector<int64_t>& flags) {
+  attached_.clear();
+  for (size_t i = 0; i < layout_.order().size(); ++i) {
+    if (flags[i] == 0)
+      continue;  // no rank used it: leave grad as it is, so that weight decay leaves it alone
+    auto& record = context_.at(layout_.order()[i]);
+    attached_.push_back(record.index);
+    auto& held = record.param.mutable_grad();
+    if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {
+      auto& shown = record.visible_grad;
+      if (!shown.defined() || shown.const_data_ptr() != record.grad.const_data_ptr())
+        shown = record.grad.view(record.param.sizes());
+      held = shown;
+    }
+  }
+}
+
+int64_t AttachedGradients::key() const {
+  Lock lock(context_.mutex);
+  uint64_t key = 14695981039346656037ULL;
+  for (const auto& record : context_.records) {
+    TORCH_CHECK_VALUE(!record->live || record->param.const_data_ptr() == record->shard.const_data_ptr(),
+                      "lightning_zero: the data of parameter ", record->name,
+                      " was replaced by another tensor, which neither gathers nor optimizer steps would see. "
+                      "Copy into it instead (param.data.copy_(x)), or assign to module.weight.data.");
+    const auto& grad = record->param.grad();
+    key =
+        (key ^ (grad.defined() ? reinterpret_cast<uintptr_t>(grad.const_data_ptr()) : 0)) * 1099511628211ULL;
+  }
+  return static_cast<int64_t>(key);
+}
+
+bool AttachedGradients::has_any() const {
+  Lock lock(context_.mutex);
+  return std::any_of(layout_.order().begin(), layout_.order().end(),
+                     [&](int64_t i) { return context_.at(i).param.grad().defined(); });
+}
+
+}  // namespace lightning_zero

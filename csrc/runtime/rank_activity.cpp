@@ -1,0 +1,95 @@
+#include "runtime/rank_activity.h"
+
+#include <cmath>
+
+namespace lightning_zero {
+
+RankActivity::RankActivity(int64_t rank) {
+  mine_.rank = rank;
+  mine_.known = true;
+  mine_.phase_since = seconds_since_epoch();
+}
+
+void RankActivity::enter(Phase phase) {
+  std::lock_guard lock(mutex_);
+  if (phase == Phase::FORWARD)
+    ++mine_.batches;
+  mine_.phase = phase;
+  mine_.phase_since = seconds_since_epoch();
+  ++activity_;
+}
+
+void RankActivity::begin_stage() {
+  std::lock_guard lock(mutex_);
+  ++mine_.stage;
+  ++activity_;
+}
+
+int64_t RankActivity::stage() const {
+  std::lock_guard lock(mutex_);
+  return mine_.stage;
+}
+
+void RankActivity::busy(std::string what) {
+  std::lock_guard lock(mutex_);
+  mine_.busy = std::move(what);
+  mine_.busy_since = seconds_since_epoch();
+  ++activity_;
+}
+
+void RankActivity::forget_names() {
+  std::lock_guard lock(mutex_);  // status() reads them under it
+  last_ = nullptr;
+}
+
+int64_t RankActivity::meet(Lane lane) {
+  activity_.fetch_add(1, std::memory_order_relaxed);
+  return met_[static_cast<size_t>(lane)].fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+void RankActivity::reach(Lane lane, int64_t number) {
+  activity_.fetch_add(1, std::memory_order_relaxed);
+  met_[static_cast<size_t>(lane)].store(number, std::memory_order_relaxed);
+}
+
+int64_t RankActivity::begin_wait(int lane, int64_t number, std::string what) {
+  std::lock_guard lock(mutex_);
+  waits_.push_back({lane, number, std::move(what), Clock::now(), ++ids_});
+  return ids_;
+}
+
+void RankActivity::end_wait(int64_t id) {
+  std::lock_guard lock(mutex_);
+  waits_.remove_if([&](const Wait& wait) { return wait.id == id; });
+  ++activity_;
+}
+
+void RankActivity::watch_device(const at::Tensor& words) {
+  std::lock_guard lock(mutex_);
+  devices_.watch(words);
+}
+
+void RankActivity::let_devices_pass(bool all) const {
+  std::lock_guard lock(mutex_);
+  devices_.let_pass(all);
+}
+
+RankStatus RankActivity::status() {
+  std::lock_guard lock(mutex_);
+  auto status = mine_;
+  status.activity = activity_;
+  if (const auto* last = last_.load(std::memory_order_relaxed))
+    status.last = *last;
+  for (size_t lane = 0; lane < LANES; ++lane) status.met[lane] = met_[lane];
+  if (!waits_.empty()) {
+    const auto& wait = waits_.front();
+    const auto since =
+        seconds_since_epoch() - std::chrono::duration<double>(Clock::now() - wait.since).count();
+    // Milliseconds of jitter between two readings of two clocks would be news each time.
+    status.wait = {wait.lane, wait.number, wait.what, std::round(since * 10) / 10};
+  }
+  devices_.add_to(status);
+  return status;
+}
+
+}  // namespace lightning_zero

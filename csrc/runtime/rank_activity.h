@@ -1,0 +1,66 @@
+// What this rank is doing and where it waits, as its threads tell of it.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <list>
+#include <mutex>
+#include <string>
+
+#include "runtime/device_waits.h"
+#include "runtime/rank_status.h"
+
+namespace lightning_zero {
+
+// All methods may be called from any thread.
+class RankActivity {
+ public:
+  explicit RankActivity(int64_t rank);
+
+  void enter(Phase phase);
+  void begin_stage();
+  int64_t stage() const;
+  // Something that takes its time and is no reason to worry, in words; "" when it is over.
+  void busy(std::string what);
+  // The parameter that was gathered or reduced last. The name must live as long as this, or until
+  // forget_names().
+  void touch(const std::string& name) { last_.store(&name, std::memory_order_relaxed); }
+  void forget_names();
+
+  // This rank has begun, or will take part in, its next meeting of this lane; returns its number.
+  int64_t meet(Lane lane);
+  // The same for a lane whose numbers somebody else counts.
+  void reach(Lane lane, int64_t number);
+  // It waits for the others to come to that number; -1: in a lane whose meetings are not counted. Returns
+  // what end_wait() is given.
+  int64_t begin_wait(int lane, int64_t number, std::string what);
+  void end_wait(int64_t id);
+
+  // See DeviceWaits.
+  void watch_device(const at::Tensor& words);
+  void let_devices_pass(bool all) const;
+
+  RankStatus status();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Wait {
+    int lane;
+    int64_t number;
+    std::string what;
+    Clock::time_point since;
+    int64_t id;
+  };
+
+  mutable std::mutex mutex_;
+  RankStatus mine_;
+  int64_t ids_ = 0;
+  std::list<Wait> waits_;  // of all threads, the oldest first
+  std::atomic<const std::string*> last_{nullptr};
+  std::array<std::atomic<int64_t>, LANES> met_{};
+  std::atomic<int64_t> activity_{0};
+  DeviceWaits devices_;
+};
+
+}  // namespace lightning_zero

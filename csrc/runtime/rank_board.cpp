@@ -1,0 +1,88 @@
+#include "runtime/rank_board.h"
+
+namespace lightning_zero {
+
+namespace {
+
+std::string key(const std::string& what, int64_t rank) {
+  return "lightning_zero/watchdog/" + what + "/" + std::to_string(rank);
+}
+
+std::string failed_key(int64_t stage, int64_t rank) {
+  return key("failed/" + std::to_string(stage), rank);
+}
+
+}  // namespace
+
+RankBoard::RankBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size)
+    : store_(std::move(store)), rank_(rank), size_(size) {
+  processes_.resize(static_cast<size_t>(size));
+  known_.resize(static_cast<size_t>(size));
+  asked_.resize(static_cast<size_t>(size));
+}
+
+bool RankBoard::has(const std::string& key) {
+  return store_->check({key});
+}
+
+std::string RankBoard::get(const std::string& key) {
+  const auto bytes = store_->get(key);
+  return {bytes.begin(), bytes.end()};
+}
+
+void RankBoard::publish(const RankStatus& mine) {
+  if (published_.empty())
+    store_->set(key("process", rank_), ProcessOnHost::own());
+  auto text = mine.to_text();
+  if (text == published_)
+    return;
+  store_->set(key("status", rank_), text);
+  published_ = std::move(text);
+}
+
+std::vector<RankStatus> RankBoard::statuses(const RankStatus& mine) {
+  std::vector<RankStatus> all;
+  for (int64_t other = 0; other < size_; ++other) {
+    if (other == rank_) {
+      all.push_back(mine);
+      continue;
+    }
+    if (!known_[other])
+      known_[other] = has(key("status", other));
+    all.push_back(RankStatus::from_text(other, known_[other] ? get(key("status", other)) : ""));
+  }
+  return all;
+}
+
+const std::optional<ProcessOnHost>& RankBoard::process_of(int64_t other) {
+  if (!asked_[other] && has(key("process", other))) {
+    asked_[other] = true;
+    processes_[other] = ProcessOnHost::find(get(key("process", other)));
+  }
+  return processes_[other];
+}
+
+void RankBoard::tell_failure(int64_t stage, const std::string& kind, const std::string& text) {
+  try {
+    store_->set(failed_key(stage, rank_), kind + "|" + text);
+    store_->add("lightning_zero/watchdog/failures/" + std::to_string(stage), 1);
+  } catch (const std::exception&) {
+    // The store is gone, and with it whoever could be told.
+  }
+}
+
+bool RankBoard::any_failed(int64_t stage) {
+  return store_->add("lightning_zero/watchdog/failures/" + std::to_string(stage), 0) != 0;
+}
+
+bool RankBoard::has_failed(int64_t stage, int64_t other) {
+  return has(failed_key(stage, other));
+}
+
+RankBoard::Failure RankBoard::failure_of(int64_t stage, int64_t other) {
+  const auto told = get(failed_key(stage, other));
+  const auto bar = told.find('|');
+  return {told.substr(0, bar), told.substr(bar + 1)};
+}
+
+}  // namespace lightning_zero

@@ -1,0 +1,47 @@
+// What ranks tell each other through the key-value store of their process group.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/process_on_host.h"
+#include "runtime/rank_status.h"
+
+namespace lightning_zero {
+
+// Every method but tell_failure() is for one thread, and throws where the store is gone.
+class RankBoard {
+ public:
+  RankBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size);
+
+  // Tells the others how this rank is, if that is news.
+  void publish(const RankStatus& mine);
+  // How all are; this rank as `mine` says.
+  std::vector<RankStatus> statuses(const RankStatus& mine);
+  // That rank's process, where it is on this host.
+  const std::optional<ProcessOnHost>& process_of(int64_t other);
+
+  // From any thread: why this rank ends.
+  void tell_failure(int64_t stage, const std::string& kind, const std::string& text);
+  bool any_failed(int64_t stage);
+  bool has_failed(int64_t stage, int64_t other);
+  struct Failure {
+    std::string kind, text;
+  };
+  Failure failure_of(int64_t stage, int64_t other);
+
+ private:
+  bool has(const std::string& key);
+  std::string get(const std::string& key);
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  int64_t rank_, size_;
+  std::string published_;
+  std::vector<bool> known_, asked_;
+  std::vector<std::optional<ProcessOnHost>> processes_;
+};
+
+}  // namespace lightning_zero
