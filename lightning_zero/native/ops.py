@@ -1,7 +1,7 @@
 """Our ops: what torch, the passes and the model of costs must know of each besides its schema and its kernel.
 
-Those stand side by side in ``csrc/ops.cpp``. A new op is a row there and a row here; ``tests/native/test_ops.py``
-compares the two tables.
+Those stand side by side in ``csrc/ops.cpp``. A new op is a row there and a row in Python: beside the pass that puts it
+into graphs, by :func:`declare`, or here, if no pass does. ``tests/native/test_ops.py`` compares the two tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_zero.compat.ops import OpOverload
 
-__all__ = ["NAMESPACE", "OPS", "Op", "Role", "op_of"]
+__all__ = ["NAMESPACE", "OPS", "Op", "Role", "declare", "nothing", "op_of", "reducing"]
 
 NAMESPACE = "lightning_zero"
 
@@ -60,39 +60,35 @@ def _whole(shard: Tensor, shape: list[int], dtype: torch.dtype, resident: Tensor
     return shard.new_empty(shape, dtype=dtype)
 
 
-def _group(shards: list[Tensor], dtype: torch.dtype, numel: int) -> Tensor:
-    return shards[0].new_empty(numel, dtype=dtype)
-
-
 def _traced_grad(grad: Tensor, shard: Tensor, number: int = 0) -> Tensor:
     return shard.new_empty(shard.shape)
 
 
-def _nothing(*arguments: Any) -> None:
-    return None
+def nothing(*arguments: Any) -> None:
+    """The fake of an op that returns nothing."""
 
 
-def _reduce(name: str, role: Role = Role.OTHER, fake: Callable[..., Tensor | None] = _nothing) -> Op:
+def reducing(name: str, role: Role = Role.OTHER, fake: Callable[..., Tensor | None] = nothing) -> Op:
+    """The row of an op whose first two arguments are gradients and their shards."""
     return Op(name, shards=1, fake=fake, role=role, has_effect=True, copies_grads=True)
 
 
-OPS = {
-    op.name: op
-    for op in (
-        Op("gather", shards=0, fake=_whole),
-        Op("gather_eager", shards=0, fake=_whole),
-        Op("gather_start", shards=0, fake=_whole, role=Role.START),
-        Op("gather_group", shards=0, fake=_group, role=Role.START),
-        Op("resident_start", shards=1, fake=_nothing, role=Role.START, has_effect=True),
-        Op("resident_wait", shards=1, fake=_nothing, has_effect=True),
-        _reduce("reduce", fake=_traced_grad),  # until a pass puts one of the next in its place
-        _reduce("reduce_add", Role.REDUCE),
-        _reduce("reduce_group", Role.REDUCE),
-        _reduce("reduce_borrow", Role.REDUCE),
-        _reduce("reduce_release"),
-        Op("check_plan", shards=0, fake=_nothing, has_effect=True),
-    )
-}
+OPS: dict[str, Op] = {}  # by name; complete once the modules of all passes are imported
+
+
+def declare(op: Op) -> Op:
+    """Enters an op into the table. Called where a pass's module is imported, and so before the library is loaded, which
+    is when torch is told of all ops."""
+    assert op.name not in OPS, f"{op.name} has a row already"
+    OPS[op.name] = op
+    return op
+
+
+declare(Op("gather", shards=0, fake=_whole))
+declare(Op("gather_eager", shards=0, fake=_whole))
+declare(Op("gather_start", shards=0, fake=_whole, role=Role.START))
+declare(reducing("reduce", fake=_traced_grad))  # until a pass puts reduce_add in its place
+declare(reducing("reduce_add", Role.REDUCE))  # what eager code calls, too
 
 
 def op_of(target: Any) -> Op | None:

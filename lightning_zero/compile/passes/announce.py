@@ -15,10 +15,12 @@ from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import first_call, is_reduce, is_start, kind_of, ops, weight_name
 from lightning_zero.compile.passes.grouping import dtype_name
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
-from lightning_zero.native.ops import op_of
+from lightning_zero.native.ops import Op, declare, nothing, op_of
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["announce_plan", "read_plan"]
+
+declare(Op("check_plan", shards=0, fake=nothing, has_effect=True))
 
 _PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)  # how a weight is cut out of its group
 

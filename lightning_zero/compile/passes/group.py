@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import RECOMPUTE
@@ -23,9 +24,17 @@ from lightning_zero.compile.graph import gathers, ops, readers, shard_of, weight
 from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dtype_of, follow, size_of
 from lightning_zero.compile.passes.prefetch_schedule import PrefetchBudget, prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
+from lightning_zero.native.ops import Op, Role, declare
 from lightning_zero.profiling.estimate import Costs
 
 __all__ = ["group_gathers"]
+
+
+def _whole_group(shards: list[Tensor], dtype: torch.dtype, numel: int) -> Tensor:
+    return shards[0].new_empty(numel, dtype=dtype)
+
+
+declare(Op("gather_group", shards=0, fake=_whole_group, role=Role.START))
 
 _slice = torch.ops.aten.slice.Tensor
 _view = torch.ops.aten.view.default

@@ -17,9 +17,14 @@ from lightning_zero.compile.graph import (
     weight_name,
 )
 from lightning_zero.compile.passes.grouping import consecutive
+from lightning_zero.native.ops import Role, declare, reducing
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["group_reduces", "hand_over_gradients", "borrow_gradients"]
+
+declare(reducing("reduce_group", Role.REDUCE))
+declare(reducing("reduce_borrow", Role.REDUCE))
+declare(reducing("reduce_release"))
 
 
 def hand_over_gradients(graph: Graph) -> Graph:

@@ -14,8 +14,12 @@ from lightning_zero.compile.graph import gathers, ops, shard_of, weight_name
 from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dtype_of, follow, size_of
 from lightning_zero.compile.passes.prefetch_schedule import prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
+from lightning_zero.native.ops import Op, Role, declare, nothing
 
 __all__ = ["use_resident"]
+
+declare(Op("resident_start", shards=1, fake=nothing, role=Role.START, has_effect=True))
+declare(Op("resident_wait", shards=1, fake=nothing, has_effect=True))
 
 
 def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequence[GraphPlan] = ()) -> Graph:
