@@ -1,17 +1,17 @@
 """Ranks that see batches of different lengths train; ranks that gather different weights are told so, and do not hang."""
 
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph
 
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import Costs
+from tests.helpers.forks import Forks, run_forks
 from tests.helpers.models import OneBlock, build, make_batches
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
@@ -73,38 +73,6 @@ def test_ranks_with_batches_of_different_lengths_train(ranks: Ranks) -> None:
         assert_close_relative(params, expected, 2e-5, what="params")
         # A forward and a backward for fixed sizes, then for variable ones.
         assert graphs <= 8
-
-
-class Forks(nn.Module):
-    """Uses two weights in an order of the caller's choice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(9, 9), nn.Linear(9, 9)
-
-    def forward(self, x: Tensor, swap: bool) -> Tensor:
-        first, second = (self.right, self.left) if swap else (self.left, self.right)
-        return second(torch.tanh(first(x)))
-
-
-def run_forks(swaps: dict[int, list[bool]], patience_s: float, delay: dict[int, float], device: str = "cpu") -> Any:
-    """Steps in the orders given for each rank. What a mismatch said, and after how many seconds."""
-    model = build(Forks)
-    options = {"gather_transport": "collective"} if device == "cpu" else {}  # CPUs read weights without one another
-    with engine_for(model, "aot_eager", agreement_timeout_s=patience_s, device=device, **options) as engine:
-        begun = time.monotonic()
-        for step, swap in enumerate(swaps[engine.rank]):
-            if step == 1:
-                time.sleep(delay.get(engine.rank, 0.0))
-                begun = time.monotonic()
-            try:
-                with engine.train_step():
-                    loss = model(torch.ones(4, 9, device=engine.device), swap).square().mean()
-                loss.backward()
-            except RankMismatchError as error:
-                return str(error), time.monotonic() - begun
-            engine.before_step()
-    return None
 
 
 def test_ranks_that_compile_different_graphs_are_told_the_first_difference(ranks: Ranks) -> None:

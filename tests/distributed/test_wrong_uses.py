@@ -21,9 +21,9 @@ from torch import nn
 from lightning_zero import UnsupportedError, full_parameters, unshard
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
+from tests.helpers.trainer import Regression, close, make_loader, make_strategy, make_trainer, mlp
 from tests.helpers.wrong import WrongUses
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import Regression, close, make_loader, make_strategy, make_trainer, mlp
 
 CPU = torch.device("cpu")
 EAGER = EngineConfig(compile=False)
@@ -414,3 +414,7 @@ def test_a_strategy_that_is_not_set_up_says_when_it_is() -> None:
 def test_an_unknown_name_lists_ours() -> None:
     with pytest.raises(ValueError, match="zero3_compile"):
         pl.Trainer(accelerator="cpu", strategy="zero3_compiled", logger=False)
+
+
+def test_the_table_is_long() -> None:
+    assert len(WRONG) >= 25

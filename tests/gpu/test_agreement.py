@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.test_agreement import run_forks
+from tests.helpers.forks import run_forks
 from tests.ranks.pool import Ranks
 
 

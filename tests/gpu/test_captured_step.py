@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.test_optimizer_steps import (
+from tests.helpers.optimizer_steps import (
     SELDOM,
     Event,
     compare,

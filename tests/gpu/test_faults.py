@@ -3,7 +3,7 @@
 import pytest
 
 from tests.faults.cases import GPU_CASES
-from tests.faults.test_faults import check
+from tests.faults.check import check
 from tests.faults.verdict import Case
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.usefixtures("native_library")]

@@ -7,8 +7,8 @@ import pytest
 from lightning_zero import ZeroStrategy
 from tests.helpers.options import arguments
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.ways import PARTS, WAYS, fit
 from tests.ranks.pool import Ranks
-from tests.trainer.ways import PARTS, WAYS, fit
 
 pytestmark = pytest.mark.gpu(2)
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_zero import Tuning, ZeroStrategy
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import close, seeded, whole_state
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import close, seeded, whole_state
 
 pytestmark = pytest.mark.gpu(2)
 

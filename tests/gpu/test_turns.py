@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.engine import Engine
-from tests.distributed.test_turns import CHOICES, Experts, Parts, batches
 from tests.helpers.options import config
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import whole_params
+from tests.helpers.turns import CHOICES, Experts, Parts, batches
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(2)

@@ -7,8 +7,8 @@ import torch
 
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import RTOL, Regression, close, make_loader, make_strategy, make_trainer, whole_state
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import RTOL, Regression, close, make_loader, make_strategy, make_trainer, whole_state
 
 WINDOW, WINDOWS = 3, 4
 

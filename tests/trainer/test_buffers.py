@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     INPUTS,
     OUTPUTS,
     RTOL,
@@ -21,6 +20,7 @@ from tests.trainer.helpers import (
     make_trainer,
     seeded,
 )
+from tests.ranks.pool import Ranks
 
 WIDTH = 64
 

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import MeanMetric
 
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     INPUTS,
     OUTPUTS,
     RTOL,
@@ -29,6 +28,7 @@ from tests.trainer.helpers import (
     seeded,
     whole_state,
 )
+from tests.ranks.pool import Ranks
 
 
 class Scale(nn.Module):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lightning_zero.engine import engine_of
 from lightning_zero.step.stepper import OptimizerStepper
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     HIDDEN,
     RTOL,
     WIDTH,
@@ -27,6 +26,7 @@ from tests.trainer.helpers import (
     seeded,
     whole_state,
 )
+from tests.ranks.pool import Ranks
 
 NORM, VALUE = 0.15, 0.02  # both below what the gradients have
 

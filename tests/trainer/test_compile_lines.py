@@ -3,8 +3,8 @@
 import pytest
 from torch import nn
 
+from tests.helpers.trainer import INPUTS, OUTPUTS, Regression, fitted, make_loader
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import INPUTS, OUTPUTS, Regression, fitted, make_loader
 
 WIDTH = 64
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     INPUTS,
     OUTPUTS,
     RTOL,
@@ -25,6 +24,7 @@ from tests.trainer.helpers import (
     seeded,
     whole_state,
 )
+from tests.ranks.pool import Ranks
 
 WIDTH = 64
 

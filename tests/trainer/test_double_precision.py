@@ -9,8 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     INPUTS,
     OUTPUTS,
     Regression,
@@ -22,6 +21,7 @@ from tests.trainer.helpers import (
     seeded,
     whole_state,
 )
+from tests.ranks.pool import Ranks
 
 WIDTH = 64
 

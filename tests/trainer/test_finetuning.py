@@ -9,50 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
-from torch import nn
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 
+from tests.helpers.lightning_modules import Finetuned, backbone_later
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
-    HIDDEN,
-    INPUTS,
-    OUTPUTS,
+from tests.helpers.trainer import (
     RTOL,
-    WIDTH,
-    Regression,
     check_captured,
     close,
     global_losses,
     make_loader,
     make_trainer,
-    seeded,
     whole_state,
 )
-
-
-class Finetuned(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.net
-        with seeded():
-            self.backbone = nn.Sequential(
-                nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN)
-            )
-            self.head = nn.Linear(HIDDEN, OUTPUTS)
-        self.groups: list[list[tuple[float, list[str]]]] = []
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.backbone(x))
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        names = {param: name for name, param in self.named_parameters()}
-        groups = self.optimizers().param_groups
-        self.groups.append([(group["lr"], [names[param] for param in group["params"]]) for group in groups])
-
-    def configure_optimizers(self) -> Any:
-        params = [param for param in self.parameters() if param.requires_grad]
-        return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
+from tests.ranks.pool import Ranks
 
 
 class Halves(BaseFinetuning):
@@ -66,10 +36,7 @@ class Halves(BaseFinetuning):
             self.unfreeze_and_add_param_group(module.backbone[4 - 2 * epoch : 6 - 2 * epoch], optimizer, lr=1e-2)
 
 
-CALLBACKS: dict[str, Any] = {
-    "backbone": lambda: BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_ratio_lr=0.5, should_align=False),
-    "halves": Halves,
-}
+CALLBACKS: dict[str, Any] = {"backbone": backbone_later, "halves": Halves}
 
 
 def _finetuned(kind: str, name: str, home: str, **arguments: Any) -> Any:

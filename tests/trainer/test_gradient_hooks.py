@@ -10,8 +10,7 @@ import lightning_zero
 from lightning_zero.engine import engine_of
 from lightning_zero.sharding.refusals import plainly
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     INPUTS,
     RTOL,
     Regression,
@@ -22,6 +21,7 @@ from tests.trainer.helpers import (
     make_trainer,
     whole_state,
 )
+from tests.ranks.pool import Ranks
 
 
 class Hooked(Regression):

@@ -10,8 +10,7 @@ from torch import nn
 
 import lightning_zero
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     HIDDEN,
     INPUTS,
     RTOL,
@@ -24,6 +23,7 @@ from tests.trainer.helpers import (
     seeded,
     train,
 )
+from tests.ranks.pool import Ranks
 
 TYPES: list[Any] = [1, 2, "3.5", "inf"]
 

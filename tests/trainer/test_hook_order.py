@@ -8,8 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
+from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import Regression, close, make_loader, make_trainer
 
 # overriding these has a meaning of its own
 LEFT_OUT = {"train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "configure_sharded_model"}

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.trainer import Regression, make_loader, make_trainer
 from tests.ranks.pool import REPO, Ranks
-from tests.trainer.helpers import Regression, make_loader, make_trainer
 
 SCRIPT = Path(__file__).with_name("launched.py")
 DEADLINE = 120.0

@@ -7,36 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch.nn.functional as F
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
-from lightning.pytorch.utilities import rank_zero_only
 from torch._dynamo.utils import counters
 from torchmetrics import MeanAbsoluteError, MeanMetric
 
+from tests.helpers.callbacks import Lines
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import RTOL, Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import RTOL, Regression, close, make_loader, make_trainer
-
-
-class Lines(Logger):
-    """Keeps what it is given, on rank 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[int, dict[str, float]]] = []
-
-    name, version = "lines", 0
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        return self
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert step is not None
-        self.lines.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Bookkeeper(Regression):

@@ -4,41 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_zero.engine import engine_of
-from lightning_zero.sharding.refusals import plainly
+from tests.helpers.lightning_modules import OVERFLOW, Overflows
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import check_captured, close, make_loader, make_trainer, whole_state
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import Regression, check_captured, close, make_loader, make_trainer, whole_state
-
-OVERFLOW = 3  # the step with an infinite gradient
-
-
-class Overflows(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales: list[float] = []
-        self.steps: list[float] = []
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
-
-    def on_after_backward(self) -> None:
-        sharded = engine_of(self) is not None
-        if (
-            self.trainer.global_step == OVERFLOW
-            and len(self.scales) == OVERFLOW
-            and (not sharded or dist.get_rank() == 0)
-        ):
-            with plainly():
-                next(iter(self.parameters())).grad.view(-1)[0] = torch.inf
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
-        state = self.optimizers().optimizer.state
-        self.steps.append(float(next(iter(state.values()))["step"]) if state else 0.0)
 
 
 def fit_with_scaler(kind: str) -> dict[str, Any]:

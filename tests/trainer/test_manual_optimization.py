@@ -3,106 +3,22 @@
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
+from tests.helpers.lightning_modules import GAN, Accumulating
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
-    INPUTS,
-    OUTPUTS,
+from tests.helpers.trainer import (
     RTOL,
-    WIDTH,
-    Regression,
     fitted,
     global_losses,
     is_ours,
-    seeded,
     whole_state,
 )
-
-
-class GAN(Regression):
-    """Two networks that train each other by turns, each with an optimizer of its own, clipped by hand."""
-
-    def __init__(self, alternate: bool = False) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.alternate = alternate
-        with seeded(1):
-            self.net = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
-            self.judge = nn.Sequential(nn.Linear(OUTPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
-        self.norms: list[float] = []
-        self.without_grad: list[bool] = []
-
-    def configure_optimizers(self) -> Any:
-        betas = (0.5, 0.99)
-        return [
-            torch.optim.Adam(self.net.parameters(), lr=1e-2, betas=betas, eps=1e-3),
-            torch.optim.Adam(self.judge.parameters(), lr=2e-2, betas=betas, eps=1e-3),
-        ]
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, real = batch
-        makes, judges = self.optimizers()
-        losses = []
-        if not self.alternate or batch_idx % 2 == 0:
-            self.toggle_optimizer(makes)
-            loss = F.softplus(-self.judge(self.net(x))).mean()
-            self.without_grad.append(any(p.requires_grad for p in self.judge.parameters()))
-            self._step(makes, loss)
-            self.untoggle_optimizer(makes)
-            losses.append(loss.item())
-        if not self.alternate or batch_idx % 2 == 1:
-            self.toggle_optimizer(judges)
-            with torch.no_grad():
-                fake = self.net(x)
-            loss = F.softplus(-self.judge(real)).mean() + F.softplus(self.judge(fake)).mean()
-            self._step(judges, loss)
-            self.untoggle_optimizer(judges)
-            losses.append(loss.item())
-        self.losses += losses
-
-    def _step(self, optimizer: Any, loss: Tensor) -> None:
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        optimizer.step()
+from tests.ranks.pool import Ranks
 
 
 class Alternating(GAN):
     def __init__(self) -> None:
         super().__init__(alternate=True)
-
-
-class Accumulating(Regression):
-    """Two backwards a step, a step every second batch, a closure, a scheduler stepped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            self.manual_backward(self.net(batch[0] + 1).square().mean() * 0.1)
-            self.losses.append(loss.item())
-            return loss
-
-        if batch_idx % 2 == 0:
-            optimizer.zero_grad()
-            closure()
-        else:
-            optimizer.step(closure=closure)
-            self.lr_schedulers().step()
 
 
 def _train(kind: str, make: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import torch
 
 from lightning_zero import PassSchedule
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from tests.helpers.callbacks import MINIMAL, Count
+from tests.helpers.trainer import fitted, make_strategy
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import fitted, make_strategy
-from tests.trainer.test_pass_schedule import MINIMAL, Count
 
 
 class Roomy(MemoryGauge):

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.model_summary import summarize
 from torch import nn
 
 import lightning_zero
+from tests.helpers.trainer import INPUTS, OUTPUTS, WIDTH, Regression, close, make_loader, make_trainer, seeded
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import INPUTS, OUTPUTS, WIDTH, Regression, close, make_loader, make_trainer, seeded
 
 
 class Summarised(Regression):

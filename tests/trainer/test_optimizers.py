@@ -8,8 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     INPUTS,
     OUTPUTS,
     RTOL,
@@ -21,6 +20,7 @@ from tests.trainer.helpers import (
     seeded,
     train,
 )
+from tests.ranks.pool import Ranks
 
 
 class Grouped(Regression):

@@ -8,25 +8,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.fx import Graph
 
 from lightning_zero import PassSchedule, PassSpec, ZeroStrategy
+from tests.helpers.callbacks import MINIMAL, Count
+from tests.helpers.trainer import fitted, make_trainer
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import fitted, make_trainer
 
-MINIMAL = ["split_gathers", "hand_over_gradients", "announce_plan"]
 STEPS = 7
-
-
-class Count(Callback):
-    """Gathers in groups, and gathers, of each batch."""
-
-    def __init__(self) -> None:
-        self.batches: list[tuple[int, int]] = []
-        self.before = (0, 0)
-
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        counters = trainer.strategy._engine.executor.counters()
-        now = (counters.get("gather_groups", 0), counters["gathers"])
-        self.batches.append((now[0] - self.before[0], now[1] - self.before[1]))
-        self.before = now
 
 
 def train(schedule: Any) -> dict[str, Any]:

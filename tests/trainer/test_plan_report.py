@@ -11,8 +11,8 @@ from lightning_zero.profiling.bandwidth import BandwidthTable
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.report import PlanReport
 from lightning_zero.report.stopwatch import BATCHES
+from tests.helpers.trainer import fitted
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import fitted
 
 SPEED = DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-6)
 STEPS = BATCHES + 3  # one runs eagerly, one compiles, and one more

@@ -17,8 +17,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from lightning_zero import ZeroStrategy
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import Regression, close, global_losses, make_loader, make_trainer, whole_state
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import Regression, close, global_losses, make_loader, make_trainer, whole_state
 
 
 def _plugins() -> dict[str, Any]:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import RTOL, Regression, close, global_losses, make_loader, make_trainer, whole_state
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import RTOL, Regression, close, global_losses, make_loader, make_trainer, whole_state
 
 
 class Planned(Exception): ...

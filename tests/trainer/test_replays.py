@@ -7,9 +7,9 @@ import pytest
 from lightning_zero import ZeroStrategy
 from tests.helpers.options import arguments
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import RTOL
+from tests.helpers.ways import PARTS, WAYS, fit
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import RTOL
-from tests.trainer.ways import PARTS, WAYS, fit
 
 FAST = ("losses kept", "accumulated and clipped")
 

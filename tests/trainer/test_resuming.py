@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     INPUTS,
     OUTPUTS,
     RTOL,
@@ -25,6 +24,7 @@ from tests.trainer.helpers import (
     seeded,
     whole_state,
 )
+from tests.ranks.pool import Ranks
 
 WIDTH = 64
 

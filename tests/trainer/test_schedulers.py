@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from torch.optim import lr_scheduler
 
+from tests.helpers.callbacks import Lines
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     RTOL,
     Regression,
     check_captured,
@@ -20,7 +20,7 @@ from tests.trainer.helpers import (
     make_trainer,
     whole_state,
 )
-from tests.trainer.test_logging import Lines
+from tests.ranks.pool import Ranks
 
 SCHEDULERS: dict[str, Any] = {
     "step": lambda o: {"scheduler": lr_scheduler.StepLR(o, 2, gamma=0.3), "interval": "step"},

@@ -9,8 +9,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import INPUTS, OUTPUTS, Regression, fitted, global_losses, seeded, whole_state
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import INPUTS, OUTPUTS, Regression, fitted, global_losses, seeded, whole_state
 
 WIDTH, STEPS = 64, 3
 

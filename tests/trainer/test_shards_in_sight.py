@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import INPUTS, OUTPUTS, RTOL, Regression, seeded, train
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import INPUTS, OUTPUTS, RTOL, Regression, seeded, train
 
 
 class Wide(Regression):

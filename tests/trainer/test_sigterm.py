@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.trainer.sigterm import ask_on_cpu
+from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import Regression, close, make_loader, make_trainer
 
 METHOD = "_broadcast_sigterm_tensor"
 

@@ -11,8 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_zero
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     INPUTS,
     RTOL,
     WIDTH,
@@ -24,6 +23,7 @@ from tests.trainer.helpers import (
     make_trainer,
     whole_state,
 )
+from tests.ranks.pool import Ranks
 
 
 def _predictions(kind: str, parts: Any) -> torch.Tensor:

@@ -1,35 +1,16 @@
 """A training step may call and read whatever it likes, in any order, as on a single device."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.helpers.lightning_modules import NARROW, EditsWeights, Parts, SeveralForwards, Teacher
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import INPUTS, OUTPUTS, RTOL, train
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import INPUTS, OUTPUTS, RTOL, Regression, seeded, train
-
-HIDDEN = 21  # no more than INPUTS
-
-
-class Parts(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(2):
-            self.encoder = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.LayerNorm(HIDDEN))
-            self.decoder = nn.Linear(HIDDEN, OUTPUTS)
-        del self.net
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.compute(*batch, batch_idx)
-        self.losses.append(loss.item())
-        return loss
-
-    def compute(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
-        raise NotImplementedError
 
 
 class CallsPartsInAnyOrder(Parts):
@@ -37,44 +18,12 @@ class CallsPartsInAnyOrder(Parts):
 
     def compute(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 3:
-            return F.mse_loss(self.decoder(x[:, :HIDDEN]), y)
+            return F.mse_loss(self.decoder(x[:, :NARROW]), y)
         if batch_idx % 2:
-            prior = self.decoder(torch.ones(len(x), HIDDEN))
+            prior = self.decoder(torch.ones(len(x), NARROW))
             return F.mse_loss(self.decoder(self.encoder(x)) + 0.1 * prior, y)
         once, again = self.encoder(x), self.encoder(x * 0.5)
         return F.mse_loss(self.decoder(once), y) + F.mse_loss(once, again.detach()) + again.square().mean()
-
-
-class SeveralForwards(Parts):
-    """Two views through forward(), each against the other, as self-supervised methods do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encoder(x))
-
-    def compute(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
-        one, other = self(x), self(x.flip(1))
-        with torch.no_grad():
-            target = self(x + 1)
-        return F.mse_loss(one, y) + F.mse_loss(one, other.detach()) + 0.1 * F.mse_loss(other, target)
-
-
-class Teacher(Parts):
-    """A frozen copy follows the encoder at a distance, and is only called without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = copy.deepcopy(self.encoder).requires_grad_(False)
-
-    def compute(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            target = self.teacher(x + 0.1)
-        hidden = self.encoder(x)
-        return F.mse_loss(hidden, target) + F.mse_loss(self.decoder(hidden), y)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        with torch.no_grad():
-            for slow, fast in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
-                slow.lerp_(fast, 0.3)
 
 
 class ReadsWeights(Parts):
@@ -85,7 +34,7 @@ class ReadsWeights(Parts):
         rebuilt = F.linear(hidden, self.encoder[0].weight.t(), None)
         penalty = self.decoder.weight.norm() + (self.encoder[0].weight @ self.encoder[0].weight.t()).square().mean()
         shapes = [tuple(p.shape) for p in (self.encoder[0].weight, self.decoder.weight, self.decoder.bias)]
-        assert shapes == [(HIDDEN, INPUTS), (OUTPUTS, HIDDEN), (OUTPUTS,)]
+        assert shapes == [(NARROW, INPUTS), (OUTPUTS, NARROW), (OUTPUTS,)]
         return F.mse_loss(self.decoder(hidden), y) + F.mse_loss(rebuilt, x) + 0.1 * penalty + self.decoder.bias.sum()
 
 
@@ -95,18 +44,6 @@ class ReadsOnly(Parts):
     def compute(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
         hidden = torch.tanh(x @ self.encoder[0].weight.t() + self.encoder[0].bias)
         return F.mse_loss(torch.addmm(self.decoder.bias, hidden, self.decoder.weight.t()), y)
-
-
-class EditsWeights(Parts):
-    """Weights are clamped in place where a hook gets hold of them, as critics do."""
-
-    def compute(self, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
-        return F.mse_loss(self.decoder(self.encoder(x)), y)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        with torch.no_grad():
-            self.decoder.weight.clamp_(-0.2, 0.2)
-        self.encoder[0].weight.data.mul_(0.9)
 
 
 def _train_under(make: Any, *kinds: str) -> dict[str, Any]:

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
+from tests.helpers.trainer import (
     INPUTS,
     OUTPUTS,
     RTOL,
@@ -24,6 +23,7 @@ from tests.trainer.helpers import (
     seeded,
     whole_state,
 )
+from tests.ranks.pool import Ranks
 
 
 class _Sum(torch.autograd.Function):

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import INPUTS, OUTPUTS, RTOL, Regression, close, make_loader, make_trainer, whole_state
 from tests.ranks.pool import Ranks
-from tests.trainer.helpers import INPUTS, OUTPUTS, RTOL, Regression, close, make_loader, make_trainer, whole_state
 
 
 def uneven_loader() -> DataLoader:

@@ -14,20 +14,18 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.helpers.lightning_modules import Averaged
 from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
-from tests.trainer.helpers import (
-    INPUTS,
+from tests.helpers.trainer import (
     RTOL,
     WIDTH,
-    Regression,
     check_captured,
     close,
     make_loader,
     make_trainer,
-    seeded,
     whole_state,
 )
+from tests.ranks.pool import Ranks
 
 AVERAGES: dict[str, Any] = {
     "ema": lambda: EMAWeightAveraging(decay=0.6, update_starting_at_step=1),
@@ -35,31 +33,6 @@ AVERAGES: dict[str, Any] = {
     "mean": lambda: WeightAveraging(),
     "parameters only": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.6), use_buffers=False),
 }
-
-
-class Averaged(Regression):
-    """With a buffer, a tied and a frozen parameter; notes what validation sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(1):
-            self.tied = nn.Linear(INPUTS, WIDTH)
-        self.tied.weight = self.net[0].weight
-        self.net[2].weight.requires_grad_(False)
-        self.register_buffer("steps", torch.zeros(()))
-        self.validated: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.steps += 1
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch) + self.steps / 100
-        self.log("val_loss", loss, sync_dist=True)
-        self.validated.append(loss.item())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=3e-2, eps=1e-3)
 
 
 class OwnValues(Averaged):

@@ -1,8 +1,10 @@
 """The helpers must be right before they can judge: oracle and models."""
 
+import ast
 import copy
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +155,17 @@ def test_unused_parameters_are_skipped_or_decayed() -> None:
     decayed = train_reference(model, batches, sgd, unused_as_zero=True).params[0]["idle.weight"]
     assert_close_relative(skipped, model.idle.weight, 0.0)
     assert_close_relative(decayed, model.idle.weight * 0.99, 1e-6)
+
+
+def test_no_test_takes_anything_from_another() -> None:
+    """What two need is in tests/helpers, or beside them in a module that holds no tests."""
+    tests = Path(__file__).resolve().parents[1]
+    taken = []
+    for path in sorted(tests.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            taken += [f"{path}:{node.lineno}: {name}" for name in names if "tests." in name and ".test_" in name]
+    assert not taken, "\n".join(taken)

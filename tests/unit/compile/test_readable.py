@@ -6,8 +6,8 @@ import torch
 from torch.fx import Graph
 
 from lightning_zero.compile.readable import node_lines, readable
+from tests.helpers.tracing import traced
 from tests.unit.compile.graphs import Builder
-from tests.unit.profiling.test_tensors import traced
 
 aten = torch.ops.aten
 

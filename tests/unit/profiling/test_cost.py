@@ -8,8 +8,8 @@ from torch.fx import Graph
 from torch.nn import functional as F
 
 from lightning_zero.profiling.cost import DeviceSpeed, NodeCost, graph_costs
+from tests.helpers.tracing import traced
 from tests.unit.compile.graphs import Builder
-from tests.unit.profiling.test_tensors import traced
 
 aten = torch.ops.aten
 # A launch costs nothing and a second moves one byte: seconds are bytes.

@@ -1,20 +1,15 @@
 """Which nodes share memory, and how large it is."""
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_zero.profiling.tensors import is_view, nbytes, read_bytes, size_hint, storages, viewed
+from tests.helpers.tracing import traced
 
 aten = torch.ops.aten
-
-
-def traced(function: Callable[..., Any], *inputs: torch.Tensor, mode: str = "fake") -> Graph:
-    return make_fx(function, tracing_mode=mode)(*inputs).graph
 
 
 def node(graph: Graph, target: object) -> Node:

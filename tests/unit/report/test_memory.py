@@ -3,8 +3,8 @@
 import torch
 
 from lightning_zero.report.memory import Alive, MemoryPoint, MemoryTimeline, memory_timeline
+from tests.helpers.tracing import traced
 from tests.unit.compile.graphs import Builder
-from tests.unit.profiling.test_tensors import traced
 
 aten = torch.ops.aten
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.replay.pairs import Job
+from lightning_zero.compile.replay.policy import WARMUPS
 from tests.helpers.options import config
 
 
@@ -117,3 +119,10 @@ class Training:
     @property
     def made(self) -> list[FakePair]:
         return FakePair.made
+
+
+def captured(training: Training) -> Training:
+    for _ in range(WARMUPS + 1):
+        training.step()
+    assert training.made[-1].replays == 1
+    return training

@@ -12,14 +12,7 @@ from lightning_zero.compile.replay.policy import MOST_WAITS, PATIENCE, WARMUPS, 
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.options import config
-from tests.unit.compile.replay.fakes import Training
-
-
-def captured(training: Training) -> Training:
-    for _ in range(WARMUPS + 1):
-        training.step()
-    assert training.made[-1].replays == 1
-    return training
+from tests.unit.compile.replay.fakes import Training, captured
 
 
 def test_the_run_after_warm_up_is_captured_and_later_ones_are_replays() -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from lightning_zero.compile.replay.variant import unfit
-from tests.unit.compile.replay.fakes import Training
-from tests.unit.compile.replay.test_policy import captured
+from tests.unit.compile.replay.fakes import Training, captured
 
 
 def test_outputs_are_the_callers_to_keep() -> None:

@@ -1,4 +1,4 @@
-"""Trainers that differ only in their strategy, on the same data."""
+"""Trainers that differ only in their strategy, on the same data; the modules that they train are in lightning_modules.py."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -16,7 +16,18 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.trainer.helpers import (
+from tests.helpers.lightning_modules import (
+    GAN,
+    Accumulating,
+    Averaged,
+    EditsWeights,
+    Finetuned,
+    Overflows,
+    SeveralForwards,
+    Teacher,
+    backbone_later,
+)
+from tests.helpers.trainer import (
     INPUTS,
     OUTPUTS,
     WIDTH,
@@ -28,11 +39,6 @@ from tests.trainer.helpers import (
     seeded,
     whole_state,
 )
-from tests.trainer.test_finetuning import CALLBACKS, Finetuned
-from tests.trainer.test_loss_scaling import Overflows
-from tests.trainer.test_manual_optimization import GAN, Accumulating
-from tests.trainer.test_step_patterns import EditsWeights, SeveralForwards, Teacher
-from tests.trainer.test_weight_averaging import Averaged
 
 STEPS = 12  # an epoch's
 
@@ -208,7 +214,7 @@ WAYS = {
         strategy={"resident_mb": float("inf"), "resident_until": "step"},
     ),
     "weights averaged": Way(Averaged, by_callback(lambda: EMAWeightAveraging(decay=0.6))),
-    "unfrozen later": Way(Finetuned, by_callback(CALLBACKS["backbone"]), ddp=False),
+    "unfrozen later": Way(Finetuned, by_callback(backbone_later), ddp=False),
     "frozen later": Way(FreezesLater, epochs=3),
     "saved and validated": Way(arguments=saved),
     "anomalies looked for": Way(arguments=lambda: {"detect_anomaly": True}),
