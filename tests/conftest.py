@@ -1,6 +1,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported: the oracle's threads would wait for one another on the cores that the ranks need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,6 +10,8 @@ import pytest
 
 from tests.ranks.pool import Ranks
 
+WORKERS = 2  # processes; see pytest_cmdline_main
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
@@ -16,6 +19,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Folders are run by two processes, each with files of its own: ranks wait for one another so often that a single
+    one leaves a third of two cores idle. ``-n 0`` runs one; so do files and tests that are named, a debugger, and a
+    machine with GPUs, of which each test wants all."""
+    option = config.option
+    if (
+        config.pluginmanager.hasplugin("xdist")
+        and "PYTEST_XDIST_WORKER" not in os.environ
+        and (option.numprocesses, option.dist, option.tx) == (None, "no", [])
+        and not (option.usepdb or option.collectonly or option.keyword or option.capture == "no")
+        and all(Path(arg).is_dir() for arg in config.args)
+        and (os.cpu_count() or 1) > 1
+        and not Path("/dev/nvidiactl").exists()
+    ):
+        option.numprocesses, option.dist, option.loadscopereorder = WORKERS, "loadfile", False
 
 
 def _adds_nothing(item: pytest.Item) -> bool:
@@ -58,11 +79,13 @@ def native_library() -> None:
 @pytest.fixture(scope="session")
 def ranks(native_library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """`ranks.run(world_size, fn, *args)`: see tests/ranks/pool.py."""
-    # Shared by the ranks, but not with earlier sessions: Inductor's cache cannot see that the
+    # Shared by the ranks, and by pytest's processes, but not with earlier sessions: Inductor's cache cannot see that the
     # source of a custom pass was edited.
     added = "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     if added:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
+        base = tmp_path_factory.getbasetemp()
+        home = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(home / "inductor")
     pools = Ranks()
     try:
         yield pools

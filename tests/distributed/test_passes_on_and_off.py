@@ -9,7 +9,7 @@ import torch
 
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import NOMINAL, Costs
-from tests.helpers.models import OneBlock, build, make_batches
+from tests.helpers.models import TiedBlock, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
@@ -24,7 +24,8 @@ PERSISTENT: dict[str, Any] = ON | {"resident_mb": float("inf")}
 EARLY: dict[str, Any] = ON | {"prefetch_mb": 64}
 LATE: dict[str, Any] = ON | {"costs": Costs(NOMINAL.gathers, DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-5))}
 WAYS = (OFF, ON, PERSISTENT, EARLY, LATE)
-# Weights copied out of peers' memory.
+# Weights gathered by collectives; and copied out of peers' memory, as CPUs do by themselves.
+COLLECTED: dict[str, Any] = ON | {"gather_transport": "collective"}
 COPIED: dict[str, Any] = ON | {"gather_transport": "copy"}
 RESIDENT: dict[str, Any] = COPIED | {"resident_mb": float("inf"), "resident_until": "step"}
 
@@ -41,43 +42,68 @@ def all_ways(case: str, mixed: bool, ways: Sequence[dict[str, Any]] = WAYS) -> l
     return results
 
 
+def all_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> None:
+    (off, _), *others = results
+    for on, counters in others:
+        assert_same_bits(on, off)
+        assert counters["gather_groups"] > 0
+
+
 @pytest.mark.parametrize(
-    ("case", "mixed"),
-    [("TiedBlock", True), ("LoRA", False), ("NeverUsed", False), pytest.param("OddMLP", True, marks=pytest.mark.slow)],
+    ("case", "mixed"), [("LoRA", False), ("NeverUsed", False), pytest.param("OddMLP", True, marks=pytest.mark.slow)]
 )
 def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: str, mixed: bool) -> None:
-    for (off, _), *others in ranks.run(2, all_ways, case, mixed, deadline=240):
-        for on, counters in others:
-            assert_same_bits(on, off)
-            assert counters["gather_groups"] > 0
+    for results in ranks.run(2, all_ways, case, mixed, deadline=240):
+        all_equal(results)
 
 
-def test_weights_used_in_low_precision_travel_in_it(ranks: Ranks) -> None:
-    """Bytes on the wire, counted: half of what float32 takes, for every weight of a linear layer."""
-    (_, off), (_, on), (_, resident) = ranks.run(2, all_ways, "OneBlock", True, WAYS[:3], deadline=240)[0]
+def copies_are_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> None:
+    """Of the weights gathered by collectives, copied, and copied and resident."""
+    (on, gathered), *others = results
+    assert gathered.get("copied_weights", 0) == 0
+    assert others[0][1]["groups_ahead"] > 0  # on their way before the graph began
+    for copied, counters in others:
+        assert counters["copied_weights"] > 0
+        assert_same_bits(copied, on)
+
+
+@pytest.fixture(scope="module")
+def tied(ranks: Ranks) -> list[list[tuple[Reference, dict[str, int]]]]:
+    """Trainings of a transformer with a tied weight in mixed precision: by rank, in all ways, collected and resident."""
+    return ranks.run(2, all_ways, "TiedBlock", True, (*WAYS, COLLECTED, RESIDENT), deadline=240)
+
+
+def test_mixed_precision_and_a_tied_weight_change_no_bit_either(tied: Any) -> None:
+    for results in tied:
+        all_equal(results[: len(WAYS)])
+
+
+def test_copies_from_peers_bring_the_same_bits(tied: Any) -> None:
+    for _, on, _, _, _, collected, resident in tied:
+        copies_are_equal([collected, on, resident])
+
+
+@pytest.mark.slow
+def test_copies_from_two_peers_bring_the_same_bits(ranks: Ranks) -> None:
+    for results in ranks.run(3, all_ways, "TiedBlock", True, (COLLECTED, COPIED, RESIDENT), deadline=240):
+        copies_are_equal(results)
+
+
+def test_weights_used_in_low_precision_travel_in_it(tied: Any) -> None:
+    """Bytes on the wire, counted: half of what float32 takes, for every weight of a linear layer but the head, which is
+    the embedding's."""
+    (_, off), (_, on), (_, resident) = tied[0][:3]
     # All gather in float32 in their first, eager step; later small weights are kept for backward, or all are.
     assert off["gathers"] > on["gathers"] > resident["gathers"]
-    linears = [module for module in OneBlock().modules() if isinstance(module, torch.nn.Linear)]
-    weights = sum(linear.weight.numel() for linear in linears)
+    blocks = TiedBlock().blocks
+    weights = sum(module.weight.numel() for module in blocks.modules() if isinstance(module, torch.nn.Linear))
     # Two bytes an element, in forward and in backward of each compiled step.
     assert off["gather_bytes"] - on["gather_bytes"] >= (STEPS - 1) * 2 * 2 * weights
     # Kept weights are not gathered in backward at all. (Those of the first layer norm, say, are small anyway, and the
-    # last one is kept without a budget.)
-    weights -= OneBlock().head.weight.numel()
+    # head's is kept without a budget.)
     assert on["gather_bytes"] - resident["gather_bytes"] >= (STEPS - 1) * 2 * weights
     # All compute copies are written at once, not one by one; only the first, eager step takes edits of weights into account.
     assert on.get("compute_copy_writes", 0) == off.get("compute_copy_writes", 0)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_copies_from_peers_bring_the_same_bits(ranks: Ranks, world_size: int) -> None:
-    ways = (ON | {"gather_transport": "collective"}, COPIED, RESIDENT)
-    for (on, gathered), *others in ranks.run(world_size, all_ways, "TiedBlock", True, ways, deadline=240):
-        assert gathered.get("copied_weights", 0) == 0
-        assert others[0][1]["groups_ahead"] > 0  # on their way before the graph began
-        for copied, counters in others:
-            assert counters["copied_weights"] > 0
-            assert_same_bits(copied, on)
 
 
 def mean_of_parts(case: str, mixed: bool) -> list[tuple[Reference, dict[str, int]]]:

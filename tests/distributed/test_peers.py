@@ -1,6 +1,7 @@
 """Weights copied out of peers' memory, and gradients into it: what could go wrong with memory that others read."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,9 +38,21 @@ def memory() -> PeerMemory:
     return PeerMemory(Mesh.of(torch.device("cpu")))
 
 
-def write_and_read() -> tuple[list[int], list[str]]:
+def in_shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("faults-")}  # a job's folder
+
+
+def left_since(before: set[str]) -> set[str]:
+    """Tests may run beside this one: what they have there goes again, and what is left behind does not."""
+    end = time.monotonic() + 5.0
+    while (left := in_shared_memory() - before) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+def write_and_read() -> tuple[list[int], set[str]]:
     own = memory()
-    before = set(Path("/dev/shm").iterdir())
+    before = in_shared_memory()
     dist.barrier()
     mine, everyone = own.empty(5, torch.int64)
     mine.fill_(dist.get_rank() + 10)
@@ -48,7 +61,7 @@ def write_and_read() -> tuple[list[int], list[str]]:
     dist.barrier()
     everyone[(dist.get_rank() + 1) % dist.get_world_size()][0] = 7
     dist.barrier()
-    return [*seen, int(mine[0]), own.nbytes], [path.name for path in set(Path("/dev/shm").iterdir()) - before]
+    return [*seen, int(mine[0]), own.nbytes], left_since(before)
 
 
 def test_every_rank_reads_and_writes_every_ranks_memory(ranks: Ranks) -> None:
@@ -289,7 +302,7 @@ def lengths(rank: int) -> list[Any]:
     """Batches of other lengths on each rank."""
     return [
         tuple(part[:, : 4 + (step * (rank + 2)) % 4] for part in batch)
-        for step, batch in enumerate(make_batches("TinyTransformer", 10, 4))
+        for step, batch in enumerate(make_batches("OneBlock", 10, 4))
     ]
 
 
@@ -301,7 +314,7 @@ def edit(model: Any, step: int) -> None:
 
 def lengths_differ() -> tuple[list[float], dict[str, int]]:
     """Ranks compile at different steps, evaluate in between, and change weights by hand."""
-    model = build("TinyTransformer")
+    model = build("OneBlock")
     losses = []
     with engine_for(model, "aot_eager", **MIXED, **COPY) as engine:
         optimizer = sgd(model)
@@ -324,7 +337,7 @@ def lengths_differ() -> tuple[list[float], dict[str, int]]:
 
 def lengths_in_one_process(world: int, edited: bool = True) -> list[list[float]]:
     """What each rank's losses ought to be."""
-    model: Any = build("TinyTransformer")
+    model: Any = build("OneBlock")
     optimizer = sgd(model)
     losses: list[list[float]] = [[] for _ in range(world)]
     batches = [lengths(rank) for rank in range(world)]
@@ -343,12 +356,12 @@ def lengths_in_one_process(world: int, edited: bool = True) -> list[list[float]]
     return losses
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_with_batches_of_other_lengths_train(ranks: Ranks, world: int) -> None:
+def test_ranks_with_batches_of_other_lengths_train(ranks: Ranks) -> None:
+    world = 3
     expected, unedited = lengths_in_one_process(world), lengths_in_one_process(world, edited=False)
     found = ranks.run(world, lengths_differ, deadline=240)
     for rank, (losses, counters) in enumerate(found):
-        assert abs(unedited[rank][5] / expected[rank][5] - 1) > 0.05, "an edit that makes no difference"
+        assert abs(unedited[rank][5] / expected[rank][5] - 1) > 0.03, "an edit that makes no difference"
         assert_close_relative(losses, expected[rank], 5e-3, what=f"losses of rank {rank}")
         assert counters["copied_weights"] > 0
         assert counters["groups_ahead"] > 0

@@ -59,9 +59,9 @@ def test_accumulation_is_bitwise_the_same_and_gathers_once(ranks: Ranks, case: s
 def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
     """Names of the weights that there is memory for, their bytes, what a step gathers of them, and the training."""
     torch._dynamo.reset()
-    model = build("TiedBlock")
+    model = build("CalledTwice")
     with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"resident_mb": megabytes}) as engine:
-        batches, optimizer = make_batches("TiedBlock", 6, 12), sgd(model)
+        batches, optimizer = make_batches("CalledTwice", 6, 12), sgd(model)
         out = train_sharded(engine, model, batches, optimizer, accumulate=2)
         resident = {
             view.untyped_storage().data_ptr(): view.untyped_storage().nbytes()
@@ -73,10 +73,10 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
         return names, sum(resident.values()), engine.executor.counters().get("resident_gathers", 0), out
 
 
-@pytest.mark.parametrize("share", [0.35, 1.0])
+@pytest.mark.parametrize("share", [0.4, 1.0])
 def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> None:
     """In the order of registration; what does not fit is passed over."""
-    model = build("TiedBlock")
+    model = build("CalledTwice")
     sizes = {name: ShardLayout.of(p.shape, p.dtype, 2).shard_numel * 2 * 4 for name, p in model.named_parameters()}
     budget = left = int(share * sum(sizes.values()))
     expected = []
@@ -84,7 +84,7 @@ def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> N
         if size <= left:
             left -= size
             expected.append(name)
-    expected_params = train_plain(model, make_batches("TiedBlock", 6, 12), sgd(model), world=2, accumulate=2).params
+    expected_params = train_plain(model, make_batches("CalledTwice", 6, 12), sgd(model), world=2, accumulate=2).params
     for names, nbytes, gathered, out in ranks.run(2, kept_within, budget / 2**20):
         assert sorted(set(names)) == sorted(expected)
         assert nbytes == sum(sizes[name] for name in expected) <= budget

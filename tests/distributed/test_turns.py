@@ -58,16 +58,24 @@ def train(make: Callable[[], Any], backend: str, options: dict[str, Any]) -> lis
     return states
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+EAGERLY = (Whole, "eager", {})
+PARTS = (Parts, "aot_eager", {})
+WHOLE = (Whole, "aot_eager", {"poison": True})
+ONE_SIDED = (Parts, "aot_eager", {"reduce_transport": "copy"})
+
+
 @pytest.mark.parametrize(
-    ("make", "backend", "options"),
+    ("world_size", "make", "backend", "options"),
     [
-        (Whole, "eager", {}),
-        (Parts, "aot_eager", {}),
-        (Whole, "aot_eager", {"poison": True}),
-        pytest.param(Parts, "aot_eager", {"reduce_transport": "copy"}, marks=pytest.mark.slow),
+        pytest.param(2, *EAGERLY, id="2-eager"),
+        pytest.param(3, *EAGERLY, id="3-eager"),
+        pytest.param(2, *PARTS, id="2-parts"),
+        pytest.param(3, *WHOLE, id="3-whole"),
+        pytest.param(3, *PARTS, id="3-parts", marks=pytest.mark.slow),
+        pytest.param(2, *WHOLE, id="2-whole", marks=pytest.mark.slow),
+        pytest.param(2, *ONE_SIDED, id="2-one-sided", marks=pytest.mark.slow),
+        pytest.param(3, *ONE_SIDED, id="3-one-sided", marks=pytest.mark.slow),
     ],
-    ids=["eager", "parts", "whole", "one-sided"],
 )
 def test_ranks_that_call_other_modules_train_as_if_they_had_no_gradients_there(
     ranks: Ranks, world_size: int, make: Callable[[], Any], backend: str, options: dict[str, Any]
