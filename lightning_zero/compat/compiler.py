@@ -4,7 +4,7 @@ import torch
 import torch._functorch.config
 import torch._functorch.partitioners
 from torch._dynamo.backends import common
-from torch._inductor import custom_graph_pass
+from torch._inductor import compile_fx, custom_graph_pass
 
 # Makes a backend of a partitioner and a compiler for each half: the way of "aot_eager". (torch 2.11+)
 aot_autograd = common.aot_autograd
@@ -31,6 +31,16 @@ OptimizedModule = torch._dynamo.OptimizedModule
 
 # A graph's code that empties its list of inputs, so that saved tensors are freed after their last use. (torch 2.11+)
 BoxedCodeGen = torch.fx.graph._BoxedCodeGen
+
+# Compiles one graph of ops, without gradients: what Inductor calls for each half of a graph, and we for pieces of one.
+# (torch 2.11+)
+compile_fx_inner = compile_fx.compile_fx_inner
+
+# Inductor's settings, some of which hold for a whole graph, and not for its pieces. (torch 2.11+)
+inductor_config = torch._inductor.config
+
+# What is known while a graph is traced; strides of results are told there once. (torch 2.11+)
+TracingContext = torch._guards.TracingContext
 
 ATTRIBUTES = {
     # What it was made from. (torch 2.11+)

@@ -1,6 +1,7 @@
 """Ops of the dispatcher, as they stand in graphs. Not all of them have a public name."""
 
 import torch
+from torch._inductor import inductor_prims
 
 # The type of what a node of a graph calls. (torch 2.11+)
 OpOverload = torch._ops.OpOverload
@@ -28,6 +29,12 @@ flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 # Its derivative, likewise. (torch 2.11+)
 flash_attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Where Inductor's random numbers come from: their places in a list differ between equal layers. (torch 2.11+)
+inductor_seeds = {inductor_prims.seed, inductor_prims.seeds, inductor_prims.lookup_seed}
+
+# The list itself. (torch 2.11+)
+draw_seeds = inductor_prims.seeds
 
 ATTRIBUTES = {
     # Which arguments an op writes to, or returns views of. (torch 2.11+)

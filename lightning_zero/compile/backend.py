@@ -11,6 +11,7 @@ Dynamo's graphs.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +27,9 @@ from lightning_zero.compat.compiler import (
     BoxedCodeGen,
     CustomGraphPass,
     aot_autograd,
+    compile_fx_inner,
     functorch_config,
+    inductor_config,
     lookup_backend,
     min_cut_partition,
 )
@@ -37,6 +40,7 @@ from lightning_zero.compile.frontend import has_collectives, last_read, name_wei
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.listener import CompileListener
 from lightning_zero.compile.passes import PassSpec, default_passes, run_passes, saved_for_backward
+from lightning_zero.compile.pieces import PieceCache, cut, lower, repeats
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
@@ -44,6 +48,8 @@ from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.refusals import plainly
 
 __all__ = ["Compiler"]
+
+log = logging.getLogger(__name__)
 
 
 class Compiler:
@@ -76,6 +82,7 @@ class Compiler:
         self._plans = plans
         self._listener = listener
         self._wrap = wrap
+        self._pieces = PieceCache()
         self._turn_plans()
         self.last_weight: Tensor | None = None
         self.notes = CallNotes()
@@ -171,7 +178,27 @@ class Compiler:
             "reorder_for_peak_memory": False,
         }
         compile_fx: Any = lookup_backend("inductor")
-        return compile_fx(module, inputs, config_patches=options, **kwargs)
+        return compile_fx(module, inputs, config_patches=options, inner_compile=self._by_pieces, **kwargs)
+
+    def _by_pieces(self, module: GraphModule, inputs: Any, **settings: Any) -> Any:
+        """A forward or backward graph, which goes through the passes on its way."""
+        if self._config.whole_graphs or not repeats(module.graph):
+            return compile_fx_inner(module, inputs, **settings)
+        self._rewrite(module.graph)
+        steps = cut(module.graph)
+        if steps is None:
+            with inductor_config.patch(post_grad_custom_post_pass=None):
+                return compile_fx_inner(module, inputs, **settings)
+        begun, known = time.monotonic(), self._pieces.compiled
+        program = lower(module, self._pieces, steps, **settings)
+        log.info(
+            "%d nodes run in %d pieces, of which %d were compiled in %.1f s",
+            len(module.graph.nodes),
+            program.calls,
+            self._pieces.compiled - known,
+            time.monotonic() - begun,
+        )
+        return program
 
     def _digest(self) -> str:
         """What decides how a graph is rewritten. Not what was measured: it differs from run to run, and a graph that an

@@ -34,6 +34,7 @@ class CompileConfig:
     resident_until: str = "backward"
     activation_memory_budget: float = 1.0
     recompute: RecomputePolicy | None = None
+    whole_graphs: bool = False
 
     @classmethod
     def of(cls, chosen: Options) -> CompileConfig:
@@ -50,6 +51,7 @@ class CompileConfig:
             resident_until=tuning.resident_until,
             activation_memory_budget=chosen.activation_memory_budget,
             recompute=tuning.recompute,
+            whole_graphs=tuning.compile_whole_graphs,
         )
 
     @property

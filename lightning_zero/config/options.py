@@ -147,6 +147,12 @@ class Tuning:
         default=None,
         change=Change.COMPILED,
     )
+    compile_whole_graphs: bool = _compile(
+        "compile each graph in one piece; otherwise what repeats in it (layers) is compiled once, in seconds however "
+        "many there are",
+        default=False,
+        change=Change.COMPILED,
+    )
 
     report_stall_after_s: float = _debugging(
         "after so many seconds of waiting every rank says on stderr which rank is missing, where it was last and where "

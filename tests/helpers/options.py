@@ -57,6 +57,7 @@ OTHERS: dict[str, Any] = {
     "cuda_graph_model": False,
     "compile_backend": "aot_eager",
     "compile_dynamic": True,
+    "compile_whole_graphs": True,
     "report_stall_after_s": 7.0,
     "sync_collectives": True,
     "poison": True,

@@ -1,0 +1,136 @@
+"""Compiles a graph by its pieces, each of which is compiled once, however often it occurs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import SymFloat, SymInt, Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from lightning_zero.compat.compiler import TracingContext, compile_fx_inner, inductor_config
+from lightning_zero.compat.graphs import SEEN_BY_USERS
+from lightning_zero.compile.graph import output_node
+from lightning_zero.compile.pieces.piece import Piece
+from lightning_zero.compile.pieces.program import Program
+
+__all__ = ["PieceCache", "lower"]
+
+Compiled = Callable[[list[Any]], Any]
+
+
+class PieceCache:
+    """Pieces that have been compiled, for other graphs that have the same: those of a plan that is made again, or of an
+    evaluation.
+
+    Attributes:
+        compiled: how many.
+        found: how often a piece had been compiled before.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Compiled] = {}
+        self.compiled = self.found = 0
+
+    def get(self, key: str, make: Callable[[], Compiled]) -> Compiled:
+        if key in self._known:
+            self.found += 1
+        else:
+            self._known[key] = make()
+            self.compiled += 1
+        return self._known[key]
+
+
+def lower(module: GraphModule, cache: PieceCache, steps: Sequence[Piece | Node], **settings: Any) -> Program:
+    """What a graph that was cut does, as code.
+
+    Args:
+        module: the whole graph.
+        cache: of pieces.
+        steps: by :func:`~lightning_zero.compile.pieces.cut.cut`.
+        settings: for Inductor, as it gives them to what compiles a graph.
+    """
+    settings = {**settings, "static_input_idxs": ()}
+    compiled = [_compiled(module, step, cache, settings) for step in steps if isinstance(step, Piece)]
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        # As they were traced: pieces keep to that.
+        outputs: Any = output_node(module.graph).args[0]
+        context.output_strides.extend([None] * len(outputs))
+    return Program(module, steps, compiled)
+
+
+def _compiled(module: GraphModule, piece: Piece, cache: PieceCache, settings: dict[str, Any]) -> Compiled:
+    def make() -> Compiled:
+        # What a piece returns is read by others, who were told its strides.
+        output_node(piece.graph).meta[SEEN_BY_USERS] = list(range(len(piece.outputs)))
+        inputs = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+        with _of_a_piece():
+            return compile_fx_inner(GraphModule(module, piece.graph), inputs, **settings)
+
+    return cache.get(_fingerprint(module, piece.graph, settings), make)
+
+
+@contextmanager
+def _of_a_piece() -> Iterator[None]:
+    """Inductor knows nothing of the whole graph: not the strides of its results, which are told once; not the passes
+    over it; and not which of its inputs a backward may overwrite, by their numbers: a piece's are others."""
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    strides = None if context is None else context.output_strides
+    donated = None if metadata is None else metadata.bw_donated_idxs
+    if context is not None:
+        context.output_strides = None
+    if metadata is not None:
+        metadata.bw_donated_idxs = None
+    try:
+        with inductor_config.patch(joint_custom_pre_pass=None, post_grad_custom_post_pass=None):
+            yield
+    finally:
+        if context is not None:
+            context.output_strides = strides
+        if metadata is not None:
+            metadata.bw_donated_idxs = donated
+
+
+def _fingerprint(module: GraphModule, graph: Graph, settings: dict[str, Any]) -> str:
+    """Equal for pieces that do the same with the same layouts, whatever their nodes are called."""
+    names: dict[Node, str] = {}
+    lines = [str(sorted((key, settings.get(key)) for key in ("is_backward", "is_inference")))]
+    for number, node in enumerate(graph.nodes):
+        names[node] = f"%{number}"
+        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda read: _Named(names[read]))
+        target = node.target if node.op != "get_attr" else _identity(module, str(node.target))
+        what = "" if node.op in ("placeholder", "output") else str(target)
+        lines.append(f"{node.op} {what} {arguments} {_value(node.meta.get('val'))}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _Named(str):
+    __repr__ = str.__str__
+
+
+def _identity(module: GraphModule, path: str) -> str:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return f"{id(value)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        offset: Any = value.storage_offset()
+        begins = offset * value.dtype.itemsize % 16 if isinstance(offset, int) else offset
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}{begins}{_symbolic(value.shape)}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return f"{value}{_symbolic([value])}"
+
+
+def _symbolic(sizes: Sequence[Any]) -> str:
+    """Symbols of the same name in graphs traced at different times are others."""
+    known = {id(size.node.shape_env) for size in sizes if isinstance(size, SymInt | SymFloat)}  # type: ignore[union-attr]
+    return str(sorted(known)) if known else ""

@@ -1,0 +1,145 @@
+"""The work of a graph in the order in which pieces do it, and what a cut at each place in it would cost."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+
+from torch.fx import Graph, Node
+
+from lightning_zero.compile.pieces.kinds import Kind, is_kernel, is_pointwise, is_random
+from lightning_zero.profiling.cost import node_flops
+from lightning_zero.profiling.tensors import nbytes
+
+__all__ = ["Order"]
+
+# A pointwise op is done late only if what it reads is at most so many times as large as what it makes.
+GROWTH = 2
+
+
+class Order:
+    """Graph order, but for pointwise ops, each of which comes right before its first reader: so it is seldom on the
+    other side of a cut, and does not become a kernel of its own.
+
+    Args:
+        graph: is not changed.
+        kinds: of its nodes.
+
+    Attributes:
+        kinds: of all nodes.
+        work: nodes, in order.
+        place: of each.
+    """
+
+    def __init__(self, graph: Graph, kinds: dict[Node, Kind]) -> None:
+        self.kinds = kinds
+        self._level = _levels(graph)
+        before = list(_work(graph, kinds))
+        self._late: set[Node] = set()
+        self.work: Sequence[Node] = self._sunk(before)
+        self.place = {node: number for number, node in enumerate(self.work)}
+
+    def between(self, graph: Graph) -> dict[Node, int]:
+        """For each node that runs between pieces: before which place it stands in the graph."""
+        at: dict[Node, int] = {}
+        following = len(self.work)
+        for node in reversed(graph.nodes):
+            if self.kinds[node] is Kind.BETWEEN:
+                at[node] = following
+            elif node in self.place and node not in self._late:
+                following = min(following, self.place[node])
+        return dict(reversed(at.items()))
+
+    def effort(self) -> list[int]:
+        """Of each node, for comparison: floating-point operations of kernels, nothing for others."""
+        return [node_flops(node) if is_kernel(node) else 0 for node in self.work]
+
+    def written(self) -> int:
+        """Bytes of all results of kernels."""
+        return sum(nbytes(node.meta.get("val")) for node in self.work if is_kernel(node))
+
+    def seams(self) -> list[int]:
+        """Places where a kernel ends or begins anyway, in order."""
+        pairs = zip(self.work, self.work[1:], strict=False)
+        return [
+            number
+            for number, (before, behind) in enumerate(pairs, 1)
+            if behind.target is not operator.getitem and (is_kernel(before) or is_kernel(behind))
+        ]
+
+    def lost(self) -> list[int]:
+        """Bytes that a cut right before each node, and behind the last, would send through memory besides what is
+        written there anyway."""
+        change = [0] * (len(self.work) + 2)
+        for number, node in enumerate(self.work):
+            last, written = self._read_by(node)
+            if not written and last > number:
+                size = nbytes(node.meta.get("val"))
+                change[number + 1] += size
+                change[last + 1] -= size
+        lost: list[int] = []
+        for difference in change[:-1]:
+            lost.append((lost[-1] if lost else 0) + difference)
+        return lost
+
+    def _read_by(self, node: Node) -> tuple[int, bool]:
+        """Place of the last work that reads a node, and whether its result lies in memory in any case."""
+        readers = list(self._readers(node))
+        work = [user for user in readers if user in self.place]
+        last = max((self.place[user] for user in work), default=self.place[node])
+        # Readers before and behind a kernel cannot be made together with it.
+        apart = len({self._level[user] for user in work}) > 1
+        return last, apart or len(work) < len(readers) or any(map(is_kernel, [node, *work]))
+
+    def _readers(self, node: Node) -> Iterator[Node]:
+        """Of a node and its views."""
+        for user in node.users:
+            if self.kinds[user] is Kind.FREE:
+                yield from self._readers(user)
+            else:
+                yield user
+
+    def _sunk(self, before: Sequence[Node]) -> list[Node]:
+        first = {node: number for number, node in enumerate(before)}
+        # What is written in place must not be read later than before.
+        end = next((number for number, node in enumerate(before) if node.is_impure(impure_random=False)), len(before))
+        moved: dict[int, list[Node]] = {}  # before which place of `before`, last first
+        for node in reversed(before[:end]):
+            to = min((first.get(user, -1) for user in self._readers(node)), default=-1)
+            if first[node] + 1 < to <= end and self._can_wait(node):
+                self._late.add(node)
+                first[node] = to
+                moved.setdefault(to, []).append(node)
+        order: list[Node] = []
+        for number, node in enumerate(before):
+            order += reversed(moved.get(number, []))
+            if node not in self._late:
+                order.append(node)
+        return order
+
+    def _can_wait(self, node: Node) -> bool:
+        reads = sum(nbytes(read.meta.get("val")) for read in node.all_input_nodes)
+        return is_pointwise(node) and not is_random(node) and reads <= GROWTH * nbytes(node.meta.get("val"))
+
+
+def _levels(graph: Graph) -> dict[Node, int]:
+    """How many kernels, one after the other, come before each node."""
+    levels: dict[Node, int] = {}
+    for node in graph.nodes:
+        levels[node] = max((levels[read] + is_kernel(read) for read in node.all_input_nodes), default=0)
+    return levels
+
+
+def _work(graph: Graph, kinds: dict[Node, Kind]) -> Iterator[Node]:
+    """In graph order; parts of a result right behind it."""
+    for node in graph.nodes:
+        if kinds[node] is Kind.WORK and node.target is not operator.getitem:
+            yield node
+            yield from _parts(node)
+
+
+def _parts(node: Node) -> Iterator[Node]:
+    for user in node.users:
+        if user.target is operator.getitem:
+            yield user
+            yield from _parts(user)

@@ -1,0 +1,139 @@
+"""Runs the pieces of a graph and what lies between them, as Python code that is written once.
+
+Each value is let go of before the last piece that reads it begins, so that the piece itself can free it: what a forward
+saved takes no longer memory than in one graph.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from lightning_zero.compat.ops import draw_seeds
+from lightning_zero.compile.graph import output_node
+from lightning_zero.compile.pieces.piece import Piece
+
+__all__ = ["Program"]
+
+_numbers = count()
+
+
+class Program:
+    """What a compiled graph is to AOTAutograd: takes its inputs in a list, which it empties.
+
+    Args:
+        module: the whole graph, for its inputs, outputs and constants.
+        steps: what runs one after the other.
+        compiled: of each piece; takes its inputs in a list, which it empties, and returns its outputs.
+
+    Attributes:
+        code: what runs.
+        calls: how many pieces are called.
+    """
+
+    def __init__(
+        self, module: GraphModule, steps: Sequence[Piece | Node], compiled: Sequence[Callable[[list[Any]], Any]]
+    ) -> None:
+        writer = _Writer(module, steps)
+        self.code = writer.write(compiled)
+        self.calls = len(compiled)
+        file = f"<lightning_zero program {next(_numbers)}>"
+        linecache.cache[file] = (len(self.code), None, self.code.splitlines(True), file)  # for tracebacks
+        exec(compile(self.code, file, "exec"), writer.names)
+        self._run = writer.names["run"]
+        self._boxed_call = True  # of the object, or wrappers would not have it
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self._run(inputs)
+
+
+class _Writer:
+    def __init__(self, module: GraphModule, steps: Sequence[Piece | Node]) -> None:
+        self._graph: Graph = module.graph
+        self._steps = steps
+        self._last = self._last_reads()
+        self.names: dict[str, Any] = {}
+        for node in self._graph.find_nodes(op="get_attr"):
+            self.names[node.name] = _attribute(module, str(node.target))
+
+    def _last_reads(self) -> Mapping[Node, int]:
+        last: dict[Node, int] = {}
+        for number, step in enumerate(self._steps):
+            reads = step.inputs if isinstance(step, Piece) else step.all_input_nodes
+            last.update(dict.fromkeys(reads, number))
+            if isinstance(step, Piece):
+                for made in step.outputs:
+                    last.setdefault(made, number)
+            else:
+                last.setdefault(step, number)
+        last.update(dict.fromkeys(output_node(self._graph).all_input_nodes, len(self._steps)))
+        return last
+
+    def write(self, compiled: Sequence[Callable[[list[Any]], Any]]) -> str:
+        inputs = [node.name for node in self._graph.find_nodes(op="placeholder")]
+        lines = [f"[{', '.join(inputs)}] = inputs", "inputs.clear()"]
+        unread = [n.name for n in self._graph.find_nodes(op="placeholder") if n not in self._last]
+        lines += [f"del {', '.join(unread)}"] if unread else []
+        functions = iter(compiled)
+        for number, step in enumerate(self._steps):
+            lines += self._call(number, step, functions) if isinstance(step, Piece) else self._op(number, step)
+        lines.append(f"return {self._text(output_node(self._graph).args[0])}")
+        return "def run(inputs):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def _call(self, number: int, piece: Piece, functions: Any) -> list[str]:
+        name = self._name(next(functions), "piece")
+        lines = [f"arguments = [{', '.join(node.name for node in piece.inputs)}]"]
+        lines += self._free(number, piece.inputs)
+        results = ", ".join(node.name for node in piece.outputs)
+        lines.append(f"[{results}] = {name}(arguments)" if results else f"{name}(arguments)")
+        lines += self._free(number, [node for node in piece.outputs if self._last[node] == number])
+        return lines
+
+    def _op(self, number: int, node: Node) -> list[str]:
+        name = self._name(_seeds if node.target is draw_seeds else node.target, "op")
+        arguments = [self._text(value) for value in node.args]
+        arguments += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
+        return [
+            f"{node.name} = {name}({', '.join(arguments)})",
+            *self._free(number, [*node.all_input_nodes, *([node] if self._last[node] == number else [])]),
+        ]
+
+    def _free(self, number: int, nodes: Sequence[Node]) -> list[str]:
+        names = [node.name for node in dict.fromkeys(nodes) if self._last[node] == number and node.op != "get_attr"]
+        return [f"del {', '.join(names)}"] if names else []
+
+    def _name(self, value: Any, kind: str) -> str:
+        for name, known in self.names.items():
+            if known is value:
+                return name
+        name = f"{kind}_{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Node):
+            return value.name
+        if isinstance(value, list | tuple):
+            inside = "".join(f"{self._text(part)}, " for part in value)
+            return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+        if value is None or isinstance(value, bool | int | str):
+            return repr(value)
+        return self._name(value, "constant")
+
+
+def _seeds(count: int, device: torch.device) -> Tensor:
+    """The numbers that Inductor's code draws in a graph that stays whole; its own op draws others."""
+    return torch.randint(-(2**63), 2**63 - 1, [count], device=device)
+
+
+def _attribute(module: GraphModule, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

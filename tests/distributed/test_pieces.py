@@ -1,0 +1,98 @@
+"""Equal layers are compiled once, and train as one process does, wherever gathers and gradients run between them."""
+
+import logging
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.models import Case, build
+from tests.helpers.oracle import Batch, Reference, assert_close_relative, train_reference
+from tests.helpers.sharded import engine_for, sgd, train_sharded
+from tests.ranks.pool import Ranks
+
+WIDTH, LAYERS = 24, 6
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = nn.functional.rms_norm(x, (WIDTH,))
+        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class Deep(Case):
+    """Groups of weights that end in other places than layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Gated() for _ in range(LAYERS)))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(n, WIDTH, generator=generator), torch.randn(n, WIDTH, generator=generator)
+
+    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+def batches() -> list[Batch]:
+    # Another length: sizes become dynamic, and everything is compiled once more.
+    return [Deep.make_batch(step, 84 if step % 2 else 60) for step in range(6)]
+
+
+@cache
+def expected(world: int) -> Reference:
+    return train_reference(build(Deep), batches(), sgd, world=world)
+
+
+def train(options: dict[str, Any]) -> tuple[Reference, list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("lightning_zero.compile.backend")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        model = build(Deep)
+        # Two and a half layers in a group.
+        with engine_for(model, "inductor", gather_group_mb=0.02, reduce_group_mb=0.02, **options) as engine:
+            return train_sharded(engine, model, batches(), sgd(model)), lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {}),
+        (2, {"compile_whole_graphs": True}),
+        (3, {"resident_mb": 0.01, "resident_until": "step", "gather_transport": "collective"}),
+    ],
+    ids=["two ranks", "whole graphs", "three ranks, some weights stay"],
+)
+def test_pieces_train_as_one_process_does(ranks: Ranks, world_size: int, options: dict[str, Any]) -> None:
+    out, lines = ranks.run(world_size, train, options, deadline=500)[0]
+    for what in ("losses", "grads", "params"):
+        assert_close_relative(getattr(out, what), getattr(expected(world_size), what), 1e-5, what=what)
+    if "compile_whole_graphs" in options:
+        assert not lines
+    else:
+        assert len(lines) >= 2, lines  # forward and backward
+        for line in lines:
+            _, pieces, compiled = [int(word) for word in line.split() if word.isdigit()][:3]
+            assert compiled < pieces

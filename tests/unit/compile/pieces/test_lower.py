@@ -1,0 +1,104 @@
+"""Graphs compiled by pieces, with Inductor itself: equal pieces once, and the results of a graph that stays whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch.fx import Graph, GraphModule
+
+from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, lookup_backend
+from lightning_zero.compile.pieces import PieceCache, cut, lower, repeats
+from lightning_zero.compile.pieces.lower import _fingerprint, _of_a_piece
+
+WIDTH = 8
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for line in self.lines:
+            x = nn.functional.rms_norm(x, (WIDTH,))
+            x = x + nn.functional.dropout(nn.functional.silu(line(x)), 0.2, self.training)
+        return x.square().mean()
+
+
+def trained(module: nn.Module, batches: list[Tensor], cache: PieceCache | None) -> tuple[list[float], Tensor]:
+    """Losses, and all gradients, with pieces in this cache, or with whole graphs."""
+
+    def inner(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
+        if cache is None:
+            return compile_fx_inner(graph, inputs, **settings)
+        assert repeats(graph.graph)
+        steps = cut(graph.graph)
+        assert steps is not None
+        return lower(graph, cache, steps, **settings)
+
+    compile_fx: Any = lookup_backend("inductor")
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    module.zero_grad()
+    run = torch.compile(module, backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner))
+    losses = []
+    with functorch_config.patch(enable_autograd_cache=False):  # it takes no notice of what compiles
+        for batch in batches:
+            loss = run(batch)
+            loss.backward()
+            losses.append(loss.item())
+    return losses, torch.cat([param.grad.flatten() for param in module.parameters() if param.grad is not None])
+
+
+@pytest.mark.slow
+def test_pieces_are_compiled_once_and_do_what_the_whole_does() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(rows, WIDTH) for rows in (70, 50, 60)]  # the second length makes sizes dynamic
+    numbers = []
+    for count in (5, 8):
+        module, cache = Layers(count), PieceCache()
+        whole, by_pieces = trained(module, batches, None), trained(module, batches, cache)
+        assert by_pieces[0] == pytest.approx(whole[0], rel=1e-6)
+        assert by_pieces[1].norm() > 0
+        torch.testing.assert_close(by_pieces[1], whole[1], rtol=1e-5, atol=1e-7)
+        numbers.append((cache.compiled, cache.found))
+    (few, found), (as_few, found_more) = numbers
+    assert few == as_few
+    assert found_more > found > 0
+    trained(module, batches[:1], cache)  # compiled again, as with another plan
+    assert cache.compiled == as_few
+
+
+def test_inductor_does_not_take_a_piece_for_the_whole_graph() -> None:
+    context = TracingContext(None)
+    context.output_strides = [(1,)]
+    context.fw_metadata = metadata = type("Metadata", (), {"bw_donated_idxs": [0, 1]})()
+    with tracing(context), inductor_config.patch(post_grad_custom_post_pass=len):
+        with _of_a_piece():
+            # Its inputs bear other numbers: those of the whole graph would let it overwrite what others still read.
+            assert metadata.bw_donated_idxs is None
+            assert context.output_strides is None
+            assert inductor_config.post_grad_custom_post_pass is None
+        assert metadata.bw_donated_idxs == [0, 1]
+        assert context.output_strides == [(1,)]
+
+
+def piece(name: str, scale: float = 2.0, rows: int = 3, dtype: torch.dtype = torch.float32) -> str:
+    graph = Graph()
+    x = graph.placeholder(name)
+    x.meta["val"] = torch.empty(rows, 2, dtype=dtype, device="meta")
+    y = graph.call_function(torch.ops.aten.mul.Tensor, (x, scale))
+    y.meta["val"] = x.meta["val"]
+    graph.output((y,))
+    return _fingerprint(GraphModule(nn.Module(), graph), graph, {"is_backward": False})
+
+
+def test_pieces_are_equal_by_what_they_do() -> None:
+    assert piece("x") == piece("another_name")
+    others = {piece("x"), piece("x", scale=3.0), piece("x", rows=4), piece("x", dtype=torch.bfloat16)}
+    assert len(others) == 4
