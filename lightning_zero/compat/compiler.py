@@ -4,7 +4,8 @@ import torch
 import torch._functorch.config
 import torch._functorch.partitioners
 from torch._dynamo.backends import common
-from torch._inductor import compile_fx, custom_graph_pass
+from torch._functorch._aot_autograd import autograd_cache
+from torch._inductor import codecache, compile_fx, custom_graph_pass, output_code
 
 # Makes a backend of a partitioner and a compiler for each half: the way of "aot_eager". (torch 2.11+)
 aot_autograd = common.aot_autograd
@@ -41,6 +42,21 @@ inductor_config = torch._inductor.config
 
 # What is known while a graph is traced; strides of results are told there once. (torch 2.11+)
 TracingContext = torch._guards.TracingContext
+
+# What compiles a graph returns one of these; AOTAutograd's cache keeps no others. (torch 2.11+)
+OutputCode = output_code.OutputCode
+
+# A graph that Inductor has compiled, which can be pickled. (torch 2.11+)
+CompiledFxGraph = output_code.CompiledFxGraph
+
+# The constants of one: none that we hold. (torch 2.11+)
+CompiledFxGraphConstants = output_code.CompiledFxGraphConstants
+
+# Makes one run again once it has been unpickled. (torch 2.11+)
+FxGraphCache = codecache.FxGraphCache
+
+# Keeps what has been compiled out of AOTAutograd's cache, without a word. (torch 2.11+)
+BypassCache = autograd_cache.BypassAOTAutogradCache
 
 ATTRIBUTES = {
     # What it was made from. (torch 2.11+)

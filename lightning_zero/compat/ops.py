@@ -37,6 +37,8 @@ inductor_seeds = {inductor_prims.seed, inductor_prims.seeds, inductor_prims.look
 draw_seeds = inductor_prims.seeds
 
 ATTRIBUTES = {
+    # Its name after the dot: an op is pickled by its names. (torch 2.11+)
+    "torch._ops.OpOverload._overloadname",
     # Which arguments an op writes to, or returns views of. (torch 2.11+)
     "torch._ops.OpOverload._schema",
     # The namespace of torch's functional collectives. (torch 2.11+)

@@ -131,7 +131,12 @@ class Compiler:
             what = self._describe(names)
             self._listener.compiling(what, True, 0.0)
             try:
-                settings: dict[str, Any] = {"activation_memory_budget": self._config.activation_memory_budget}
+                settings: dict[str, Any] = {
+                    "activation_memory_budget": self._config.activation_memory_budget,
+                    "bundled_autograd_cache": not self._config.whole_graphs,  # or it would not keep programs of pieces
+                    # Here, where ranks are told that this one compiles, and these settings hold: not in the first backward.
+                    "force_non_lazy_backward_lowering": True,
+                }
                 if self.notes.keeps_graphs:
                     settings["donated_buffer"] = False
                 with functorch_config.patch(settings):

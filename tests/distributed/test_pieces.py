@@ -5,47 +5,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-from tests.helpers.models import Case, build
+from tests.helpers.models import Deep, build
 from tests.helpers.oracle import Batch, Reference, assert_close_relative, train_reference
 from tests.helpers.sharded import engine_for, sgd, train_sharded
 from tests.ranks.pool import Ranks
-
-WIDTH, LAYERS = 24, 6
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = nn.functional.rms_norm(x, (WIDTH,))
-        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
-
-
-class Deep(Case):
-    """Groups of weights that end in other places than layers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Gated() for _ in range(LAYERS)))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    @staticmethod
-    def make_batch(seed: int, n: int) -> Batch:
-
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(n, WIDTH, generator=generator), torch.randn(n, WIDTH, generator=generator)
-
-    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.mse_loss(output, target)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x))
 
 
 def batches() -> list[Batch]:

@@ -141,6 +141,39 @@ class TiedBlock(OneBlock):
     tied = True
 
 
+class _Gated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x, x.shape[-1:])
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Deep(Case):
+    """Six equal layers, whose weights are larger than a group may be made."""
+
+    width = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(_Gated(self.width) for _ in range(6)))
+        self.head = nn.Linear(self.width, self.width)
+
+    @classmethod
+    def make_batch(cls, seed: int, n: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(n, cls.width, generator=generator), torch.randn(n, cls.width, generator=generator)
+
+    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
 class _BreakingBlock(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()

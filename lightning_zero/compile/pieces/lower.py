@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import SymFloat, SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.compiler import TracingContext, compile_fx_inner, inductor_config
 from lightning_zero.compat.graphs import SEEN_BY_USERS
 from lightning_zero.compile.graph import output_node
+from lightning_zero.compile.pieces.inductor import Compiled, compile_piece
 from lightning_zero.compile.pieces.piece import Piece
 from lightning_zero.compile.pieces.program import Program
 
 __all__ = ["PieceCache", "lower"]
-
-Compiled = Callable[[list[Any]], Any]
 
 
 class PieceCache:
@@ -55,11 +52,6 @@ def lower(module: GraphModule, cache: PieceCache, steps: Sequence[Piece | Node],
     """
     settings = {**settings, "static_input_idxs": ()}
     compiled = [_compiled(module, step, cache, settings) for step in steps if isinstance(step, Piece)]
-    context = TracingContext.try_get()
-    if context is not None and context.output_strides is not None:
-        # As they were traced: pieces keep to that.
-        outputs: Any = output_node(module.graph).args[0]
-        context.output_strides.extend([None] * len(outputs))
     return Program(module, steps, compiled)
 
 
@@ -68,32 +60,9 @@ def _compiled(module: GraphModule, piece: Piece, cache: PieceCache, settings: di
         # What a piece returns is read by others, who were told its strides.
         output_node(piece.graph).meta[SEEN_BY_USERS] = list(range(len(piece.outputs)))
         inputs = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
-        with _of_a_piece():
-            return compile_fx_inner(GraphModule(module, piece.graph), inputs, **settings)
+        return compile_piece(GraphModule(module, piece.graph), inputs, settings)
 
     return cache.get(_fingerprint(module, piece.graph, settings), make)
-
-
-@contextmanager
-def _of_a_piece() -> Iterator[None]:
-    """Inductor knows nothing of the whole graph: not the strides of its results, which are told once; not the passes
-    over it; and not which of its inputs a backward may overwrite, by their numbers: a piece's are others."""
-    context = TracingContext.try_get()
-    metadata = None if context is None else context.fw_metadata
-    strides = None if context is None else context.output_strides
-    donated = None if metadata is None else metadata.bw_donated_idxs
-    if context is not None:
-        context.output_strides = None
-    if metadata is not None:
-        metadata.bw_donated_idxs = None
-    try:
-        with inductor_config.patch(joint_custom_pre_pass=None, post_grad_custom_post_pass=None):
-            yield
-    finally:
-        if context is not None:
-            context.output_strides = strides
-        if metadata is not None:
-            metadata.bw_donated_idxs = donated
 
 
 def _fingerprint(module: GraphModule, graph: Graph, settings: dict[str, Any]) -> str:

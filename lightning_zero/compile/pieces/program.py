@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -15,17 +16,21 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.ops import draw_seeds
+from lightning_zero.compat.compiler import BypassCache, OutputCode
+from lightning_zero.compat.ops import OpOverload, draw_seeds
 from lightning_zero.compile.graph import output_node
+from lightning_zero.compile.pieces.inductor import packed, tell_strides, unpacked
 from lightning_zero.compile.pieces.piece import Piece
 
 __all__ = ["Program"]
 
 _numbers = count()
+_PIECE = "lightning_zero_piece"  # no node of a graph is called so
 
 
-class Program:
-    """What a compiled graph is to AOTAutograd: takes its inputs in a list, which it empties.
+class Program(OutputCode):
+    """What a compiled graph is to AOTAutograd: takes its inputs in a list, which it empties. AOTAutograd's cache keeps
+    it, with its pieces, so that a later process need not trace.
 
     Args:
         module: the whole graph, for its inputs, outputs and constants.
@@ -40,17 +45,43 @@ class Program:
     def __init__(
         self, module: GraphModule, steps: Sequence[Piece | Node], compiled: Sequence[Callable[[list[Any]], Any]]
     ) -> None:
+        super().__init__()
         writer = _Writer(module, steps)
         self.code = writer.write(compiled)
         self.calls = len(compiled)
+        self._boxed_call = True  # of the object, or wrappers would not have it
+        self._pieces = {name: value for name, value in writer.names.items() if name.startswith(_PIECE)}
+        self._others = {name: value for name, value in writer.names.items() if name not in self._pieces}
+        self._results = len(output_node(module.graph).args[0])  # type: ignore[arg-type]
+        self._link()
+
+    def _link(self) -> None:
         file = f"<lightning_zero program {next(_numbers)}>"
         linecache.cache[file] = (len(self.code), None, self.code.splitlines(True), file)  # for tracebacks
-        exec(compile(self.code, file, "exec"), writer.names)
-        self._run = writer.names["run"]
-        self._boxed_call = True  # of the object, or wrappers would not have it
+        names = {**self._others, **self._pieces}
+        exec(compile(self.code, file, "exec"), names)
+        self._run: Callable[[list[Any]], Any] | None = names["run"]
+        tell_strides([None] * self._results)  # as they were traced: pieces keep to that
 
-    def __call__(self, inputs: list[Any]) -> Any:
+    def __call__(self, inputs: Any) -> Any:
+        assert self._run is not None
         return self._run(inputs)
+
+    def prepare_for_serialization(self) -> None:
+        """Of a copy, which is pickled next."""
+        self._run = None
+        self._pieces = {name: packed(piece) for name, piece in self._pieces.items()}
+        self._others = {name: _named(value) for name, value in self._others.items()}
+
+    def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
+        """Once it has come out of the cache."""
+        if self._run is None:
+            self._pieces = {name: unpacked(piece, graph_kwargs) for name, piece in self._pieces.items()}
+            self._others = {n: v.find() if isinstance(v, _Op) else v for n, v in self._others.items()}
+            self._link()
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """Each piece has its own."""
 
 
 class _Writer:
@@ -87,7 +118,7 @@ class _Writer:
         return "def run(inputs):\n" + "".join(f"    {line}\n" for line in lines)
 
     def _call(self, number: int, piece: Piece, functions: Any) -> list[str]:
-        name = self._name(next(functions), "piece")
+        name = self._name(next(functions), _PIECE)
         lines = [f"arguments = [{', '.join(node.name for node in piece.inputs)}]"]
         lines += self._free(number, piece.inputs)
         results = ", ".join(node.name for node in piece.outputs)
@@ -125,6 +156,26 @@ class _Writer:
         if value is None or isinstance(value, bool | int | str):
             return repr(value)
         return self._name(value, "constant")
+
+
+@dataclass(frozen=True)
+class _Op:
+    """The name of an op, which cannot be pickled itself."""
+
+    namespace: str
+    name: str
+    overload: str
+
+    def find(self) -> OpOverload:
+        return getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        raise BypassCache("a constant of the graph is a tensor")
+    if isinstance(value, OpOverload):
+        return _Op(value.namespace, value.overloadpacket.__name__, value._overloadname)
+    return value
 
 
 def _seeds(count: int, device: torch.device) -> Tensor:

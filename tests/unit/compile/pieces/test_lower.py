@@ -13,7 +13,8 @@ from torch.fx import Graph, GraphModule
 
 from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, lookup_backend
 from lightning_zero.compile.pieces import PieceCache, cut, lower, repeats
-from lightning_zero.compile.pieces.lower import _fingerprint, _of_a_piece
+from lightning_zero.compile.pieces.inductor import of_a_piece
+from lightning_zero.compile.pieces.lower import _fingerprint
 
 WIDTH = 8
 
@@ -79,7 +80,7 @@ def test_inductor_does_not_take_a_piece_for_the_whole_graph() -> None:
     context.output_strides = [(1,)]
     context.fw_metadata = metadata = type("Metadata", (), {"bw_donated_idxs": [0, 1]})()
     with tracing(context), inductor_config.patch(post_grad_custom_post_pass=len):
-        with _of_a_piece():
+        with of_a_piece():
             # Its inputs bear other numbers: those of the whole graph would let it overwrite what others still read.
             assert metadata.bw_donated_idxs is None
             assert context.output_strides is None
