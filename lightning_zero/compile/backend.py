@@ -134,11 +134,13 @@ class Compiler:
                 settings: dict[str, Any] = {
                     "activation_memory_budget": self._config.activation_memory_budget,
                     "bundled_autograd_cache": not self._config.whole_graphs,  # or it would not keep programs of pieces
-                    # Here, where ranks are told that this one compiles, and these settings hold: not in the first backward.
-                    "force_non_lazy_backward_lowering": True,
                 }
                 if self.notes.keeps_graphs:
                     settings["donated_buffer"] = False
+                else:
+                    # Here, where ranks are told that this one compiles, and these settings hold: not in the first
+                    # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
+                    settings["force_non_lazy_backward_lowering"] = True
                 with functorch_config.patch(settings):
                     compiled = inner(last, module, inputs, **kwargs)
             finally:
