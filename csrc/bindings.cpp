@@ -127,6 +127,7 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       .def("begin", &Watchdog::begin)
       .def("fail", &Watchdog::fail)
       .def("watch_group", &Watchdog::watch_group)
+      .def("set_report", &Watchdog::set_report)
       .def("hurry", &Watchdog::hurry)
       .def("check", &Watchdog::check)
       .def("verdict", &Watchdog::verdict)

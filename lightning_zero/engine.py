@@ -125,6 +125,7 @@ class Engine(NotCopied):
             part.check(config)
         self.peers.configure(config)
         self.config = config
+        self.watchdog.configure(config.tuning.report_stall_after_s)
         self.optimizers.configure(config)
         self.executor.configure(config)
         self.replays.configure(config)

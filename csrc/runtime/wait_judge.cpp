@@ -18,6 +18,14 @@ constexpr double kReportAgain = 10;          // times the time until the first r
 
 }  // namespace
 
+void WaitJudge::set_report(double report_s) {
+  if (report_s == report_.count())
+    return;
+  report_ = duration<double>(report_s);
+  reported_after_ = report_s;
+  still_after_ = 0;
+}
+
 WaitJudge::Finding WaitJudge::look(const RankStatus& mine,
                                    const std::function<std::vector<RankStatus>()>& statuses) {
   Finding found;

@@ -17,6 +17,9 @@ class WaitJudge {
   WaitJudge(int64_t rank, int64_t size, double report_s, double timeout_s)
       : rank_(rank), size_(size), report_(report_s), timeout_(timeout_s) {}
 
+  // From the next look on; what has been reported already is reported again after the new time.
+  void set_report(double report_s);
+
   struct Finding {
     std::string report;      // what to say; empty: nothing
     std::string kind, text;  // why this rank must end; empty: it need not

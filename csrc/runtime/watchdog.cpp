@@ -22,7 +22,8 @@ Watchdog::Watchdog(const std::string& group_name, double report_s, double timeou
       size_(compat::process_group(group_name)->getSize()),
       activity_(rank_),
       end_(activity_),
-      judge_(rank_, size_, report_s, timeout_s) {
+      judge_(rank_, size_, report_s, timeout_s),
+      report_s_(report_s) {
   if (size_ == 1)
     return;
   // A client of its own: whoever waits in the group's holds its lock.
@@ -81,6 +82,11 @@ void Watchdog::watch_group(const std::string& group_name) {
     std::lock_guard lock(mutex_);
     backends_.emplace_back(group_name, std::move(backend));
   }
+}
+
+void Watchdog::set_report(double report_s) {
+  std::lock_guard lock(mutex_);
+  report_s_ = report_s;
 }
 
 // ---- how it ends

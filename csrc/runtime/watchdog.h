@@ -73,6 +73,8 @@ class Watchdog : public torch::CustomClassHolder {
   void end_wait(int64_t id) { activity_.end_wait(id); }
   // Errors that the group's own watchdog finds, where it has one: NCCL's.
   void watch_group(const std::string& group_name);
+  // Another time after which a wait is reported, also one that goes on now.
+  void set_report(double report_s);
 
   // -- how it ends
 
@@ -114,6 +116,7 @@ class Watchdog : public torch::CustomClassHolder {
   std::mutex mutex_;
   std::condition_variable wake_;
   bool closing_ = false;
+  double report_s_;  // what judge_, which is the thread's, is told at each look
   std::vector<std::pair<std::string, c10::intrusive_ptr<c10d::Backend>>> backends_;  // that know of errors
 
   // The thread's own.

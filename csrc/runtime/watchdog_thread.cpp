@@ -64,6 +64,10 @@ void Watchdog::look() {
   board_->publish(mine);
   if (end_.is_ending() || look_for_failures(mine) || look_for_deaths(mine) || look_at_backends(mine))
     return;
+  {
+    std::lock_guard lock(mutex_);
+    judge_.set_report(report_s_);
+  }
   const auto found = judge_.look(mine, [this] { return board_->statuses(activity_.status()); });
   if (!found.report.empty())
     say(found.report);

@@ -159,7 +159,7 @@ class Tuning:
         "the others wait; after ``timeout`` the job ends with that text",
         default=30.0,
         check=positive("seconds", 30),
-        change=Change.REFUSED,
+        change=Change.APPLIED,
     )
     sync_collectives: bool = _debugging(
         "wait on the host before and after every collective", default=False, change=Change.APPLIED

@@ -67,6 +67,10 @@ class Watchdog:
         self.native.on_end(f"lightning_zero::{name}")
         atexit.register(_close, weakref.ref(self))
 
+    def configure(self, report_s: float) -> None:
+        """A wait that takes longer, in seconds, is reported from now on; one that goes on now, too."""
+        self.native.set_report(report_s)
+
     def enter(self, phase: Phase) -> None:
         """This rank is in that phase from now on."""
         self.native.enter(int(phase))

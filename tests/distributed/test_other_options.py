@@ -1,6 +1,7 @@
 """A later Trainer brings other options: every one is applied from then on, or refused by its name."""
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ NOW: dict[str, Any] = OTHERS | {"compile_backend": "inductor"}
 
 
 class Recorded:
-    """Notes what the C++ executor is told."""
+    """Notes what the C++ executor, or the watchdog, is told."""
 
     def __init__(self, native: Any) -> None:
         self._native = native
@@ -34,8 +35,18 @@ class Recorded:
         self.told = options
         self._native.configure(*options)
 
+    def set_report(self, *options: Any) -> None:
+        self.told = options
+        self._native.set_report(*options)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
+
+
+def record(engine: Engine) -> None:
+    engine.executor._native, engine.watchdog.native = map(Recorded, (engine.executor._native, engine.watchdog.native))
+    engine.executor.configure(engine.config)
+    engine.watchdog.configure(engine.config.tuning.report_stall_after_s)
 
 
 def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -49,6 +60,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "free_reduce_buckets": free,
         "reduce_bucket_mb": bucket,
         "reduce_double_buffer": double,
+        "report_stall_after_s": engine.watchdog.native.told,
         "agreement_timeout_s": engine.session._agreement.patience_s,
         "cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
         "cuda_graph_model": engine.replays._option,
@@ -71,8 +83,7 @@ def change_each() -> dict[str, str]:
     model = build("OddMLP")
     optimizer, batches, found = sgd(model), make_batches("OddMLP", 4, 6), {}
     with engine_for(model, **BEFORE) as engine:
-        engine.executor._native = Recorded(engine.executor._native)
-        engine.executor.configure(engine.config)
+        record(engine)
         train_sharded(engine, model, batches[:2], optimizer)
         first = engine.config
         for name in OTHERS:
@@ -109,7 +120,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"cuda_graph_model": True}, "cuda_graph_model=True, but compiled code cannot be replayed"),
     ({"prefetch": False}, "cannot do without 'split_gathers'"),
     ({"reduce_transport": "copy"}, "sharded with reduce_transport='collective'"),
-    ({"agreement_timeout_s": 3.0, "report_stall_after_s": 7.0}, "sharded with report_stall_after_s=30.0"),
+    ({"report_stall_after_s": 7.0, "timeout": timedelta(seconds=77)}, "sharded with timeout="),
 ]
 BESIDES: dict[str, Any] = {
     "emulate_cuda_graph_step": True,
@@ -125,16 +136,17 @@ def refused_together() -> list[str]:
     model = build("OddMLP")
     optimizer, batches, found = sgd(model), make_batches("OddMLP", 4, 6), []
     with engine_for(model, **BEFORE) as engine:
-        engine.executor._native = Recorded(engine.executor._native)
-        engine.executor.configure(engine.config)
+        record(engine)
         train_sharded(engine, model, batches[:2], optimizer)
         engine.session.disable_passes(["split_gathers"])
         config, compiler, calls = engine.config, engine.session._compiler, engine.session.calls
         ways = engine.peers._weights, engine.peers._gradients
         before = in_force(engine, optimizer), [way._choice for way in ways], engine.replays._must
         for chosen, words in IMPOSSIBLE:
+            inside = BESIDES | {name: value for name, value in chosen.items() if name in option_fields(Tuning)}
+            outside = {name: value for name, value in chosen.items() if name not in inside}
             other = replace(
-                config, broadcast_buffers=False, reduce_dtype="bf16", tuning=replace(config.tuning, **BESIDES, **chosen)
+                config, broadcast_buffers=False, reduce_dtype="bf16", tuning=replace(config.tuning, **inside), **outside
             )
             with pytest.raises((UnsupportedError, ValueError), match=words):
                 engine.configure(other)

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -154,6 +155,32 @@ def test_a_rank_that_is_late_is_named_on_every_rank_and_waited_for(ranks: Ranks)
     assert "rank 1: between two steps" in waiting
     assert "No progress. This is rank 1: between two steps" in slow
     assert "rank 0: forward of training batch 2" in slow
+
+
+def patience_changes() -> tuple[str, str, str]:
+    """What has been said after a wait of a patient rank, after the same wait of one that is not any more, and after
+    another wait when it is patient again."""
+    with watched(report_s=30.0) as (engine, model), stderr() as said:
+        step(engine, model)
+        patient = engine.config
+        with engine.watchdog.waiting("something of the others"):
+            time.sleep(3)
+            first = said.read_text()
+            engine.configure(replace(patient, tuning=replace(patient.tuning, report_stall_after_s=1.0)))
+            time.sleep(2.5)
+        second = said.read_text()
+        engine.configure(patient)
+        with engine.watchdog.waiting("more"):
+            time.sleep(3)
+        return first, second, said.read_text()
+
+
+def test_a_later_trainers_time_until_a_report_counts_from_then_on(ranks: Ranks) -> None:
+    for rank, (first, second, third) in enumerate(ranks.run(2, patience_changes)):
+        assert first == ""
+        assert f"No progress. This is rank {rank}" in second
+        assert "something of the others" in second
+        assert third == second
 
 
 def compiling() -> str:
