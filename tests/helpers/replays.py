@@ -34,6 +34,14 @@ class Dropping(OneBlock):
         return F.dropout(super().forward(ids), 0.2, training=self.training)
 
 
+class Spare(OneBlock):
+    """Has a weight that nothing reads, frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(32, 32, bias=False).requires_grad_(False)
+
+
 class EditsItsInput(OneBlock):
     """In eager code the edit reaches the caller's tensor, so a copy of it will not do."""
 
@@ -95,6 +103,12 @@ def edit(model: nn.Module, index: int) -> None:
             model.head.weight.mul_(0.9)
 
 
+def train_spare(model: nn.Module, index: int) -> None:
+    """What compiled code reads stays the same, and buckets do not."""
+    if index == 10:
+        model.spare.requires_grad_(True)
+
+
 class Forgetful(torch.optim.AdamW):
     """Zeroes gradients in one way at first, and in others later."""
 
@@ -144,6 +158,7 @@ WAYS = {
     "buffers": Way("BatchNormNet"),
     "an evaluation between": Way(training={"before_batch": evaluate}),
     "a weight edited between": Way(training={"before_batch": edit}),
+    "another weight trained from then on": Way(Spare, training={"before_batch": train_spare}),
     "a smaller batch between": Way(samples=lambda index: 6 if index == 9 else SAMPLES, replays=8),
     "a module used twice": Way("CalledTwice"),
     "called twice before a backward": Way(training={"loss_fn": twice}, replays=0),
