@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.checkpoint import inventory
 from lightning_zero.checkpoint.full import shard_optimizer_state
-from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory
+from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value
 from lightning_zero.optim.formulas import state_names
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
@@ -157,6 +158,57 @@ def test_moments_of_another_shape_are_refused(cls: Any) -> None:
             ValueError, match=r"state 'exp_avg' for parameter 'p[01]' has shape .*but the parameter has"
         ):
             OptimizerInventory(stepped(cls, sharder), sharder).saved(whole(cls, *shapes))
+
+
+def counted(shapes: list[tuple[int, ...]], **seen: Any) -> dict[int, dict[str, bool]]:
+    """What is cut of whole moments, and of entries by other names: of each one value for each parameter."""
+    sharder: Any = Sharder(*shapes)
+    saved = whole(NoRule, *shapes)
+    for key, values in seen.items():
+        for number, value in enumerate(values):
+            saved["state"][number][key] = value
+    return _cut(OptimizerInventory(stepped(NoRule, sharder), sharder).saved(saved))
+
+
+def test_what_is_one_number_for_a_larger_parameter_is_a_counter_for_scalars_too() -> None:
+    shapes: list[tuple[int, ...]] = [(), (7, 10)]
+    number, table = torch.zeros(()), torch.zeros(7, 10)
+    names = counted(shapes, seen=[number, number], mean=[number, table], note=["x", None])
+    assert names == {
+        0: {"exp_avg": True, "seen": False, "mean": True, "note": False},
+        1: {"exp_avg": True, "seen": False, "mean": True, "note": False},
+    }
+    with pytest.raises(ValueError, match=r"state 'seen' for parameter 'p0' has shape \(3,\), but"):
+        counted(shapes, seen=[torch.zeros(3), number])
+
+
+def test_a_single_number_is_no_counter_where_the_rule_says_otherwise() -> None:
+    sharder: Any = Sharder((7, 10))
+    with pytest.raises(ValueError, match="'exp_avg'"):
+        OptimizerInventory(stepped(torch.optim.AdamW, sharder), sharder).saved(whole(torch.optim.AdamW, ()))
+
+
+def test_of_whole_values_those_of_others_parameters_are_left_out() -> None:
+    sharder: Any = Sharder((7, 10), (3,))
+    optimizer, saved = stepped(NoRule, sharder), whole(NoRule, (7, 10), (3,))
+    sharder.find = lambda param: sharder.records.find(param) if param is sharder.params[1] else None
+    assert list(OptimizerInventory(optimizer, sharder).saved(saved)) == [1]
+
+
+def test_what_is_cut_is_gathered_in_its_parameters_shape_and_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Sharder((7, 10)).records[0]
+    mesh: Any = MagicMock(world_size=WORLD, device=torch.device("cpu"))
+    all_ranks = torch.arange(WORLD * record.layout.shard_numel, dtype=torch.float64)
+
+    def gather(full: Tensor, shard: Tensor, group: Any) -> None:
+        assert group is mesh.shard_group
+        assert shard.equal(all_ranks[: record.layout.shard_numel])
+        full.copy_(all_ranks)
+
+    monkeypatch.setattr(inventory, "all_gather_into", lambda: gather)
+    shard = all_ranks[: record.layout.shard_numel].view(record.layout.visible_shape)
+    assert gather_value(shard, record, mesh).equal(all_ranks[:70].view(7, 10))
+    assert gather_value(shard, None, mesh) is shard
 
 
 def test_what_is_no_tensor_and_what_is_no_shard_stay_as_they_are() -> None:

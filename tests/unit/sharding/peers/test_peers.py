@@ -16,6 +16,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 MIXED = EngineConfig(compute_dtype=torch.bfloat16)
 COPY = replace(MIXED, tuning=Tuning(gather_transport="copy", reduce_transport="copy"))
 WEIGHTS_ONLY = replace(MIXED, tuning=Tuning(gather_transport="copy", reduce_transport="collective"))
+GRADIENTS_ONLY = replace(MIXED, tuning=Tuning(gather_transport="collective", reduce_transport="copy"))
 NOTHING = replace(MIXED, tuning=Tuning(gather_transport="collective", reduce_transport="collective"))
 
 
@@ -29,8 +30,12 @@ def made(
     return Peers.of(config, MagicMock(world_size=2, rank=rank, device=device)), ask
 
 
-def test_ranks_ask_for_memory_once_for_all_that_is_to_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_ask_for_memory_once_for_all_that_is_to_be_copied(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     peers, ask = made(monkeypatch, COPY)
+    assert caplog.text == ""
     ask.assert_called_once()
     assert peers.for_weights is peers.for_gradients is ask.return_value[0]
     assert peers.missing == ""
@@ -92,6 +97,18 @@ class Recorded:
         own._weights.allocate_compute_copies = self.order.copies
         self.executor, self.memory = MagicMock(), MagicMock()
         self.memory.executor = self.executor
+
+
+@pytest.mark.parametrize("config", [WEIGHTS_ONLY, GRADIENTS_ONLY], ids=["weights", "gradients"])
+def test_ranks_meet_in_whatever_memory_there_is(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> None:
+    peers, ask = made(monkeypatch, config)
+    recorded = Recorded(peers)
+    own: Any = peers
+    own._weights.allocate_shards = lambda executor, sizes, take_turns: take_turns(executor, "memory")
+    peers.allocate(recorded.memory)
+    peers.allocate_shards(recorded.executor, {})
+    meet = call(recorded.executor, ask.return_value[0])
+    assert recorded.order.rows.set_barrier.mock_calls == [meet, meet]
 
 
 def test_ranks_can_meet_before_anything_is_copied_and_copies_are_asked_for_once(

@@ -28,6 +28,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
         ("auto", CPU, None, False, True),
         ("copy", CPU, None, False, True),  # what is impossible is refused later, with its reason
         ("collective", GPU, "13.0", True, False),
+        ("auto", torch.device("xpu"), "13.0", True, False),
     ],
 )
 def test_copies_are_chosen_where_one_call_makes_many(
@@ -101,6 +102,16 @@ def test_a_sharded_model_keeps_its_way_and_an_option_that_means_the_same_may_cha
     way.configure(copy)
     with pytest.raises(UnsupportedError, match="sharded with gather_transport='copy', which was settled then"):
         way.check(collective)
+
+
+def test_a_model_whose_memory_ran_out_may_be_trained_on_with_the_same_option() -> None:
+    config = EngineConfig(tuning=Tuning(gather_transport="auto"))
+    way = way_of(config)
+    way.use(None, "there is no more")
+    assert way.copies(config)
+    way.check(config)
+    with pytest.raises(UnsupportedError, match="sharded with gather_transport='auto', which was settled then"):
+        way.check(replace(config, tuning=Tuning(gather_transport="copy")))
 
 
 def test_on_an_accelerator_weights_are_copied_where_compiled_code_casts_them(monkeypatch: pytest.MonkeyPatch) -> None:
