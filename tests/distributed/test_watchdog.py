@@ -6,11 +6,12 @@ What ends with the process of a rank is tested in tests/faults.
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,22 @@ from torch import Tensor, nn
 from lightning_zero.engine import Engine
 from lightning_zero.errors import RankFailedError, RankMismatchError
 from lightning_zero.native.watchdog import Lane, Phase
+from tests.helpers.beside import ranks_beside
 from tests.helpers.options import config
-from tests.ranks.pool import Ranks
 
 WIDTH = 64
+
+Found = Callable[[Callable[..., Any]], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, native_library: None) -> Iterator[Found]:
+    """What two ranks return, by function; of those below, the longest first."""
+    calls: list[Callable[..., Any]] = [overdue] if request.config.getoption("--slow") else []
+    calls += [patience_changes, compiling, one_takes_a_norm, one_gathers_and_all_meet, fails]
+    calls += [all_fail, late_to_nothing_watched, late]
+    with ranks_beside(calls, at_once=4) as outcome:
+        yield outcome
 
 
 class Two(nn.Module):
@@ -97,8 +110,8 @@ def late_to_nothing_watched() -> str:
         return said.read_text()
 
 
-def test_ranks_that_wait_in_a_collective_of_somebody_elses_are_told_where_all_are(ranks: Ranks) -> None:
-    for rank, text in enumerate(ranks.run(2, late_to_nothing_watched, deadline=40)):
+def test_ranks_that_wait_in_a_collective_of_somebody_elses_are_told_where_all_are(found: Found) -> None:
+    for rank, text in enumerate(found(late_to_nothing_watched)):
         assert f"Every rank computes, or waits in something that is not watched. This is rank {rank}" in text
         assert f"The others: rank {1 - rank}: between two steps" in text
 
@@ -117,13 +130,13 @@ def one_takes_a_norm() -> tuple[str, float]:
         return "trained on", 0.0
 
 
-def test_a_norm_of_shards_on_one_rank_only_ends_soon(ranks: Ranks) -> None:
-    for text, seconds in ranks.run(2, one_takes_a_norm, deadline=40):
+def test_a_norm_of_shards_on_one_rank_only_ends_soon(found: Found) -> None:
+    for text, seconds in found(one_takes_a_norm):
         assert "a reduction over all of 'first.weight'" in text
         assert seconds < 20
 
 
-def one_gathers_and_all_meet(seconds: float) -> tuple[str, float]:
+def one_gathers_and_all_meet(seconds: float = 25.0) -> tuple[str, float]:
     """As with collectives of a device: the host goes on from an all-gather, and waits in what comes after it."""
     with watched() as (engine, model):
         step(engine, model)
@@ -141,15 +154,15 @@ def one_gathers_and_all_meet(seconds: float) -> tuple[str, float]:
         return "", seconds
 
 
-def test_hosts_that_wait_together_while_a_device_waits_alone_are_told_who_is_missing(ranks: Ranks) -> None:
-    for text, seconds in ranks.run(2, one_gathers_and_all_meet, 25.0, deadline=60):
+def test_hosts_that_wait_together_while_a_device_waits_alone_are_told_who_is_missing(found: Found) -> None:
+    for text, seconds in found(one_gathers_and_all_meet):
         assert "Ranks wait for each other at different places" in text
         assert "Missing: rank 1, which took no part in collectives that the devices of others wait for" in text
         assert seconds < 20
 
 
-def test_a_rank_that_is_late_is_named_on_every_rank_and_waited_for(ranks: Ranks) -> None:
-    waiting, slow = ranks.run(2, late)
+def test_a_rank_that_is_late_is_named_on_every_rank_and_waited_for(found: Found) -> None:
+    waiting, slow = found(late)
     assert "Missing: rank 1" in waiting
     assert "waits in an all-gather of parameters" in waiting
     assert "rank 1: between two steps" in waiting
@@ -175,8 +188,8 @@ def patience_changes() -> tuple[str, str, str]:
         return first, second, said.read_text()
 
 
-def test_a_later_trainers_time_until_a_report_counts_from_then_on(ranks: Ranks) -> None:
-    for rank, (first, second, third) in enumerate(ranks.run(2, patience_changes)):
+def test_a_later_trainers_time_until_a_report_counts_from_then_on(found: Found) -> None:
+    for rank, (first, second, third) in enumerate(found(patience_changes)):
         assert first == ""
         assert f"No progress. This is rank {rank}" in second
         assert "something of the others" in second
@@ -193,8 +206,8 @@ def compiling() -> str:
         return said.read_text()
 
 
-def test_a_rank_that_compiles_is_reported_as_that_and_blamed_for_nothing(ranks: Ranks) -> None:
-    waiting, busy = ranks.run(2, compiling)
+def test_a_rank_that_compiles_is_reported_as_that_and_blamed_for_nothing(found: Found) -> None:
+    waiting, busy = found(compiling)
     assert "rank 1: between two steps" in waiting
     assert "compiling a graph for" in waiting
     assert busy == ""
@@ -213,8 +226,8 @@ def fails() -> tuple[str, float]:
         return str(caught.value), time.monotonic() - begun
 
 
-def test_a_failure_on_one_rank_ends_the_waits_of_the_others(ranks: Ranks) -> None:
-    (text, seconds), _ = ranks.run(2, fails)
+def test_a_failure_on_one_rank_ends_the_waits_of_the_others(found: Found) -> None:
+    (text, seconds), _ = found(fails)
     assert "Rank 1 failed: ValueError: the third batch is empty" in text
     assert "This is rank 0: forward of training batch 2" in text
     assert seconds < 10
@@ -229,8 +242,8 @@ def all_fail() -> None:
         step(engine, model)
 
 
-def test_what_all_ranks_failed_at_is_over_when_they_begin_again(ranks: Ranks) -> None:
-    ranks.run(2, all_fail)
+def test_what_all_ranks_failed_at_is_over_when_they_begin_again(found: Found) -> None:
+    found(all_fail)
 
 
 def overdue() -> tuple[str, float]:
@@ -246,8 +259,8 @@ def overdue() -> tuple[str, float]:
 
 
 @pytest.mark.slow
-def test_the_timeout_ends_a_wait_with_the_names_of_who_is_missing(ranks: Ranks) -> None:
-    (text, seconds), _ = ranks.run(2, overdue)
+def test_the_timeout_ends_a_wait_with_the_names_of_who_is_missing(found: Found) -> None:
+    (text, seconds), _ = found(overdue)
     assert "longer than the timeout of 5 s" in text
     assert "Missing: rank 1" in text
     assert seconds < 10

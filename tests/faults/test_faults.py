@@ -3,13 +3,15 @@
 The full list of faults runs with ``python -m tests.faults.table``.
 """
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import pytest
 
 from tests.faults.cases import CASES
 from tests.faults.check import check
 from tests.faults.verdict import Case
-
-pytestmark = pytest.mark.usefixtures("native_library")
+from tests.helpers.beside import beside
 
 CHOSEN = [
     pytest.param(case, marks=pytest.mark.slow if case.slow else (), id=str(case))
@@ -18,6 +20,14 @@ CHOSEN = [
 ]
 
 
+@pytest.fixture(scope="module")
+def checked(request: pytest.FixtureRequest, native_library: None) -> Iterator[Callable[[str], None]]:
+    """What :func:`check` has to say about a case, by its name, of those that are to be tested."""
+    cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
+    with beside({str(case): partial(check, case) for case in cases}) as outcome:
+        yield outcome
+
+
 @pytest.mark.parametrize("case", CHOSEN)
-def test_a_job_ends_soon_and_says_why(case: Case) -> None:
-    check(case)
+def test_a_job_ends_soon_and_says_why(case: Case, checked: Callable[[str], None]) -> None:
+    checked(str(case))

@@ -60,6 +60,7 @@ class Nursery:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link.settimeout(deadline)
+        self._asking = threading.Lock()
         command = [sys.executable, "-m", "tests.ranks.nursery", str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self.process = subprocess.Popen(
@@ -76,10 +77,11 @@ class Nursery:
 
     def ask(self, *question: Any, fds: tuple[int, ...] = ()) -> Any:
         try:
-            socket.send_fds(self.link, [pickle.dumps(question)], fds)
-            if answer := self.link.recv(ROOM):
-                return pickle.loads(answer)
-            raise ConnectionError("the nursery is gone")
+            with self._asking:
+                socket.send_fds(self.link, [pickle.dumps(question)], fds)
+                if answer := self.link.recv(ROOM):
+                    return pickle.loads(answer)
+                raise ConnectionError("the nursery is gone")
         except BaseException as error:  # the next answer might be this question's
             if not self.log.closed:
                 error.add_note(self.output())
@@ -106,14 +108,16 @@ class Nursery:
 
 
 _nurseries: dict[tuple[int, tuple[str, ...]], Nursery] = {}
+_making = threading.Lock()
 
 
 def shared(rank: int, environ: dict[str, str], cwd: str, preload: tuple[str, ...], deadline: float) -> Nursery:
     """The one that all pools of this process share."""
-    found = _nurseries.get((rank, preload))
-    if found is None or found.process.poll() is not None:
-        found = _nurseries[rank, preload] = Nursery(environ, cwd, preload, deadline)
-    return found
+    with _making:
+        found = _nurseries.get((rank, preload))
+        if found is None or found.process.poll() is not None:
+            found = _nurseries[rank, preload] = Nursery(environ, cwd, preload, deadline)
+        return found
 
 
 def children_can_run_backward() -> bool:
