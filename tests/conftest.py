@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from tests.ranks.pool import Ranks
+from tests.ranks.pool import Ranks, serve_nurseries
 
 WORKERS = 2  # processes; see pytest_cmdline_main
 
@@ -37,6 +37,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         and not Path("/dev/nvidiactl").exists()
     ):
         option.numprocesses, option.dist, option.loadscopereorder = WORKERS, "loadfile", False
+        if sys.platform == "linux":
+            serve_nurseries(3)  # which would otherwise import the same in each process
 
 
 def _adds_nothing(item: pytest.Item) -> bool:

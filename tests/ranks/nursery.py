@@ -1,7 +1,8 @@
 """A process that has imported everything once, and forks a rank whenever one is asked for.
 
 There is one for each rank number: what a set of strings yields first depends on a seed that a fork inherits, and ranks
-that agree only thanks to a common seed must be found out.
+that agree only thanks to a common seed must be found out. Where several processes run tests, whoever starts them serves
+nurseries that all of them use, each over a connection of its own, with which its ranks end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import gc
 import importlib
 import os
 import pickle
+import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,19 +22,23 @@ import tempfile
 import threading
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tests.ranks import worker
 
 ROOM = 1 << 20  # bytes; an environment fits
 COLD = "TESTS_NURSERY_COLD"  # set where nothing may be compiled before a fork
+CHILD = object()
+SERVED = "TESTS_NURSERIES"  # folder of those that are served, whose sockets have the numbers of their ranks
 
 
 class Forked:
     """The part of subprocess.Popen that pools use, for a child of the nursery."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, nursery: Connected, pid: int) -> None:
         self.nursery = nursery
         self.pid = pid
         self.returncode: int | None = None
@@ -53,27 +60,24 @@ class Forked:
         return code
 
 
-class Nursery:
-    """pytest's side: starts the process at once, and waits for it with the first rank that it asks for."""
+class Connected:
+    """pytest's side of a nursery that somebody else has started."""
 
-    def __init__(self, environ: dict[str, str], cwd: str, preload: tuple[str, ...], deadline: float) -> None:
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, link: socket.socket, log: Any, deadline: float) -> None:
+        self.link, self.log = link, log
         self.link.settimeout(deadline)
         self._asking = threading.Lock()
-        command = [sys.executable, "-m", "tests.ranks.nursery", str(theirs.fileno()), str(os.getpid())]
-        with theirs:
-            self.process = subprocess.Popen(
-                [*command, ",".join(preload)],
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=subprocess.STDOUT,
-                env=environ,
-                cwd=cwd,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        atexit.register(self.close)
+
+    @classmethod
+    def to(cls, path: Path, deadline: float) -> Connected:
+        """``path``: of its socket."""
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.connect(str(path))
+        return cls(link, open(path.with_suffix(".log"), "rb"), deadline)  # noqa: SIM115 - as long as the connection
+
+    @property
+    def usable(self) -> bool:
+        return not self.log.closed
 
     def ask(self, *question: Any, fds: tuple[int, ...] = ()) -> Any:
         try:
@@ -100,23 +104,83 @@ class Nursery:
         return Forked(self, self.ask("run", module, environ, cwd, fds=(out, err)))
 
     def close(self) -> None:
-        atexit.unregister(self.close)
-        self.process.kill()
-        self.process.wait()
+        """Ends the ranks that were forked through this connection."""
         self.link.close()
         self.log.close()
 
 
-_nurseries: dict[tuple[int, tuple[str, ...]], Nursery] = {}
+class Nursery(Connected):
+    """Starts the process at once, and waits for it with the first rank that it asks for.
+
+    served: path of a socket by which other processes reach it, too
+    """
+
+    def __init__(
+        self, environ: dict[str, str], cwd: str, preload: tuple[str, ...], deadline: float, served: Path | None = None
+    ) -> None:
+        log = open(served.with_suffix(".log"), "w+b") if served else tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(link, log, deadline)
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if served:
+            door.bind(str(served))
+            door.listen()
+        command = [sys.executable, "-m", "tests.ranks.nursery", str(theirs.fileno()), str(door.fileno())]
+        with theirs, door:
+            self.process = subprocess.Popen(
+                [*command, str(os.getpid()), ",".join(preload)],
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                cwd=cwd,
+                pass_fds=(theirs.fileno(), door.fileno()),
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+
+    @property
+    def usable(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self.process.kill()
+        self.process.wait()
+        super().close()
+
+
+_nurseries: dict[tuple[int, tuple[str, ...]], Connected] = {}
 _making = threading.Lock()
 
 
-def shared(rank: int, environ: dict[str, str], cwd: str, preload: tuple[str, ...], deadline: float) -> Nursery:
+def serve(environs: dict[int, dict[str, str]], cwd: str, preload: tuple[str, ...], deadline: float) -> None:
+    """Starts nurseries of these ranks for the processes that this one starts, until it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="nurseries-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for rank, environ in environs.items():
+        _nurseries[rank, preload] = Nursery(environ, cwd, preload, deadline, folder / _name(rank, preload))
+    os.environ[SERVED] = str(folder)
+
+
+def _name(rank: int, preload: tuple[str, ...]) -> str:
+    return f"{rank}-{'-'.join(preload)}.socket"
+
+
+def _made(rank: int, environ: dict[str, str], cwd: str, preload: tuple[str, ...], deadline: float) -> Connected:
+    path = Path(os.environ.get(SERVED, "nowhere"), _name(rank, preload))
+    if path.exists():
+        with suppress(ConnectionError):  # it is gone
+            return Connected.to(path, deadline)
+    return Nursery(environ, cwd, preload, deadline)
+
+
+def shared(rank: int, environ: dict[str, str], cwd: str, preload: tuple[str, ...], deadline: float) -> Connected:
     """The one that all pools of this process share."""
     with _making:
         found = _nurseries.get((rank, preload))
-        if found is None or found.process.poll() is not None:
-            found = _nurseries[rank, preload] = Nursery(environ, cwd, preload, deadline)
+        if found is None or not found.usable:
+            found = _nurseries[rank, preload] = _made(rank, environ, cwd, preload, deadline)
         return found
 
 
@@ -149,7 +213,7 @@ def warm_up() -> None:
     tqdm.tqdm.monitor_interval = patience
 
 
-def divide(listener: socket.socket, fds: list[int], environ: dict[str, str], cwd: str, out: int, err: int) -> int:
+def divide(own: list[socket.socket], fds: list[int], environ: dict[str, str], cwd: str, out: int, err: int) -> int:
     """Forks; 0 in the child, which has a session, a folder, an environment and outputs of its own."""
     ready, in_session = os.pipe()
     pid = os.fork()
@@ -162,7 +226,8 @@ def divide(listener: socket.socket, fds: list[int], environ: dict[str, str], cwd
     os.setsid()
     os.close(ready)
     os.close(in_session)
-    listener.close()
+    for link in own:
+        link.close()
     for fd, to in ((out, 1), (err, 2)):
         os.dup2(fd, to)
     os.chdir(cwd)
@@ -171,10 +236,10 @@ def divide(listener: socket.socket, fds: list[int], environ: dict[str, str], cwd
     return 0
 
 
-def fork(listener: socket.socket, fds: list[int], arguments: list[str], environ: dict[str, str], cwd: str) -> int:
+def fork(own: list[socket.socket], fds: list[int], arguments: list[str], environ: dict[str, str], cwd: str) -> int:
     link, log = fds
     parent = os.getpid()
-    pid = divide(listener, fds, environ, cwd, log, log)
+    pid = divide(own, fds, environ, cwd, log, log)
     if pid:
         return pid
     try:
@@ -190,13 +255,14 @@ def fork(listener: socket.socket, fds: list[int], arguments: list[str], environ:
 
 
 def main() -> None:
-    fd, parent, preload = sys.argv[1:]
+    fd, door, parent, preload = sys.argv[1:]
     worker.die_with(int(parent))
     worker.import_all(preload)
     if "lightning_zero" in preload.split(",") and COLD not in os.environ:
         warm_up()
         if not children_can_run_backward():
-            os.set_inheritable(int(fd), True)
+            for inherited in (fd, door):
+                os.set_inheritable(int(inherited), True)
             os.execve(
                 sys.executable, [sys.executable, "-m", "tests.ranks.nursery", *sys.argv[1:]], os.environ | {COLD: "1"}
             )
@@ -204,28 +270,65 @@ def main() -> None:
         raise RuntimeError(f"a fork would lose some of {threading.enumerate()}")
     gc.collect()
     gc.freeze()  # or each rank's first collection would copy all pages
-    listener = socket.socket(fileno=int(fd))
-    while True:
-        question, fds, _, _ = socket.recv_fds(listener, ROOM, 2)
-        if not question:
-            return
-        what, *body = pickle.loads(question)
-        if what == "fork":
-            answer: int | None = fork(listener, fds, *body)
-        elif what == "run":
-            module, environ, cwd = body
-            parent = os.getpid()
-            answer = divide(listener, fds, environ, cwd, *fds)
-            if not answer:  # ends as any script does, after whatever it raises
-                worker.die_with(parent)
-                for fd in fds:
-                    os.close(fd)
-                importlib.import_module(module).main()
-                return
-        else:
-            pid, status = os.waitpid(body[0], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        listener.send(pickle.dumps(answer))
+    answer_all(socket.socket(fileno=int(fd)), socket.socket(fileno=int(door)))
+
+
+def answer_all(first: socket.socket, door: socket.socket) -> None:
+    """Answers until ``first`` is closed; what was forked over another connection ends with that."""
+    children: dict[socket.socket, set[int]] = {first: set()}
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(first, selectors.EVENT_READ)
+        if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            waiting.register(door, selectors.EVENT_READ)
+        while True:
+            for key, _ in waiting.select():
+                link: Any = key.fileobj
+                if link is door:
+                    link, _ = door.accept()
+                    children[link] = set()
+                    waiting.register(link, selectors.EVENT_READ)
+                    continue
+                question, fds = b"", []
+                with suppress(ConnectionError):  # it is closed
+                    question, fds, _, _ = socket.recv_fds(link, ROOM, 2)
+                if question:
+                    answer = answer_to(pickle.loads(question), fds, [*children, door], children[link])
+                    if answer is CHILD:
+                        return
+                    with suppress(OSError):
+                        link.send(pickle.dumps(answer))
+                elif link is first:
+                    return
+                else:
+                    waiting.unregister(link)
+                    for pid in children.pop(link):
+                        with suppress(ProcessLookupError):
+                            os.killpg(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)
+                    link.close()
+
+
+def answer_to(question: tuple[Any, ...], fds: list[int], own: list[socket.socket], children: set[int]) -> Any:
+    """What to answer; CHILD where a child has returned, which ends as any script does, after whatever it raises."""
+    what, *body = question
+    if what == "fork":
+        pid = fork(own, fds, *body)
+    elif what == "run":
+        module, environ, cwd = body
+        parent = os.getpid()
+        pid = divide(own, fds, environ, cwd, *fds)
+        if not pid:
+            worker.die_with(parent)
+            for fd in fds:
+                os.close(fd)
+            importlib.import_module(module).main()
+            return CHILD
+    else:
+        pid, status = os.waitpid(body[0], os.WNOHANG)
+        children.discard(pid)
+        return os.waitstatus_to_exitcode(status) if pid else None
+    children.add(pid)
+    return pid
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 from tests.ranks import nursery, report
 from tests.ranks.report import RankDeadline, RankFailure
 
-__all__ = ["RankDeadline", "RankFailure", "RankPool", "Ranks"]
+__all__ = ["RankDeadline", "RankFailure", "RankPool", "Ranks", "serve_nurseries"]
 
 REPO = Path(__file__).resolve().parents[2]
 PRELOAD = ("torch", "lightning.pytorch", "lightning_zero")
@@ -302,6 +302,13 @@ class RankPool:
                 if text:
                     lines += [f"-- rank {i} {title}", text]
         return "\n".join(lines)
+
+
+def serve_nurseries(world_size: int) -> None:
+    """For the pools of all processes that this one starts."""
+    pool = RankPool(world_size)
+    environs = {rank: pool._environ(rank, 0) for rank in range(world_size)}
+    nursery.serve(environs, str(REPO), pool.preload, pool.start_deadline)
 
 
 class Ranks:

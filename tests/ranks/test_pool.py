@@ -268,3 +268,27 @@ def test_ranks_end_with_the_process_that_forked_them(tmp_path: Path) -> None:
 
 def test_lightning_finds_the_rank_in_its_environment(ranks) -> None:  # noqa: ANN001
     assert ranks.run(2, lightning_sees) == [(True, 2, 0, 0), (True, 2, 1, 1)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are not forked")
+def test_ranks_end_with_the_connection_over_which_they_were_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(nursery.SERVED, "put back afterwards")
+    environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    nursery.serve({6: environ}, str(tmp_path), (), 60.0)
+    [path] = Path(os.environ[nursery.SERVED]).glob("*.socket")
+    links = [nursery.Connected.to(path, 60.0) for _ in range(2)]
+    ranks, pipes = [], [Pipe() for _ in links]
+    for link, (_, theirs) in zip(links, pipes, strict=True):
+        with theirs, open(tmp_path / "log", "ab") as log:
+            arguments = [str(tmp_path / "stacks"), "gloo", "60"]
+            ranks.append(link.fork(arguments, environ, str(tmp_path), theirs.fileno(), log.fileno()))
+    links[0].close()
+    assert not links[0].usable
+    assert wait_until_gone([ranks[0].pid])
+    assert ranks[1].poll() is None
+    served = nursery.shared(6, environ, str(tmp_path), (), 60.0)
+    assert served.usable
+    served.close()
+    assert wait_until_gone([ranks[1].pid])
