@@ -15,6 +15,11 @@ LAYER = [f"op{i}" for i in range(20)]
         (["a", *LAYER * 3, "b", *LAYER[:8] * 4, "c"], [Run(1, 61, 20), Run(62, 94, 8)]),
         ([*(LAYER + LAYER[3:9]) * 3], [Run(0, 78, 26)]),  # alternating layers
         (list("abcabcabc"), []),  # too short a period
+        (LAYER * 2, [Run(0, 40, 20)]),
+        (LAYER * 2 + LAYER[:5], [Run(0, 45, 20)]),
+        (["a", *LAYER[:8] * 3, "b", *LAYER * 3], [Run(1, 25, 8), Run(26, 86, 20)]),  # the longer one comes later
+        ([*LAYER[:7], *"abc", *LAYER[:7], *"def"], []),  # nothing whole
+        (list("abcdef") * 2, [Run(0, 12, 6)]),  # just long enough
         (LAYER, []),
         ([], []),
         ([*LAYER, "x", *LAYER], [Run(0, 41, 21)][:0]),  # far apart, and only once each
