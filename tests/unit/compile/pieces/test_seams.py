@@ -75,12 +75,16 @@ def test_a_seam_loses_next_to_nothing_or_as_little_as_can_be(lost: dict[int, int
     assert chosen(Order(lambda place: lost.get(place % 10)), parts=3) == seams
 
 
+def test_the_repetition_in_the_middle_stands_for_all() -> None:
+    assert chosen(Order(lambda place: 0 if place in (19, 34) else 60), [Run(6, 36, 10)]) == [9, 19, 29]
+
+
 def test_where_there_can_be_no_seam_there_is_none() -> None:
     assert chosen(Order(lambda place: None), between=[3, 12, 30], parts=4) == []
 
 
 def test_what_does_not_repeat_is_cut_before_what_runs_between() -> None:
-    assert chosen(Order(), between=[0, 3, 9, 30]) == [3, 6, 16, 26, 30]
+    assert chosen(Order(), between=[0, 1, 3, 9, 25, 30]) == [1, 3, 6, 16, 26, 30]
     # At the nearest place before it where little is lost.
     order = Order(lambda place: 0 if place in (1, 2, 4, 6, 16, 28, 31) else 1000)
     assert chosen(order, between=[3, 30]) == [2, 6, 16, 26, 28]
