@@ -62,6 +62,7 @@ def test_a_piece_is_given_the_sizes_that_it_uses_and_no_others() -> None:
 
     rows, x = dynamic("x", 7)
     _, y = dynamic("y", 9)
+    b.graph.placeholder("as_long_as_x").meta["val"] = x.meta["val"]
     fixed = b.input("fixed", 4)
     number = b.graph.placeholder("number")
     number.meta["val"] = 3

@@ -66,6 +66,7 @@ def test_neither_end_is_a_seam() -> None:
     ("lost", "seams"),
     [
         ({9: 50, 4: 60}, [9, 19]),  # next to nothing
+        ({9: 50, 4: 40}, [9, 14, 19, 24]),
         ({9: 51, 4: 60}, [9, 19]),  # or as little as can be
         ({9: 61, 4: 60}, [14, 24]),
         ({8: 60, 9: 60}, [8, 18]),  # the first of equals
