@@ -59,17 +59,20 @@ void Reducer::join() {
   auto& tasks = backward_.tasks;
   if (std::find(tasks.begin(), tasks.end(), task) != tasks.end())
     return;
-  if (tasks.empty()) {
-    backward_.arrivals.clear();
-    backward_.next_launch = 0;
-    transports_.reduce().begin_backward();
-    if (layout_.is_stale()) {
-      layout_.make();
-      layout_.expect(pools_);
-    }
-  }
+  if (tasks.empty())
+    begin();
   tasks.push_back(task);
   begun_();
+}
+
+void Reducer::begin() {
+  backward_.arrivals.clear();
+  backward_.next_launch = 0;
+  transports_.reduce().begin_backward();
+  if (layout_.is_stale()) {
+    layout_.make();
+    layout_.expect(pools_);
+  }
 }
 
 void Reducer::open(ReduceBucket& bucket, bool adding) {
@@ -173,6 +176,10 @@ void Reducer::end_backward() {
   {
     Lock lock(context_.mutex);
     at::NoGradGuard no_grad;
+    // A backward inside this one has ended since (reentrant activation checkpointing), and nothing has come
+    // after it. Other ranks may have gradients.
+    if (backward_.tasks.empty())
+      begin();
     launch_all();
     const auto agreed = agree();
     auto &buckets = layout_.buckets(), &late = layout_.late();

@@ -73,6 +73,7 @@ class Reducer {
 
  private:
   std::unique_ptr<BufferPool> make_pool(at::ScalarType dtype) const;
+  void begin();  // at the first gradient since the last end, or at an end without one
   void open(ReduceBucket& bucket, bool adding);
   void launch(ReduceBucket& bucket);
   void launch_all();

@@ -36,6 +36,9 @@ inductor_seeds = {inductor_prims.seed, inductor_prims.seeds, inductor_prims.look
 # The list itself. (torch 2.11+)
 draw_seeds = inductor_prims.seeds
 
+# Calls in Dynamo's graphs of what is inside torch.utils.checkpoint: the graph of it, then its inputs. (torch 2.11+)
+CHECKPOINTS = {torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.wrap_activation_checkpoint}
+
 ATTRIBUTES = {
     # Its name after the dot: an op is pickled by its names. (torch 2.11+)
     "torch._ops.OpOverload._overloadname",

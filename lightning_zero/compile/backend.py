@@ -123,10 +123,10 @@ class Compiler:
         inner = self._aot_eager if self._config.backend == "aot_eager" else self._inductor
 
         def compile_graph(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-            names = name_weights(module.graph)
-            refuse_edits(module.graph)
+            names = name_weights(module)
+            refuse_edits(module)
             communicates = has_collectives(module)
-            last = self.last_weight is not None and last_read(module.graph, inputs) is self.last_weight
+            last = self.last_weight is not None and last_read(module, inputs) is self.last_weight
             begun = time.monotonic()
             what = self._describe(names)
             self._listener.compiling(what, True, 0.0)

@@ -3,20 +3,24 @@
 Only these know what parameters are called: each gather is given its weight's name, which later graphs inherit. And only
 these still show in-place edits, which later ones have turned into new values: a gathered weight is a value of the
 graph, so an edit of it would be lost, and is refused. Here, too, inputs are still the tensors themselves.
+
+What is inside ``torch.utils.checkpoint`` is a graph of its own here, called by the one around it; AOTAutograd makes one
+of them. Dynamo traces both kinds of checkpoint alike, the reentrant one without its peculiarities.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, ORIGIN
+from lightning_zero.compat.ops import CHECKPOINTS
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.errors import UnsupportedError
 
@@ -30,26 +34,56 @@ _IN_PLACE = {
 }  # fmt: skip
 
 
-def name_weights(graph: Graph) -> list[str]:
+def name_weights(module: GraphModule) -> list[str]:
     """Notes in each gather's meta data which parameter it reads; see ``weight_name`` in ``compile/graph.py``. Returns
     the names."""
     names = []
-    for node in _gathers(graph):
-        names.append(_name(node))
-        node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), WEIGHT: names[-1]}
+    for gather, shard in _gathers(module):
+        names.append(_name(shard))
+        gather.meta[CUSTOM] = {**gather.meta.get(CUSTOM, {}), WEIGHT: names[-1]}
     return names
 
 
-def last_read(graph: Graph, inputs: Sequence[Any]) -> Any:
+def last_read(module: GraphModule, inputs: Sequence[Any]) -> Any:
     """The input, the shard itself, of the last gather; None for a graph without gathers."""
-    given = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=False))
-    found = _gathers(graph)
-    return given.get(found[-1].args[0]) if found else None  # type: ignore[arg-type]
+    given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False))
+    found = list(_gathers(module))
+    return given.get(found[-1][1]) if found else None
 
 
-def _gathers(graph: Graph) -> list[Node]:
+def _gathers(module: GraphModule, outside: Mapping[Node, Node] | None = None) -> Iterator[tuple[Node, Node]]:
+    """Gathers in the order in which they run, and the inputs of the outermost graph that they read.
+
+    outside: what the graph's own inputs are there; None for the outermost graph
+    """
     op = torch.ops.lightning_zero.gather
-    return [node for node in graph.nodes if getattr(node.target, "overloadpacket", node.target) is op]
+    inputs = {node: node for node in module.graph.find_nodes(op="placeholder")} if outside is None else outside
+    for node in module.graph.nodes:
+        if getattr(node.target, "overloadpacket", node.target) is op:
+            yield node, inputs.get(node.args[0], node.args[0])
+        elif (body := _body(module, node)) is not None:
+            own = body.graph.find_nodes(op="placeholder")
+            given = [inputs.get(value, value) if isinstance(value, Node) else value for value in node.args[1:]]
+            yield from _gathers(body, dict(zip(own, given, strict=False)))
+
+
+def _body(module: GraphModule, node: Node) -> GraphModule | None:
+    """The graph that a call of a checkpointed region runs; its inputs are the call's other arguments."""
+    if node.op != "call_function" or node.target not in CHECKPOINTS:
+        return None
+    called = node.args[0]
+    assert isinstance(called, Node), f"{node} calls {called!r}"
+    assert isinstance(called.target, str), f"{node} calls {called}, which is no graph"
+    body = module.get_submodule(called.target)
+    assert isinstance(body, GraphModule), f"{called.target} is a {type(body).__name__}"
+    return body
+
+
+def _with_bodies(module: GraphModule) -> Iterator[Node]:
+    for node in module.graph.nodes:
+        yield node
+        if (body := _body(module, node)) is not None:
+            yield from _with_bodies(body)
 
 
 def has_collectives(module: GraphModule) -> bool:
@@ -59,21 +93,21 @@ def has_collectives(module: GraphModule) -> bool:
     return any("c10d" in str(t) or (getattr(t, "__module__", "") or "").startswith(_DISTRIBUTED) for t in targets)
 
 
-def refuse_edits(graph: Graph) -> None:
-    """Raises :class:`UnsupportedError`, naming the weight, when ``graph`` (Dynamo's own) writes to a gathered one."""
-    weights: dict[int, Node] = {}  # storage -> the gather
-    for node in _gathers(graph):
-        storage = _storage(node)
+def refuse_edits(module: GraphModule) -> None:
+    """Raises :class:`UnsupportedError`, naming the weight, when Dynamo's own graph writes to a gathered one."""
+    weights: dict[int, Node] = {}  # storage -> the input that was gathered
+    for gather, shard in _gathers(module):
+        storage = _storage(gather)
         if storage is not None:
-            weights[storage] = node
+            weights[storage] = shard
     if not weights:
         return
-    for node in graph.nodes:
+    for node in _with_bodies(module):
         for written in _written(node):
-            gather = weights.get(_storage(written) or -1)
-            if gather is not None:
+            edited = weights.get(_storage(written) or -1)
+            if edited is not None:
                 raise UnsupportedError(
-                    f"The weight {_name(gather)!r} is edited in place inside compiled code, where the edit would be "
+                    f"The weight {_name(edited)!r} is edited in place inside compiled code, where the edit would be "
                     "lost. Edit it between steps (in on_train_batch_end, say), or decorate the method that edits it "
                     "with torch.compiler.disable."
                 )
@@ -97,8 +131,7 @@ def _written(node: Node) -> list[Node]:
     return written
 
 
-def _name(gather: Node) -> str:
-    shard = gather.args[0]
+def _name(shard: Node) -> str:
     assert isinstance(shard, Node)
     source = getattr(shard.meta.get(ORIGIN), "source", None)
     path = getattr(source, "name", "")

@@ -8,6 +8,7 @@ backward gather again. A few weights are worth their memory: they are tagged as 
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 
 import torch
@@ -18,10 +19,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_zero.compat.graphs import BACKWARD, MODULES, RECOMPUTE, REGION, SIDE
 from lightning_zero.compile.graph import gathers, is_op, is_view_or_cast, reduces, shard_of
 from lightning_zero.compile.passes.saved import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
+from lightning_zero.compile.regions import save_boundaries
 from lightning_zero.config import RecomputePolicy
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["tag_activations", "tag_gathers"]
+
+# Regions of activation checkpointing count up from 1. The partitioner saves what goes from one into a later one; a
+# weight that several read must not be.
+OUTSIDE, OF_WEIGHTS = 1, sys.maxsize
 
 
 def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
@@ -38,7 +44,7 @@ def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
             continue
         again = recompute(str(node.target), nbytes(value), _module_path(node))
         if again is not None:
-            node.meta.setdefault(REGION, 1)
+            node.meta.setdefault(REGION, OUTSIDE)
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
     return graph
 
@@ -61,16 +67,16 @@ def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
         return graph
     kept = set(choose_saved(graph, keep))
     for node in graph.nodes:
-        # The partitioner honours tags only among nodes that carry a region number; activation checkpointing uses
-        # others.
-        if node.op == "call_function":
-            node.meta.setdefault(REGION, 1)
         if is_view_or_cast(node) and node.args and node.args[0] in tagged:
             tagged.add(node)
-        if node in kept:
-            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
-        elif node in tagged:
-            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+    save_boundaries(graph, tagged)
+    for node in graph.nodes:
+        # The partitioner honours tags only among nodes that carry a region number.
+        if node.op == "call_function":
+            node.meta.setdefault(REGION, OUTSIDE)
+        if node in tagged:
+            node.meta[REGION] = OF_WEIGHTS
+            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
     seen: Counter[Node] = Counter()
     for node in reduces(graph):
         # Equal calls become one from here on. Two equal gradients of a tied weight (of ``head(x) + other(x)``) are two.

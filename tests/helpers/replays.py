@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine import engine_of
+from tests.helpers.checkpointed import NonReentrant
 from tests.helpers.models import Case, OneBlock, build
 from tests.helpers.oracle import Reference
 from tests.helpers.sharded import adamw, engine_for, train_sharded
@@ -154,6 +155,7 @@ WAYS = {
     "gradients dropped first, then added to": Way(optimizer=Forgetful),
     "gradients added to first, then dropped": Way(optimizer=ForgetfulAtLast),
     "dropout": Way(Dropping),
+    "activations checkpointed": Way(NonReentrant),
     "frozen weights": Way("LoRA"),
     "buffers": Way("BatchNormNet"),
     "an evaluation between": Way(training={"before_batch": evaluate}),

@@ -120,6 +120,12 @@ class Checkpointed(Smooth):
         return self.net[3:](hidden)
 
 
+class CheckpointedReentrantly(Smooth):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.net[:3], x.requires_grad_(), use_reentrant=True)
+        return self.net[3:](hidden)
+
+
 class PredictsInBetween(Smooth):
     def on_train_batch_end(self, *args: Any) -> None:
         self.eval()
@@ -223,6 +229,7 @@ WAYS = {
     "gradients hooked": Way(ScalesItsGradients),
     "graph retained": Way(RetainsItsGraph, replays=0, emulated=False),
     "activations checkpointed": Way(Checkpointed),
+    "checkpointed by the reentrant way": Way(CheckpointedReentrantly, ddp=False),  # DDP refuses it
     "predictions in between": Way(PredictsInBetween),
     "more outputs": Way(ReturnsMore),
     "inputs with gradients": Way(InputsWithGradients, replays=None, emulated=False),

@@ -163,6 +163,23 @@ def test_a_backward_inside_a_backward_loses_nothing(ranks: Ranks, world_size: in
     ranks.run(world_size, nested)
 
 
+def nested_and_then_nothing() -> None:
+    """The checkpointed region comes first in the model: nothing brings a gradient after it."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    executor, (p0, p1) = make(Mesh.of(CPU), [(31,), (8, 9)])
+    for step in range(1, 4):
+        root = Outer.apply(torch.zeros((), requires_grad=True), [(gradient(p0, rank), p0.param)])
+        Deliver.apply(root, [(gradient(p1, rank), p1.param)], False).backward()
+        for twin in (p0, p1):
+            assert_grad(twin, [step * gradient(twin, r) for r in range(world)])
+    executor.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_backward_inside_a_backward_may_be_the_last_to_bring_gradients(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, nested_and_then_nothing)
+
+
 def replaced_gradient(double_buffer: bool) -> None:
     """A bucket that was sent early, then a second gradient for it, on top of a gradient that the user put there."""
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -49,12 +49,15 @@ def test_a_weight_that_is_only_the_second_input_of_a_view_op_tags_nothing() -> N
 def test_regions_of_activation_checkpointing_keep_their_numbers() -> None:
     b = Builder()
     shard, x = b.shard("shard"), b.input("x", 8, 5)
-    inside = b.call(aten.relu.default, x)
-    inside.meta["ac_graph_id"] = 7
-    inside.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    graph = b.done(b.call(aten.mm.default, inside, b.gather(shard, 5, 6)))
+    first = b.call(aten.relu.default, x)
+    inside, last = b.call(aten.tanh.default, first), b.call(aten.tanh.default, first)
+    for node in (first, inside, last):
+        node.meta |= {"ac_graph_id": 7, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
+    graph = b.done(b.call(aten.mm.default, last, b.gather(shard, 5, 6)), inside)
     tag_gathers(graph)
-    assert inside.meta == inside.meta | {"ac_graph_id": 7, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
+    assert [node.meta["ac_graph_id"] for node in (first, inside, last)] == [7, 7, 7]
+    assert first.meta["recompute"] is inside.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
+    assert last.meta["recompute"] is CheckpointPolicy.MUST_SAVE, "it is needed outside"
     # The partitioner honours tags only on nodes that have a number.
     assert all("ac_graph_id" in node.meta for node in graph.nodes if node.op == "call_function")
 

@@ -1,0 +1,139 @@
+"""Activation checkpointing as users write it: one graph, every weight of it planned, and nothing saved but what they
+asked for."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from tests.helpers.checkpointed import TRANSFORMERS, WAYS, WRAPPED
+from tests.helpers.models import build
+from tests.helpers.oracle import Reference, assert_close_relative, train_reference
+from tests.helpers.sharded import engine_for, sgd, train_sharded
+from tests.ranks.pool import Ranks
+
+ALL = WAYS | TRANSFORMERS
+STEPS, SAMPLES = 3, 8
+LAYERS = ("blocks.", "layers.", ".h.")  # in the names of their weights
+
+
+@dataclass
+class Seen:
+    """One training.
+
+    Attributes:
+        kinds: of the graphs that ran.
+        gathered: names of the weights in the forward's plan.
+        again: in the backward's.
+        reduced: in the backward's, too.
+        ahead: whether something is computed between the start of each of the backward's gathers and its first use.
+        saved: bytes that its backward is given.
+        weights: those of them that are whole weights.
+    """
+
+    out: Reference
+    names: set[str]
+    kinds: list[str]
+    gathered: set[str]
+    again: set[str]
+    reduced: set[str]
+    ahead: bool
+    saved: int
+    weights: list[str]
+
+
+def train(case: Any, backend: str, **options: Any) -> Seen:
+    model = build(case)
+    saved, weights = 0, []
+    shapes = {tuple(param.shape) for param in model.parameters() if param.dim() > 1}
+
+    def observe(what: str, graph: Graph) -> None:
+        nonlocal saved
+        inputs = graph.find_nodes(op="placeholder")
+        if what != "after" or not any("tangents" in node.name for node in inputs):
+            return
+        for node in inputs:
+            value = node.meta.get("val")
+            if node.name.startswith(("primals", "tangents", "rng_state")):  # the last one's size is a symbol
+                continue
+            if isinstance(value, Tensor):
+                saved += value.numel() * value.dtype.itemsize
+                if tuple(value.shape) in shapes or tuple(value.shape)[::-1] in shapes:
+                    weights.append(f"{node.name} {tuple(value.shape)}")
+
+    torch._dynamo.reset()
+    names = {name for name, _ in model.named_parameters()}
+    with engine_for(model, backend, observe, **{"gather_group_mb": 0.02, "compile_dynamic": False} | options) as engine:
+        out = train_sharded(engine, model, [model.make_batch(step, SAMPLES) for step in range(STEPS)], sgd(model))
+        graphs = engine.session.plans.plan.graphs
+    kinds = [graph.kind for graph in graphs]
+    gathers = {
+        kind: {name for graph in graphs if graph.kind == kind for gather in graph.gathers for name in gather.weights}
+        for kind in ("forward", "backward")
+    }
+    backward = [graph for graph in graphs if graph.kind == "backward"]
+    reduced = {name for graph in backward for reduce in graph.reduces for name in reduce.weights}
+    ahead = all(gather.started + 1 < gather.waited for graph in backward for gather in graph.gathers)
+    return Seen(out, names, kinds, gathers["forward"], gathers["backward"], reduced, ahead, saved, weights)
+
+
+def train_both(way: str, backend: str) -> tuple[Seen, Seen]:
+    """As users checkpoint it, and without."""
+    checkpointed, plain = ALL[way]
+    return train(checkpointed, backend), train_plain(plain, backend)
+
+
+@cache
+def train_plain(case: Any, backend: str) -> Seen:
+    return train(case, backend)
+
+
+@cache
+def expected(way: str, world: int) -> Reference:
+    """One process, uncompiled, nothing checkpointed."""
+    plain = ALL[way][1]
+    batches = [plain.make_batch(step, SAMPLES) for step in range(STEPS)]
+    return train_reference(build(plain), batches, sgd, world=world)
+
+
+def unwrapped(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name.replace(WRAPPED, ""): value for name, value in step.items()} for step in steps]
+
+
+def check(way: str, world: int, mine: Seen, plain: Seen) -> None:
+    reference = expected(way, world)
+    assert_close_relative(mine.out.losses, reference.losses, 1e-5, what="losses")
+    for what in ("grads", "params"):
+        assert_close_relative(unwrapped(getattr(mine.out, what)), getattr(reference, what), 2e-5, what=what)
+    assert mine.kinds == ["forward", "backward"]
+    assert mine.gathered == mine.reduced == {name.replace(WRAPPED, "") for name in mine.names}
+    assert mine.again >= {name for name in plain.again if any(part in name for part in LAYERS)}
+    assert mine.ahead
+    assert mine.saved < plain.saved
+    # The one that forward needs last and backward first stays, as without checkpointing.
+    assert len(mine.weights) <= max(len(plain.weights), 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_checkpointed_regions_are_planned_and_save_no_more(ranks: Ranks, world_size: int, way: str) -> None:
+    for mine, plain in ranks.run(world_size, train_both, way, "aot_eager", deadline=240):
+        check(way, world_size, mine, plain)
+
+
+@pytest.mark.parametrize("way", TRANSFORMERS)
+def test_models_of_transformers(ranks: Ranks, way: str) -> None:
+    pytest.importorskip("transformers")
+    for mine, plain in ranks.run(2, train_both, way, "aot_eager", deadline=400):
+        check(way, 2, mine, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["checkpoint_wrapper", "regions that end in a view"])
+def test_with_generated_code(ranks: Ranks, way: str) -> None:
+    for mine, plain in ranks.run(2, train_both, way, "inductor", deadline=600):
+        check(way, 2, mine, plain)
