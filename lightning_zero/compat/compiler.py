@@ -1,6 +1,7 @@
 """The parts of torch.compile that a backend is made of."""
 
 import torch
+import torch._dynamo.utils
 import torch._functorch.config
 import torch._functorch.partitioners
 from torch._dynamo.backends import common
@@ -42,6 +43,9 @@ inductor_config = torch._inductor.config
 
 # What is known while a graph is traced; strides of results are told there once. (torch 2.11+)
 TracingContext = torch._guards.TracingContext
+
+# Seconds of this process's compilations so far, in lists by what they went into. (torch 2.11+)
+compilation_times = torch._dynamo.utils.compilation_time_metrics
 
 # What compiles a graph returns one of these; AOTAutograd's cache keeps no others. (torch 2.11+)
 OutputCode = output_code.OutputCode

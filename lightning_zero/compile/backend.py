@@ -166,10 +166,12 @@ class Compiler:
         return graph if recompute is None else tag_activations(graph, recompute)
 
     def _rewrite(self, graph: Graph) -> Graph:
+        begun = time.monotonic()
         self._listener.graph("before", graph)
         watch = self._listener.pass_ran if self._listener.wants_passes else None
         graph = run_passes(graph, self.passes(), watch)
         self._listener.graph("after", graph)
+        self._listener.spend("passes", time.monotonic() - begun)
         return graph
 
     def _inductor(self, last: bool, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
@@ -198,6 +200,8 @@ class Compiler:
                 return compile_fx_inner(module, inputs, **settings)
         begun, known = time.monotonic(), self._pieces.compiled
         program = lower(module, self._pieces, steps, **settings)
+        self._listener.spend("pieces", program.calls)
+        self._listener.spend("pieces compiled", self._pieces.compiled - known)
         log.info(
             "%d nodes run in %d pieces, of which %d were compiled in %.1f s",
             len(module.graph.nodes),

@@ -4,6 +4,7 @@ note to the other ranks that this one is busy."""
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -32,6 +33,9 @@ class CompileListener(Protocol):
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
         """A graph, described in words, begins to be compiled (``busy``), or has been, in so many seconds."""
 
+    def spend(self, what: str, amount: float) -> None:
+        """So many seconds went into that; or so many pieces were made."""
+
     @property
     def wants_graphs(self) -> bool:
         """Whether every graph must be seen, even one that could come out of a cache."""
@@ -52,6 +56,8 @@ class Progress:
 
     Attributes:
         compiled: how often a graph began to be compiled, or has been.
+        spent: seconds of "compiling", and of the "passes" therein; the number of "graphs"; of "pieces" that these were
+            cut into, and of "pieces compiled".
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Progress:
         self._graph_observers: list[GraphObserver] = []
         self._pass_observers: list[PassObserver] = []
         self.compiled = 0
+        self.spent: defaultdict[str, float] = defaultdict(float)
 
     def report(self, line: str) -> None:
         """Shows a line to the user."""
@@ -97,12 +104,17 @@ class Progress:
         for observer in self._pass_observers:
             observer(trace)
 
+    def spend(self, what: str, amount: float) -> None:
+        self.spent[what] += amount
+
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
         self.compiled += 1
         if busy:
             self.report(f"Compiling {what}; this step takes longer.")
         else:
             self.report(f"Compiled it in {seconds:.1f} s.")
+            self.spend("graphs", 1)
+            self.spend("compiling", seconds)
         self._busy(f"compiling {what}," if busy else "")
         with suppress(Exception):  # an exception of the compiler must not be hidden by one of the store
             self._busy_for_others(busy)

@@ -19,15 +19,18 @@ import shutil
 import subprocess
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.cache import check_owner, default_cache, locked, make_private
+from lightning_zero.native.commands import Commands
 
-__all__ = ["build", "kernel_source", "source_directory"]
+__all__ = ["build", "is_built", "kernel_source", "source_directory"]
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,8 @@ MARK = "-DLIGHTNING_ZERO"  # by which our compilers are known among the processe
 FLAGS = (MARK, "-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 LOCK_DEADLINE_S = 900.0
+
+Say = Callable[..., Any]  # as a logger's methods: a format, and what belongs into it
 
 
 def source_directory() -> Path:
@@ -68,7 +73,13 @@ def kernel_source(name: str) -> Path:
     return found[0]
 
 
-def build(cache: Path | None = None, compiler: str | None = None, deadline_s: float = LOCK_DEADLINE_S) -> Path:
+def build(
+    cache: Path | None = None,
+    compiler: str | None = None,
+    deadline_s: float = LOCK_DEADLINE_S,
+    say: Say = log.warning,
+    commands: Commands | None = None,
+) -> Path:
     """Returns the path of the shared library, building it first if this is the first use.
 
     Args:
@@ -76,10 +87,14 @@ def build(cache: Path | None = None, compiler: str | None = None, deadline_s: fl
         compiler: command of a C++20 compiler, with arguments if it has some (``"ccache g++"``); by default ``$CXX`` or
             ``g++``.
         deadline_s: how long to wait, in seconds, while another process builds.
+        say: shows the user what takes long.
+        commands: run the compiler, and may be stopped by another thread.
 
     Raises:
         NativeBuildError: no compiler, a compile error, the deadline passed, or a cache that others can write.
+        Stopped: ``commands`` were stopped.
     """
+    commands = commands or Commands()
     cache = cache or default_cache()
     sources = source_directory()
     library = cache / _digest(sources) / "lightning_zero.so"
@@ -88,10 +103,18 @@ def build(cache: Path | None = None, compiler: str | None = None, deadline_s: fl
     command = _command(compiler or os.environ.get("CXX") or "")
     version = _version(command)
     make_private(library.parent)
-    with locked(library.parent, deadline_s):
+    with locked(library.parent, deadline_s, say, commands.check):
         if not _is_there(library):
-            _compile(command, version, sources, library)
+            _compile(command, version, library, say, commands)
     return library
+
+
+def is_built() -> bool:
+    """Whether :func:`build` has nothing to do; or will not do it, and say why."""
+    try:
+        return _is_there(default_cache() / _digest(source_directory()) / "lightning_zero.so")
+    except NativeBuildError:
+        return True
 
 
 def _is_there(library: Path) -> bool:
@@ -139,9 +162,9 @@ def _digest(sources: Path) -> str:
     return digest.hexdigest()[:20]
 
 
-def _compile(compiler: list[str], version: str, sources: Path, library: Path) -> None:
-    start = time.monotonic()
-    log.warning("Building lightning_zero's C++ executor (once for this torch version; takes up to a minute).")
+def _compile(compiler: list[str], version: str, library: Path, say: Say, commands: Commands) -> None:
+    start, sources = time.monotonic(), source_directory()
+    say("Building lightning_zero's C++ executor (once for this torch version; takes up to a minute).")
     torch_directory = Path(torch.__file__).parent
     include = torch_directory / "include"
     # Sources name each other by their rooms.
@@ -150,17 +173,17 @@ def _compile(compiler: list[str], version: str, sources: Path, library: Path) ->
     try:
         files = sorted(sources.rglob("*.cpp"))
         objects = [temporary / f"{number}-{path.stem}.o" for number, path in enumerate(files)]
-        commands = [
+        each = [
             [*compiler, *FLAGS, _abi(), *includes, "-c", str(path), "-o", str(target)]
             for path, target in zip(files, objects, strict=True)
         ]
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as workers:
-            list(workers.map(_run, commands))
+        commands.all(each, partial(_run, commands))
         libraries = torch_directory / "lib"
         linked = temporary / library.name
         _run(
+            commands,
             [*compiler, MARK, "-shared", *map(str, objects), f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES]
-            + ["-o", str(linked)]
+            + ["-o", str(linked)],
         )
         linked.chmod(0o755)  # whatever the umask: others would be refused a library that more than its owner can write
         (temporary / "built-by").write_text(f"{shlex.join(compiler)}\n{version}")
@@ -168,11 +191,11 @@ def _compile(compiler: list[str], version: str, sources: Path, library: Path) ->
         os.replace(linked, library)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    log.warning("Built lightning_zero's C++ executor in %.0f s (%s).", time.monotonic() - start, library)
+    say("Built lightning_zero's C++ executor in %.0f s (%s).", time.monotonic() - start, library)
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
+def _run(commands: Commands, command: list[str]) -> None:
+    result = commands.run(command)
     if result.returncode != 0:
         errors = [line for line in result.stderr.splitlines() if "error" in line.lower()][:20]
         raise NativeBuildError(

@@ -13,10 +13,10 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from lightning_zero.errors import NativeBuildError
 
@@ -97,12 +97,19 @@ def check_owner(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path, deadline_s: float) -> Iterator[None]:
+def locked(
+    folder: Path,
+    deadline_s: float,
+    say: Callable[..., Any] = log.warning,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Inside, no other process is: an OS lock, which a killed process releases. Where the file system has no locks,
     several may be.
 
     Args:
         deadline_s: how long to wait for another process, in seconds.
+        say: shows the user that this waits.
+        check: is called while this waits; what it raises ends that.
 
     Raises:
         NativeBuildError: the lock cannot be written, or the deadline passed.
@@ -112,15 +119,20 @@ def locked(folder: Path, deadline_s: float) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(folder, error) from error
     with lock:
-        _acquire(lock, deadline_s)
-        yield
+        _acquire(lock, deadline_s, say, check)
+        try:
+            yield
+        finally:
+            # Closing would not do: a process that was forked meanwhile has the file open, too.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _unwritable(folder: Path, error: OSError) -> NativeBuildError:
     return NativeBuildError(f"Cannot write the build cache {folder} ({error}). {INSTEAD}")
 
 
-def _acquire(lock: TextIO, deadline_s: float) -> None:
+def _acquire(lock: TextIO, deadline_s: float, say: Callable[..., Any], check: Callable[[], None]) -> None:
     start = time.monotonic()
     told = False
     while True:
@@ -130,7 +142,7 @@ def _acquire(lock: TextIO, deadline_s: float) -> None:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                 # Waiting would not help: some network file systems have no locks.
-                log.warning("%s cannot be locked (%s): several processes may build at once.", lock.name, error)
+                say("%s cannot be locked (%s): several processes may build at once.", lock.name, error)
                 return
         waited = time.monotonic() - start
         if waited > deadline_s:
@@ -139,6 +151,7 @@ def _acquire(lock: TextIO, deadline_s: float) -> None:
                 f"{lock.name}). End that process, or set LIGHTNING_ZERO_CACHE to another directory."
             )
         if not told and waited > 2:
-            log.warning("Waiting while another process builds the C++ executor (%s).", lock.name)
+            say("Waiting while another process builds the C++ executor (%s).", lock.name)
             told = True
+        check()
         time.sleep(0.1)

@@ -4,13 +4,13 @@ started."""
 from __future__ import annotations
 
 import os
-import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning_zero.mesh import boot_id, host_name
 from lightning_zero.native.build import MARK
+from lightning_zero.native.commands import children, end, process_stat
 
 __all__ = ["end_compilers", "is_gone", "own_process"]
 
@@ -20,7 +20,7 @@ def own_process() -> dict[str, Any]:
     Empty where /proc does not show it under its own number."""
     pid, unknown = os.getpid(), {"host": "", "pid": os.getpid(), "started": "0"}
     with suppress(OSError):
-        stat = _stat(pid)
+        stat = process_stat(pid)
         if stat is None or os.readlink("/proc/self") != str(pid) or not boot_id():
             return unknown
         return {
@@ -35,30 +35,13 @@ def is_gone(process: dict[str, Any]) -> bool:
     """Whether it ran on this host, as :func:`own_process` said there, and does so no more."""
     if not process["host"] or process["host"] != own_process()["host"]:
         return False
-    stat = _stat(process["pid"])
+    stat = process_stat(process["pid"])
     return stat is None or stat[0] in "ZX" or stat[19] != process["started"]
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat behind the name, which may hold anything: state, parent, ..."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return None
 
 
 def end_compilers() -> None:
     """Kills the compilers of the C++ executor that this process has started, and what they have started."""
-    children: dict[int, list[int]] = {}
-    with suppress(OSError):
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and (stat := _stat(int(entry.name))) is not None:
-                children.setdefault(int(stat[1]), []).append(int(entry.name))
-    waiting = [child for child in children.get(os.getpid(), []) if _is_compiler(child)]
-    while waiting:
-        process = waiting.pop()
-        waiting += children.get(process, [])
-        with suppress(OSError):
-            os.kill(process, signal.SIGKILL)
+    end(child for child in children().get(os.getpid(), []) if _is_compiler(child))
 
 
 def _is_compiler(pid: int) -> bool:

@@ -1,5 +1,7 @@
 """What users read while something is compiled: which module, and what for."""
 
+import re
+
 import pytest
 from torch import nn
 
@@ -24,13 +26,13 @@ class Parts(Regression):
         self.net(batch[0])
 
 
-def _lines(make: type[Regression]) -> list[str]:
+def _lines(make: type[Regression], beginning: str = "Compiling") -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("lightning_zero.integrations.trainer.strategy.rank_zero_info", said.append)
         with fitted("compiled", make, 2) as (module, trainer):
             trainer.validate(module, make_loader("compiled", 1), verbose=False)
-    return [line for line in said if line.startswith("Compiling")]
+    return [line for line in said if line.startswith(beginning)]
 
 
 def test_they_name_the_module_and_the_purpose(ranks: Ranks) -> None:
@@ -39,3 +41,15 @@ def test_they_name_the_module_and_the_purpose(ranks: Ranks) -> None:
         assert lines == [f"Compiling {what.format(purpose)}" for purpose in ("training", "evaluation")]
     for lines in ranks.run(2, _lines, Regression):
         assert lines[0].startswith("Compiling the whole Regression for training (a graph of 6 weights, 'net.0.weight'")
+
+
+def test_one_line_says_where_the_start_went(ranks: Ranks) -> None:
+    for lines in ranks.run(2, _lines, Regression, "Start"):
+        [line] = lines  # at the end of so short a training; the evaluation after it says nothing
+        assert " s to the end of step 2: build 0.0, until the first step " in line
+        seconds = dict(re.findall(r"(Dynamo|joint graph|aot_eager|first step, eagerly) ([0-9.]+)", line))
+        assert len(seconds) == 4
+        assert float(seconds["Dynamo"]) + float(seconds["joint graph"]) + float(seconds["aot_eager"]) > 0
+        total = float(line.split()[1])
+        parts = sum(map(float, re.findall(r" ([0-9]+\.[0-9])(?:[,.]|$)", line.partition(": build")[2])))
+        assert 0 < parts <= total + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,9 @@ from lightning_zero.integrations.trainer.processes import ProcessStrategy, nccl_
 from lightning_zero.integrations.trainer.saving import Saving
 from lightning_zero.integrations.trainer.sigterm import Start, ask_on_cpu, note_sigterm
 from lightning_zero.integrations.trainer.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
+from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.watchdog import Lane
+from lightning_zero.report.start import StartClock
 
 __all__ = ["ZeroStrategy"]
 
@@ -74,6 +76,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             timeout=arguments.timeout,
             report_stall_after_s=arguments.tuning.report_stall_after_s,
         )
+        self._build = BuildAhead(self)
+        self._start = StartClock(self._spent)
 
     # -- what the Trainer asks before anything runs
 
@@ -131,6 +135,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
                     "The ZeRO-3 strategy was asked for something before it was set up. Call this inside a hook of the "
                     "LightningModule or a callback, while trainer.fit() or another stage is running."
                 )
+            self._start.built(self._build.finish())
             self._engine = Engine(self.root_device, self._config(), skip_modules=(Metric,), report=rank_zero_info)
             self._observe_engine(self._engine)
         return self._engine
@@ -176,7 +181,17 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         self._prepared = False
+        self._start = StartClock(
+            self._spent, "Inductor" if self._options.compile_backend == "inductor" else "aot_eager"
+        )
         super().connect(model)
+
+    def _spent(self) -> Mapping[str, float]:
+        return {} if self._engine is None else self._engine.session.progress.spent
+
+    def _show_start(self, line: str | None) -> None:
+        if line is not None:
+            rank_zero_info(line)
 
     def _prepare(self, trainer: pl.Trainer) -> None:
         """Shards the module and what callbacks hold of it: in ``setup``, or before that, when weights are loaded.
@@ -252,6 +267,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
+        self._show_start(self._start.batch())
         with self.precision_plugin.train_step_context(), self._require_engine().train_step():
             return self.lightning_module.training_step(*args, **kwargs)
 
@@ -309,6 +325,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     def teardown(self) -> None:
         # The module stays sharded and on its device, so that another stage, save_checkpoint() or state_dict() can
         # follow.
+        self._show_start(self._start.ends())
         if self._ask_again is not None:
             self._ask_again()
         if self._engine is not None:

@@ -1,0 +1,102 @@
+"""Where the seconds between the beginning of a training and its steady steps went, in one line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from lightning_zero.compat.compiler import compilation_times
+
+__all__ = ["StartClock"]
+
+BATCHES = 10  # at least
+QUIET = 3  # batches in a row, in which nothing was compiled
+MOST_BATCHES = 100  # where every other batch has a new length, compiling may go on for long
+
+# What torch counts.
+DYNAMO, IN_BACKENDS, JOINT = "_compile.compile_inner", "OutputGraph.call_user_compiler", "aot_trace_joint_graph"
+
+
+def _compilation_seconds() -> dict[str, float]:
+    return {what: sum(seconds) for what, seconds in compilation_times.items()}
+
+
+class StartClock:
+    """Protocol: made when a stage begins; :meth:`batch` before each training batch, until it returns a line; at the
+    end of the training :meth:`ends`, where there was none.
+
+    Args:
+        spent: seconds and pieces so far, see :class:`~lightning_zero.compile.listener.Progress`; an engine that is not
+            there yet has spent nothing.
+        compiler: the backend, by the name that torch has for it.
+        clock: seconds.
+        of_torch: seconds that torch counts, by what they went into.
+    """
+
+    def __init__(
+        self,
+        spent: Callable[[], Mapping[str, float]],
+        compiler: str = "inductor",
+        clock: Callable[[], float] = time.monotonic,
+        of_torch: Callable[[], Mapping[str, float]] = _compilation_seconds,
+    ) -> None:
+        self._spent, self._clock, self._of_torch = spent, clock, of_torch
+        self._compiler = "Inductor" if compiler == "inductor" else compiler
+        self._begun, self._before, self._torch_before = clock(), dict(spent()), dict(of_torch())
+        self._built = 0.0
+        self._batches: list[float] = []  # when they began
+        self._graphs = self._quiet = 0.0
+        self._over = False
+
+    def built(self, seconds: float) -> None:
+        """So long the executor was waited for."""
+        self._built += seconds
+
+    def batch(self) -> str | None:
+        """A batch begins. A line, once: when the batches before it have shown that the start is over."""
+        if self._over:
+            return None
+        graphs = self._since("graphs")
+        self._quiet = self._quiet + 1 if graphs == self._graphs else 0
+        self._graphs = graphs
+        done = len(self._batches)
+        self._batches.append(self._clock())
+        if done < BATCHES or (self._quiet < QUIET and done < MOST_BATCHES):
+            return None
+        return self._line(done)
+
+    def ends(self) -> str | None:
+        """The training is over. A line, if there was none."""
+        return None if self._over or not self._batches else self._line(len(self._batches))
+
+    def _line(self, batches: int) -> str | None:
+        self._over = True
+        if not self._since("graphs") and not self._built:
+            return None  # everything was there
+        total = self._clock() - self._begun
+        passes, joint = self._since("passes"), self._of_torch_since(JOINT)
+        parts = [
+            ("build", self._built),
+            ("until the first step", self._batches[0] - self._begun - self._built),
+            ("first step, eagerly", self._batches[1] - self._batches[0] if batches > 1 else 0.0),
+            ("Dynamo", self._of_torch_since(DYNAMO) - self._of_torch_since(IN_BACKENDS)),
+            ("joint graph", joint),
+            ("passes", passes),
+            (
+                self._compiler.replace("inductor", "Inductor") + self._pieces(),
+                self._since("compiling") - joint - passes,
+            ),
+        ]
+        parts.append(("the other steps", total - sum(seconds for _, seconds in parts)))
+        shown = ", ".join(f"{what} {max(seconds, 0.0):.1f}" for what, seconds in parts)
+        return f"Start: {total:.1f} s to the end of step {batches}: {shown}."
+
+    def _pieces(self) -> str:
+        pieces, compiled = int(self._since("pieces")), int(self._since("pieces compiled"))
+        return f" ({compiled} pieces compiled, {pieces - compiled} used again)" if pieces else ""
+
+    def _since(self, what: str) -> float:
+        return self._spent().get(what, 0.0) - self._before.get(what, 0.0)
+
+    def _of_torch_since(self, what: str) -> float:
+        return self._of_torch().get(what, 0.0) - self._torch_before.get(what, 0.0)
