@@ -131,6 +131,11 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       .def("hurry", &Watchdog::hurry)
       .def("check", &Watchdog::check)
       .def("verdict", &Watchdog::verdict)
+      .def("watch_replay",
+           [](const c10::intrusive_ptr<Watchdog>& self, const at::Tensor& ended, int64_t lane,
+              int64_t number) { self->activity().watch_replay(ended, static_cast<Lane>(lane), number); })
+      .def("met", [](const c10::intrusive_ptr<Watchdog>& self,
+                     int64_t lane) { return self->activity().status().met.at(static_cast<size_t>(lane)); })
       .def("leave", &Watchdog::leave)
       .def("close", &Watchdog::close);
 
@@ -174,6 +179,7 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
 
   Rows<Recorder>(m, "Graphs", graphs)                                //
       ("why_not", &Recorder::why_not)                                //
+      ("why_no_collectives", &Recorder::why_no_collectives)          //
       ("begin", &Recorder::begin, {arg("backward"), arg("adding")})  //
       ("end", &Recorder::end)                                        //
       ("abort", &Recorder::abort)                                    //

@@ -111,8 +111,10 @@ std::map<std::string, int64_t> Executor::counters() const {
 
 void Executor::close() {
   Lock lock(context_.mutex);
-  if (context_.watchdog)
+  if (context_.watchdog) {
     context_.watchdog->activity().forget_names();
+    context_.watchdog->activity().forget_replays();
+  }
   parameters_.unregister();
   weights_.close();
   gradients_.close();

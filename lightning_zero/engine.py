@@ -27,6 +27,7 @@ from lightning_zero.config.engine import refuse_changes
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
+from lightning_zero.native.capture import fit_for_capture
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.construct import sharded_construction
@@ -89,7 +90,9 @@ class Engine(NotCopied):
         if observe is not None:
             self.session.progress.observe(observe)
         ready, report = self.session.budget.settled, self.session.progress.report
-        self.replays = Replays(self.executor, device, self.config, ready, self._lasting, report, self.peers.missing)
+        fit_for_capture(device)
+        impossible = self.peers.why_not_replayed(self.executor)
+        self.replays = Replays(self.executor, device, self.config, ready, self._lasting, report, impossible)
         self.session.begin(self.replays)
         self.sharder = Sharder(self.executor, mesh, self.peers)
         self.sharder.view.belongs_to(self)
@@ -229,7 +232,7 @@ class Engine(NotCopied):
 
     def close(self) -> None:
         """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""
-        self.replays.drop()
+        self.replays.close()
         self.executor.close()
         self.watchdog.close()
 

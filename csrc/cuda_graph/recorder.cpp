@@ -40,7 +40,7 @@ int64_t Recorder::end() {
   graph.gradients = gradients_.end();
   graph.weights = weights_.end_recording();
   graph.counters = std::exchange(context_.counters, std::move(counters_));
-  communicators_.end_recording();
+  graph.meetings = communicators_.end_recording();
   recording_ = false;
   if (!reason.empty())
     weights_.resident().never_ran(graph.weights);
@@ -99,6 +99,7 @@ void Recorder::before_replay(int64_t number) {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   const auto& graph = recorded(number);
   weights_.sync_peers();
+  communicators_.before_replay(graph.meetings);
   if (!graph.gradients.arrivals.empty())
     gradients_.before_replay(graph.gradients);
 }
@@ -109,6 +110,7 @@ void Recorder::after_replay(int64_t number) {
   const auto& graph = recorded(number);
   for (const auto& [name, by] : graph.counters) context_.counters[name] += by;
   context_.count("replayed_graphs");
+  communicators_.after_replay(graph.meetings);
   weights_.resident().after_replay(graph.weights);
   if (!graph.gradients.arrivals.empty())
     gradients_.after_replay(graph.gradients);

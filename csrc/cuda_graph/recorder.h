@@ -5,8 +5,9 @@
 // what the run would have changed is noted by each owner of state. A replay consists of before_replay(),
 // which does what must be done each time anew (synchronise with peers whose copies are read, join autograd's
 // backward, decide whether gradients are added), the graph, and after_replay(), which brings the books up to
-// date. What is queued is the same, so a rank may replay what another runs. Recorded are only backwards whose
-// gradients fill whole buckets, from the first on.
+// date. What is queued is the same, so a rank may replay what another runs; why that is so for collectives,
+// too, is said in [Note: collectives in graphs]. Recorded are only backwards whose gradients fill whole
+// buckets, from the first on.
 #pragma once
 
 #include <map>
@@ -29,6 +30,8 @@ class Recorder {
 
   // Why nothing can be recorded now; empty when it can.
   std::string why_not() const;
+  // Why collectives, where weights or gradients travel by them, can never be recorded; empty when they can.
+  std::string why_no_collectives() const { return communicators_.why_not_captured(); }
   // What follows is recorded. `adding`: to the gradients that are there, rather than in their place.
   void begin(bool backward, bool adding);
   int64_t end();  // the graph's number; throws NotImplementedError where a replay would not be the same
@@ -48,6 +51,7 @@ class Recorder {
   struct Recorded {
     GradientRecording::Recorded gradients;
     ResidentWeights::Recorded weights;
+    Meetings meetings;
     std::map<std::string, int64_t> counters;
   };
   const Recorded& recorded(int64_t graph) const;

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
@@ -50,6 +51,20 @@ bool is_marked(const at::Tensor& tensor) {
 
 c10::intrusive_ptr<c10d::ProcessGroup> process_group(const std::string& name) {
   return c10d::resolve_process_group(name);
+}
+
+std::string backend_name(c10d::ProcessGroup& group, const c10::Device& device) {
+  if (!group.hasBackends())
+    return group.getBackendName();
+  for (const auto& kind : group.getDeviceTypes()) {
+    if (kind.type() == device.type())
+      return group.getBackend(device.type())->getBackendName();
+  }
+  return {};
+}
+
+bool compares_collectives() {
+  return c10d::debug_level() == c10d::DebugLevel::Detail;
 }
 
 void register_work(const at::Tensor& tensor, c10::intrusive_ptr<c10d::Work> work) {

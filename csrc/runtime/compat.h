@@ -42,6 +42,10 @@ bool is_marked(const at::Tensor& tensor);
 // -- process groups
 
 c10::intrusive_ptr<c10d::ProcessGroup> process_group(const std::string& name);
+// By which the group's collectives on that device go; "" where it has none.
+std::string backend_name(c10d::ProcessGroup& group, const c10::Device& device);
+// Whether ranks compare collectives with each other as they start them (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+bool compares_collectives();
 // Makes _c10d_functional::wait_tensor(tensor) wait for it.
 void register_work(const at::Tensor& tensor, c10::intrusive_ptr<c10d::Work> work);
 // A barrier of that group's devices, by signals in symmetric memory, which `memory` is; on the current

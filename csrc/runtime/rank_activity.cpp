@@ -42,9 +42,9 @@ void RankActivity::forget_names() {
   last_ = nullptr;
 }
 
-int64_t RankActivity::meet(Lane lane) {
+int64_t RankActivity::meet(Lane lane, int64_t meetings) {
   activity_.fetch_add(1, std::memory_order_relaxed);
-  return met_[static_cast<size_t>(lane)].fetch_add(1, std::memory_order_relaxed) + 1;
+  return met_[static_cast<size_t>(lane)].fetch_add(meetings, std::memory_order_relaxed) + meetings;
 }
 
 void RankActivity::reach(Lane lane, int64_t number) {
@@ -74,6 +74,16 @@ void RankActivity::let_devices_pass(bool all) const {
   devices_.let_pass(all);
 }
 
+void RankActivity::watch_replay(const at::Tensor& ended, Lane lane, int64_t number) {
+  std::lock_guard lock(mutex_);
+  replays_.started(ended, lane, number);
+}
+
+void RankActivity::forget_replays() {
+  std::lock_guard lock(mutex_);
+  replays_.forget();
+}
+
 RankStatus RankActivity::status() {
   std::lock_guard lock(mutex_);
   auto status = mine_;
@@ -89,6 +99,7 @@ RankStatus RankActivity::status() {
     status.wait = {wait.lane, wait.number, wait.what, std::round(since * 10) / 10};
   }
   devices_.add_to(status);
+  replays_.add_to(status);
   return status;
 }
 

@@ -10,6 +10,7 @@
 
 #include "runtime/device_waits.h"
 #include "runtime/rank_status.h"
+#include "runtime/replay_waits.h"
 
 namespace lightning_zero {
 
@@ -28,8 +29,8 @@ class RankActivity {
   void touch(const std::string& name) { last_.store(&name, std::memory_order_relaxed); }
   void forget_names();
 
-  // This rank has begun, or will take part in, its next meeting of this lane; returns its number.
-  int64_t meet(Lane lane);
+  // This rank has begun, or will take part in, its next meetings of this lane; returns the last one's number.
+  int64_t meet(Lane lane, int64_t meetings = 1);
   // The same for a lane whose numbers somebody else counts.
   void reach(Lane lane, int64_t number);
   // It waits for the others to come to that number; -1: in a lane whose meetings are not counted. Returns
@@ -40,6 +41,9 @@ class RankActivity {
   // See DeviceWaits.
   void watch_device(const at::Tensor& words);
   void let_devices_pass(bool all) const;
+  // See ReplayWaits.
+  void watch_replay(const at::Tensor& ended, Lane lane, int64_t number);
+  void forget_replays();
 
   RankStatus status();
 
@@ -61,6 +65,7 @@ class RankActivity {
   std::array<std::atomic<int64_t>, LANES> met_{};
   std::atomic<int64_t> activity_{0};
   DeviceWaits devices_;
+  ReplayWaits replays_;
 };
 
 }  // namespace lightning_zero

@@ -149,10 +149,11 @@ std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<Ran
 
 std::vector<int64_t> left_behind(const std::vector<RankStatus>& all) {
   const auto& first = all.front();
+  // Of hosts: devices are all at the same place while they compute what all have launched.
   const bool together =
       first.waits() && first.wait.lane >= 0 && std::all_of(all.begin(), all.end(), [&](const auto& status) {
-        return status.known && !status.left && status.waits() && status.wait.lane == first.wait.lane &&
-               status.wait.number == first.wait.number;
+        return status.known && !status.left && status.waits() && !status.wait.on_device &&
+               status.wait.lane == first.wait.lane && status.wait.number == first.wait.number;
       });
   std::vector<int64_t> missing;
   for (const auto lane : {static_cast<size_t>(Lane::GATHER), static_cast<size_t>(Lane::REDUCE)}) {

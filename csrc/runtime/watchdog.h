@@ -101,6 +101,7 @@ class Watchdog : public torch::CustomClassHolder {
   // In watchdog_thread.cpp:
   void run();
   void look();
+  void end_where_the_device_is_left();
   bool look_for_failures(const RankStatus& mine);
   bool look_for_deaths(const RankStatus& mine);
   bool look_at_backends(const RankStatus& mine);
@@ -120,7 +121,9 @@ class Watchdog : public torch::CustomClassHolder {
   std::vector<std::pair<std::string, c10::intrusive_ptr<c10d::Backend>>> backends_;  // that know of errors
 
   // The thread's own.
-  Clock::time_point store_lost_{};
+  struct Since {  // what must not last began; never: it is not so
+    Clock::time_point store_lost{}, device_left{};
+  } since_;
   int64_t looked_stage_ = -1;
   struct Failure {
     Clock::time_point at;

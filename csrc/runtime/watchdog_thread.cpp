@@ -11,6 +11,7 @@ namespace lightning_zero {
 
 namespace {
 
+using std::chrono::duration;
 using std::chrono::milliseconds;
 using Clock = Watchdog::Clock;
 
@@ -18,6 +19,7 @@ constexpr milliseconds kTick{500};
 constexpr milliseconds kToFail{3000};  // that a rank gets to fail by itself once another has
 constexpr milliseconds kToEnd{4000};   // and then to end
 constexpr milliseconds kStoreGone{5000};
+constexpr milliseconds kDeviceLeft{10000};  // that a rank which has failed gives its device
 
 }  // namespace
 
@@ -31,11 +33,11 @@ void Watchdog::run() {
     }
     try {
       look();
-      store_lost_ = {};
+      since_.store_lost = {};
     } catch (const std::exception&) {
-      if (store_lost_ == Clock::time_point{})
-        store_lost_ = Clock::now();
-      if (Clock::now() - store_lost_ > kStoreGone && !end_.is_ending()) {
+      if (since_.store_lost == Clock::time_point{})
+        since_.store_lost = Clock::now();
+      if (Clock::now() - since_.store_lost > kStoreGone && !end_.is_ending()) {
         if (const auto mine = activity_.status(); mine.phase == Phase::OUTSIDE && !mine.waits())
           break;  // the others have ended, and this rank needs them no more
         end("failed",
@@ -49,6 +51,7 @@ void Watchdog::run() {
       end_forked_children();
       std::_Exit(1);
     }
+    end_where_the_device_is_left();
   }
   try {
     RankStatus last = activity_.status();
@@ -56,6 +59,26 @@ void Watchdog::run() {
     board_->publish(last);
   } catch (const std::exception&) {
     // Nobody is left to be told.
+  }
+}
+
+// A barrier lets devices pass once a rank has failed, collectives do not: whatever then waits for the device,
+// on the way out, would wait for ever.
+void Watchdog::end_where_the_device_is_left() {
+  const auto mine = activity_.status();
+  const bool left = end_.has_failed() && mine.wait.on_device &&
+                    mine.wait.lane < static_cast<int>(Lane::DEVICE_REDUCE) &&
+                    seconds_since_epoch() - mine.wait.since > duration<double>(kDeviceLeft).count();
+  if (!left)
+    since_.device_left = {};
+  else if (since_.device_left == Clock::time_point{})
+    since_.device_left = Clock::now();
+  else if (Clock::now() - since_.device_left > kToEnd) {
+    say("This process has failed, and its device waits for other ranks, which do not come. It is ended now. "
+        "This is " +
+        mine.describe(seconds_since_epoch()) + ".");
+    end_forked_children();
+    std::_Exit(1);
   }
 }
 

@@ -3,24 +3,33 @@
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 
+#include <cstdlib>
+#include <string_view>
 #include <thread>
 
 #include "runtime/compat.h"
 
 namespace lightning_zero {
 
-Communicator::Communicator(const std::string& group_name, const c10::Device& device, Lane lane)
-    : group_(compat::process_group(group_name)), device_(device), lane_(lane), stream_(new_stream(device)) {}
+Communicator::Communicator(const std::string& group_name, const c10::Device& device, Lane lane, Line& line)
+    : group_(compat::process_group(group_name)),
+      device_(device),
+      lane_(lane),
+      stream_(new_stream(device)),
+      line_(line) {}
 
 // `what` ranks do together here, in words; empty for what this rank does alone.
 template <class Launch>
 Pending Communicator::launch(const char* what, Launch&& launch, std::function<void()> then) {
   Pending pending;
-  if (watchdog_ && *what != 0) {
+  const bool meets = *what != 0, replayed = recording_ && has_streams(device_);
+  if (meets && replayed)
+    line_.add(lane_);
+  if (watchdog_ && meets) {
     watchdog_->check();
     pending.watchdog_ = watchdog_;
     pending.lane_ = lane_;
-    pending.number_ = watchdog_->activity().meet(lane_);
+    pending.number_ = replayed ? 0 : watchdog_->activity().meet(lane_);
     pending.what_ = what;
   }
   if (!has_streams(device_)) {
@@ -39,11 +48,15 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
   {
     c10::StreamGuard on_our_stream(stream_);
     inputs_ready.block(stream_);
+    if (meets)
+      line_.enter(stream_);
     // Not async: c10d then queues the collective on the current stream, ours. It may return no Work.
     for (auto& work : launch(/*async=*/false)) {
       if (work)
         work->wait();
     }
+    if (meets)
+      line_.leave(stream_);
     if (then)
       then();
     pending.fence_.record(stream_);
@@ -87,10 +100,27 @@ std::function<void()> copy_back(std::vector<std::pair<at::Tensor, at::Tensor>> c
 
 }  // namespace
 
+std::string Communicator::why_not_captured() const {
+  const auto backend = compat::backend_name(*group_, device_);
+  if (backend != "nccl")
+    return "only NCCL's can be held by graphs, not those of backend '" + backend + "'";
+  if (size() == 1)
+    return {};
+  if (compat::compares_collectives())
+    return "TORCH_DISTRIBUTED_DEBUG=DETAIL compares them when a host starts them, as in "
+           "no replay";
+  // See [Note: collectives in graphs].
+  const char* registered = std::getenv("NCCL_GRAPH_REGISTER");
+  if (registered == nullptr || registered != std::string_view("0"))
+    return "NCCL_GRAPH_REGISTER is not 0, so that those in graphs do not fit together with others";
+  return {};
+}
+
 void Communicator::refuse_in_graph(const char* what) const {
-  // A collective's kernel holds a place in the graph's queues until all ranks have come to theirs, and what
-  // they wait for may stand behind it.
-  TORCH_CHECK_NOT_IMPLEMENTED(!recording_ || !has_streams(device_), what, " by a collective");
+  if (!recording_ || !has_streams(device_))
+    return;
+  const auto reason = why_not_captured();
+  TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), what, " by collectives, and ", reason);
 }
 
 Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optional<at::ScalarType> cast_to) {
@@ -185,7 +215,7 @@ Pending Communicator::run(const std::function<void()>& work) {
 
 Pending Communicator::barrier() {
   if (signal_all_)
-    return run(signal_all_);
+    return run([this] { signal_all(); });
   if (!token_.defined()) {
     token_ = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device_));
     tokens_ = at::zeros({size()}, token_.options());
@@ -200,6 +230,13 @@ void Communicator::use_symmetric_barrier(const at::Tensor& memory, const std::st
   signal_all_ = compat::symmetric_barrier(memory, group_name, timeout_ms, channel);
 }
 
+void Communicator::signal_all() {
+  const auto stream = current_stream(device_);
+  line_.enter(stream);
+  signal_all_();
+  line_.leave(stream);
+}
+
 void Communicator::use_device_barrier(std::shared_ptr<DeviceBarrier> barrier, int lane) {
   signal_all_ = [this, barrier = std::move(barrier), lane] { (*barrier)(lane, current_stream(device_)); };
 }
@@ -212,7 +249,7 @@ void Communicator::catch_up() {
 
 void Communicator::barrier_on_current_stream() {
   if (signal_all_)
-    return signal_all_();
+    return signal_all();
   auto pending = barrier();
   if (!has_streams(device_))
     pending.wait(device_);

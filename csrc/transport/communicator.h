@@ -15,13 +15,15 @@
 #include "runtime/barrier.h"
 #include "runtime/watchdog.h"
 #include "transport/copies.h"
+#include "transport/line.h"
 #include "transport/pending.h"
 
 namespace lightning_zero {
 
 class Communicator {
  public:
-  Communicator(const std::string& group_name, const c10::Device& device, Lane lane);
+  // `line`: in which its collectives stand while a graph is recorded, with those of others.
+  Communicator(const std::string& group_name, const c10::Device& device, Lane lane, Line& line);
 
   // Counts what ranks do together here, and watches over waits for it.
   void watch(c10::intrusive_ptr<Watchdog> watchdog) { watchdog_ = std::move(watchdog); }
@@ -79,6 +81,8 @@ class Communicator {
   void record();
   void join();
   void stop_recording() { recording_ = used_ = false; }
+  // Why no graph can hold collectives of this process group; empty where one can. On a CPU nothing is held.
+  std::string why_not_captured() const;
 
   // Debugging: wait on the host before and after each collective, so that an error shows where it happened.
   bool synchronize_each = false;
@@ -94,6 +98,8 @@ class Communicator {
   void jitter();
 
   void refuse_in_graph(const char* what) const;
+  // In the line, on the current stream.
+  void signal_all();
 
   template <class Launch>
   Pending launch(const char* what, Launch&& launch, std::function<void()> then);
@@ -102,6 +108,7 @@ class Communicator {
   c10::Device device_;
   Lane lane_;
   c10::Stream stream_;
+  Line& line_;
   c10::intrusive_ptr<Watchdog> watchdog_;
   bool recording_ = false, used_ = false;
   std::vector<c10::Stream> lanes_;          // for copies beside each other in graphs

@@ -29,11 +29,20 @@ class Communicators {
   void begin_recording();
   void join();
   void join_whatever_happened();
-  void end_recording();
+  Meetings end_recording();
+  // A replay with such meetings is next: throws when this rank must not go on. And it has been started:
+  // counts them as a run would have, and has the watchdog look for the replay's end.
+  void before_replay(const Meetings& graph);
+  void after_replay(const Meetings& graph);
+  // See Communicator; of the first for which there is a reason.
+  std::string why_not_captured() const;
 
  private:
+  const Context& context_;
+  Line line_;
   Communicator gathers_, reduces_;
   std::optional<Communicator> control_;
+  at::Tensor replays_, replays_ended_;  // how many with meetings: on the device, and in memory of the host
 };
 
 }  // namespace lightning_zero

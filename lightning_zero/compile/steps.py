@@ -35,7 +35,8 @@ class CompiledSteps:
     def allocate(self) -> None:
         """Memory that peers read and write, once it is known what for. Collective, the first time."""
         if self._peers.allocate(self._sharder.memory):
-            self._replays.configure(self._session.config, self._peers.missing)
+            reason = self._peers.why_not_replayed(self._sharder.executor)
+            self._replays.configure(self._session.config, reason)
             self._session.links_changed()
 
     def prepare(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +13,15 @@ import torch
 
 from lightning_zero.compat import cuda
 
-__all__ = ["capturing"]
+__all__ = ["capturing", "fit_for_capture"]
+
+
+def fit_for_capture(device: torch.device) -> None:
+    """NCCL's collectives are the same in graphs as outside, from now on, unless the user has chosen otherwise: ranks
+    that replay must fit together with ranks that run. By default NCCL registers the memory that graphs name, with all
+    ranks, and uses other channels for it. It asks for this variable at the first collective that is captured."""
+    if device.type == "cuda":
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 @contextmanager

@@ -133,6 +133,9 @@ class Graphs(Protocol):
     def why_not(self) -> str:
         """Why what compiled code does cannot be recorded now; empty when it can."""
 
+    def why_no_collectives(self) -> str:
+        """Why collectives of this executor's process groups can never be recorded; empty when they can."""
+
     def begin(self, backward: bool, adding: bool) -> None:
         """What follows, up to :meth:`end`, is noted, and agreed on with nobody: a compiled graph's forward, or its
         backward, whose gradients overwrite those that are there, or are added to them."""

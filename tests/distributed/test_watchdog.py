@@ -23,6 +23,8 @@ from lightning_zero.errors import RankFailedError, RankMismatchError
 from lightning_zero.native.watchdog import Lane, Phase
 from tests.helpers.beside import ranks_beside
 from tests.helpers.options import config
+from tests.ranks.pool import Ranks
+from tests.ranks.report import RankFailure
 
 WIDTH = 64
 
@@ -159,6 +161,64 @@ def test_hosts_that_wait_together_while_a_device_waits_alone_are_told_who_is_mis
         assert "Ranks wait for each other at different places" in text
         assert "Missing: rank 1, which took no part in collectives that the devices of others wait for" in text
         assert seconds < 20
+
+
+def replays_alone(engine: Engine) -> Tensor:
+    """As if this rank's device were in a graph that holds an all-gather. Returns where it says how many it has ended."""
+    with engine.watchdog.waiting("an all-gather of parameters", Lane.GATHER):
+        pass
+    native, ended = engine.watchdog.native, torch.zeros(1, dtype=torch.int64)
+    native.watch_replay(ended, int(Lane.GATHER), native.met(int(Lane.GATHER)))
+    return ended
+
+
+def one_replays(timeout_s: float, ends_after_s: float) -> tuple[str, float]:
+    with watched(timeout_s=timeout_s) as (engine, model), stderr() as said:
+        step(engine, model)
+        began, ended = time.monotonic(), torch.zeros(1)
+        if dist.get_rank() == 0:
+            ended = replays_alone(engine)
+        try:
+            while time.monotonic() < began + timeout_s + 5:
+                engine.watchdog.check()
+                time.sleep(0.01)
+                if time.monotonic() > began + ends_after_s:
+                    ended.fill_(1)
+        except RankFailedError as error:
+            return str(error), time.monotonic() - began
+        return said.read_text(), 0.0
+
+
+def test_a_replay_that_a_device_does_not_come_past_ends_at_the_timeout(ranks: Ranks) -> None:
+    for text, seconds in ranks.run(2, one_replays, 4.0, 60.0, deadline=40):
+        assert "A wait took longer than the timeout of 4 s. This is rank 0: between two steps" in text
+        assert "its device waits in the collectives of a replayed graph" in text
+        assert "Missing: rank 1." in text
+        assert 4 < seconds < 9
+
+
+def test_a_replay_that_ends_is_no_longer_waited_for(ranks: Ranks) -> None:
+    waited, _ = ranks.run(2, one_replays, 8.0, 4.0, deadline=40)
+    assert waited[0].count("No progress. This is rank 0") == 1, waited[0]
+    assert waited[1] == 0.0, "it was ended"
+
+
+def fails_while_its_device_waits() -> None:
+    with watched() as (engine, model):
+        step(engine, model)
+        if dist.get_rank() == 0:
+            replays_alone(engine)
+            engine.watchdog.fail(ValueError("the third batch is empty"))
+            time.sleep(40)  # as a call that waits for the device
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_failed_does_not_wait_for_its_device_for_ever(ranks: Ranks) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(2, fails_while_its_device_waits, deadline=60)
+    assert "its device waits for other ranks, which do not come. It is ended now. This is rank 0" in str(caught.value)
+    assert time.monotonic() - begun < 35
 
 
 def test_a_rank_that_is_late_is_named_on_every_rank_and_waited_for(found: Found) -> None:

@@ -179,6 +179,23 @@ def _on_gpus() -> Iterator[Case]:
     yield case("sleep", "forward", **eager, **GOES_ON)
     yield case("skip", "validation_step", **compiled, **GOES_ON | {"named": False, "named_within_s": None})
     yield case("skip", "validation_step", **compiled, options={"gather_transport": "collective"}, **OTHER_COLLECTIVES)
+    # devices wait in collectives of graphs, which no barrier lets pass
+    by_collective: dict[str, Any] = compiled | {
+        "options": {"gather_transport": "collective", "reduce_transport": "collective"}
+    }
+    yield case("out_of_memory", "capture", **by_collective, ends="finishes", named=False, limit_s=60.0, quick=True)
+    for action in ("raise", "sigkill"):
+        for point in ("capture", "replay", "replay_backward", "replaying", "in_step"):
+            yield case(action, point, **by_collective, quick=(action, point) == ("raise", "replay_backward"))
+        yield case(action, "batch_end", step=10, **by_collective, quick=action == "sigkill")
+    # both have failed, and nobody hears of it from the other; the device of rank 0 waits for rank 1's all the same
+    both_fail = Fault("raise", "replaying", (0,))
+    yield case("raise", "replay", meanwhile=both_fail, **by_collective, named=False, limit_s=15.0 + LIMIT_S)
+    yield case("sleep", "batch_end", step=10, **by_collective, **GOES_ON, quick=True)
+    yield case("hang", "batch_end", step=10, **by_collective, **AFTER_TIMEOUT)
+    # hosts go on, and their devices do not
+    not_at_once = AFTER_TIMEOUT | {"limit_s": 2 * WAITS_S + LIMIT_S, "named_within_s": None}
+    yield case("skip", "replay", **by_collective, **not_at_once)
 
 
 CASES: tuple[Case, ...] = (*_raises(), *_more())

@@ -244,6 +244,7 @@ _ALL = (
         (f"{PAIRS}:EmulatedPair.forward", f"{PAIRS}:CapturedPair.forward"),
         6,
         training=REPLAYED,
+        skipped=lambda pair: pair._outputs,
     ),
     Point(
         "replay_backward",

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.engine import engine_of
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.native.watchdog import Lane
 from tests.helpers.checkpointed import NonReentrant
 from tests.helpers.models import Case, OneBlock, build
 from tests.helpers.oracle import Reference
@@ -26,6 +28,11 @@ COPY: dict[str, Any] = {
     "gather_group_mb": 0.01,
     "gather_transport": "copy",
     "reduce_transport": "copy",
+}
+BY_COLLECTIVE: dict[str, dict[str, Any]] = {
+    "weights and gradients": {"gather_transport": "collective", "reduce_transport": "collective"},
+    "weights": {"gather_transport": "collective"},
+    "gradients": {"reduce_transport": "collective"},
 }
 TO_STEP: dict[str, Any] = {"resident_mb": float("inf"), "resident_until": "step"}
 
@@ -169,9 +176,24 @@ WAYS = {
 }
 
 
+def shorter_on_one(index: int) -> int:
+    """Samples of all ranks, as rank 1 sees them: from the eighth batch on it has less than the others."""
+    return SAMPLES - 4 if dist.get_rank() == 1 and index > 6 else SAMPLES
+
+
+# Only where several ranks gather by collectives is there a question whether they still meet.
+SHORTER_ON_ONE = Way(samples=shorter_on_one, engine=BY_COLLECTIVE["weights and gradients"], replays=10)
+
+
+def meetings(engine: Engine) -> dict[str, int]:
+    """How many collectives this rank has taken part in, as the watchdog counts them to tell who is behind."""
+    lanes = (Lane.CONTROL, Lane.GATHER, Lane.REDUCE)
+    return {f"met_{lane.name.lower()}": engine.watchdog.native.met(int(lane)) for lane in lanes}
+
+
 def train(way: str, backend: str, device: str = "cpu", **options: Any) -> tuple[Reference, dict[str, int]]:
-    """What the training recorded, and the executor's counters at its end."""
-    chosen = WAYS[way]
+    """What the training recorded; the executor's counters at its end, and the :func:`meetings`."""
+    chosen = SHORTER_ON_ONE if way == "shorter on one" else WAYS[way]
     kind = torch.device(device).type
     torch.manual_seed(17)
     model: Any = build(chosen.case)
@@ -180,9 +202,9 @@ def train(way: str, backend: str, device: str = "cpu", **options: Any) -> tuple[
         model.blocks[0].attention = nn.Identity()
     batches = [model.make_batch(step, chosen.samples(step)) for step in range(STEPS)]
     batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
-    with engine_for(model, backend, device=device, **COPY, **chosen.engine, **options) as engine:
+    with engine_for(model, backend, device=device, **(COPY | chosen.engine | options)) as engine:
         context = partial(torch.autocast, kind, BF16, cache_enabled=False)
         got = train_sharded(engine, model, batches, chosen.optimizer(model), context=context, **chosen.training)
         if isinstance(model, EditsItsInput):
             got.losses.append(model.seen)
-        return got, engine.executor.counters()
+        return got, engine.executor.counters() | meetings(engine)

@@ -4,7 +4,7 @@ any device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,7 +81,14 @@ class Pair(Protocol):
         that the next backward overwrites."""
 
     def close(self) -> None:
-        """Gives the memory back. Nothing is replayed any more."""
+        """Gives the memory back. Nothing is replayed any more. Harmless when repeated."""
+
+
+GONE = (
+    "lightning_zero: what a forward pass left for its backward pass is gone, since it was replayed as a graph, and "
+    "lightning_zero.unshard() was called, or the strategy was closed, before its backward pass. Run the backward pass "
+    "first."
+)
 
 
 def _started(executor: Executor, number: int) -> None:
@@ -96,13 +103,18 @@ class _Graph:
         self._executor = job.executor
         self._graph = torch.cuda.CUDAGraph()
         job.executor.graphs.begin(backward, backward and job.adding)
-        with capturing(self._graph, pool):
-            try:
-                run()
-                self.number = job.executor.graphs.end()
-            except BaseException:
-                job.executor.graphs.abort()  # joins streams, without which the capture could not be ended
-                raise
+        try:
+            with capturing(self._graph, pool):
+                try:
+                    run()
+                    self.number = job.executor.graphs.end()
+                except BaseException:
+                    job.executor.graphs.abort()  # joins streams, without which the capture could not be ended
+                    raise
+        except BaseException:
+            with suppress(RuntimeError):
+                self._graph.reset()  # whoever holds the error must not keep the collectives' process groups waiting
+            raise
 
     def replay(self) -> None:
         self._executor.graphs.before_replay(self.number)
@@ -142,9 +154,12 @@ class CapturedPair:
             try:
                 self._backward = _Graph(job, self._pool, lambda: job.run_backward(wanted, given), backward=True)
                 executor.graphs.never_ran(self._backward.number)
-            finally:
-                # The backward was recorded as if the forward had run. From here on nobody may think so.
+            except BaseException:
                 executor.graphs.never_ran(self._forward.number)
+                self._forward.close()
+                raise
+            # The backward was recorded as if the forward had run. From here on nobody may think so.
+            executor.graphs.never_ran(self._forward.number)
             self._into = [tensor.grad for tensor in job.copied]
 
     def fits(self) -> bool:
@@ -155,6 +170,8 @@ class CapturedPair:
         return self._outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        if not self._outputs:
+            raise RuntimeError(GONE)
         for mine, given in zip(self._grads, grads, strict=True):
             if mine is not None:
                 mine.zero_() if given is None else mine.copy_(given)
@@ -209,6 +226,8 @@ class EmulatedPair:
         return self._outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        if not self._outputs:
+            raise RuntimeError(GONE)
         for tensor in self._job.copied:
             tensor.grad = None
         outputs, given = [], []

@@ -12,6 +12,7 @@ copied in.
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -71,17 +72,25 @@ class Replays:
         self._ready, self._lasting = weakref.WeakMethod(ready), weakref.WeakMethod(lasting)
         self._report = report
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
-        weakref.finalize(self, _drop, self._calls).atexit = False
+        self._pairs: weakref.WeakSet[Pair] = weakref.WeakSet()
+        weakref.finalize(self, _end, self._calls, self._pairs).atexit = False
+        # Process groups may be destroyed at exit, by who registered that before there was an engine.
+        atexit.register(_close, weakref.ref(self))
         self.configure(config)
 
     def check(self, config: EngineConfig) -> None:
         """Raises :class:`UnsupportedError` where options demand replays, and there can be none here."""
         if config.cuda_graph_model is True and not self._enabled(config):
-            raise _refusal(config.named("cuda_graph_model"), self._impossible)
+            raise _refusal(config.named("cuda_graph_model"), self._objection(config))
 
     def _enabled(self, config: EngineConfig) -> bool:
         emulated = config.tuning.emulate_cuda_graph_model
-        return emulated or (bool(config.cuda_graph_model) and not self._impossible)
+        return emulated or (bool(config.cuda_graph_model) and not self._objection(config))
+
+    def _objection(self, config: EngineConfig) -> str:
+        tuning = config.tuning
+        debugged = [name for name in ("sync_collectives", "poison") if getattr(tuning, name)]
+        return self._impossible or (f"{' and '.join(debugged)} looks at each collective" if debugged else "")
 
     def configure(self, config: EngineConfig, impossible: str | None = None) -> None:
         """Other options; what was captured with the old ones is dropped. ``impossible``: and why there can be no more
@@ -123,6 +132,17 @@ class Replays:
         """Gives the graphs' memory back."""
         _drop(self._calls)
 
+    def close(self) -> None:
+        """Likewise, of all graphs, even where a backward may still come: a process group that is destroyed waits for
+        whoever holds its collectives."""
+        _end(self._calls, self._pairs)
+
+    def capture(self, job: Job) -> Pair:
+        """See :class:`Pair`."""
+        pair = self.pair(job)
+        self._pairs.add(pair)
+        return pair
+
     def runs(self, call: _Call) -> None:
         """``call`` is not replayed. Graphs that are called in its stead at other times make room for it."""
         for other in self._calls:
@@ -148,6 +168,18 @@ def _refusal(option: str, reason: str) -> UnsupportedError:
 def _drop(calls: Iterable[_Call]) -> None:
     for call in calls:
         call.drop()
+
+
+def _end(calls: Iterable[_Call], pairs: Iterable[Pair]) -> None:
+    _drop(calls)
+    for pair in pairs:
+        pair.close()
+
+
+def _close(reference: weakref.ref[Replays]) -> None:
+    replays = reference()
+    if replays is not None:
+        replays.close()
 
 
 class _Call:
@@ -249,7 +281,7 @@ class _Call:
             variant = Variant(
                 args,
                 replays.lasting(),
-                lambda inputs, copied: replays.pair(
+                lambda inputs, copied: replays.capture(
                     Job(self._compiled, inputs, copied, replays.executor, not first, beside)
                 ),
             )

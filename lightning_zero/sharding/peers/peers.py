@@ -124,6 +124,12 @@ class Peers:
         by_collective = [way.what for way in (self._weights, self._gradients) if way.memory is None]
         return f"{' and '.join(by_collective)} travel by collectives" if by_collective else ""
 
+    def why_not_replayed(self, executor: Executor) -> str:
+        """Why graphs of the device cannot hold what moves weights and gradients here, in words; empty where they
+        can."""
+        reason = executor.graphs.why_no_collectives() if self.missing else ""
+        return f"{self.missing}, and {reason}" if reason else ""
+
     @property
     def nbytes(self) -> int:
         """Of this rank's memory that peers read or write."""

@@ -133,8 +133,9 @@ def test_a_refused_backward_leaves_nothing_that_the_forward_was_to_bring(allocat
     executor = Executor(refuse=2)
     with pytest.raises(NotImplementedError, match="travel together"):
         capture(executor)
-    assert executor.log[-2:] == [("abort",), ("never_ran", 1)]
-    assert [graph.log for graph in Graph.made] == [["begin", "end"]] * 2
+    assert executor.log[-3:] == [("abort",), ("never_ran", 1), ("drop", 1)]
+    # What is gone holds no collectives any more, for which process groups would wait at their end.
+    assert [graph.log for graph in Graph.made] == [["begin", "end", "reset"]] * 2
     assert not allocator.mock_calls
 
 
@@ -158,7 +159,8 @@ def test_what_no_graph_can_hold_gives_the_allocator_back(allocator: MagicMock) -
         capture(executor, waits)
     assert executor.log[-1] == ("abort",)
     assert allocator.mock_calls == [call.end(3, (0, 7)), call.release(3, (0, 7))]
-    assert [graph.log for graph in Graph.made] == [["begin", "end"]] * 2  # the second frees the generator
+    # the second frees the generator
+    assert [graph.log for graph in Graph.made] == [["begin", "end", "reset"], ["begin", "end"]]
 
 
 def test_a_gradient_that_the_executor_does_not_get_is_a_bug(allocator: MagicMock) -> None:

@@ -281,6 +281,28 @@ def test_what_has_become_impossible_on_a_gpu_is_refused_or_not_tried() -> None:
         training.replays.configure(config(cuda_graph_model=True))
 
 
+@pytest.mark.parametrize("name", ["sync_collectives", "poison"])
+def test_what_looks_at_each_collective_excludes_replays_and_says_so(name: str) -> None:
+    training = Training()
+    training.replays.device, training.replays._impossible = torch.device("cuda"), ""
+    training.replays.configure(config(cuda_graphs=True))
+    assert training.replays.enabled
+    with pytest.raises(UnsupportedError, match=f"cuda_graphs=True, but.*{name} looks at each collective"):
+        training.replays.check(config(cuda_graphs=True, **{name: True}))
+    training.replays.configure(config(**{name: True}))
+    assert not training.replays.enabled
+
+
+def test_the_end_closes_captures_whose_backward_may_still_come() -> None:
+    training = captured(Training())
+    held = training.call(training.weight, torch.ones(2))
+    training.replays.drop()
+    assert not training.made[0].closed, "its backward may come"
+    training.replays.close()
+    assert training.made[0].closed
+    assert held is not None
+
+
 def test_what_torch_keeps_does_not_keep_the_engine() -> None:
     training = Training()
     call = training.replays.wrap(lambda weight, batch: ((weight * batch).square().sum(), batch))
