@@ -166,27 +166,28 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       ("find_gathered", edits, &Edits::find_gathered, {arg("tensor")})  //
       ("epoch", itself, &Executor::epoch);
 
-  Rows<Reducer>(m, "Gradients", gradients)                            //
-      ("attached", attached, &AttachedGradients::of_last_backward)    //
-      ("key", attached, &AttachedGradients::key)                      //
-      ("has_any", attached, &AttachedGradients::has_any)              //
-      ("is_whole_backward", &compat::is_whole_backward)               //
-      ("backwards", &Reducer::backwards)                              //
-      ("say_at_agreement", agreement, &Agreement::say, {arg("yes")})  //
-      ("was_said", agreement, &Agreement::was_said)                   //
-      ("release_buffers", &Reducer::release_buffers)                  //
+  Rows<Reducer>(m, "Gradients", gradients)                                                          //
+      ("attached", attached, &AttachedGradients::of_last_backward)                                  //
+      ("key", attached, &AttachedGradients::key)                                                    //
+      ("has_any", attached, &AttachedGradients::has_any)                                            //
+      ("is_whole_backward", &compat::is_whole_backward)                                             //
+      ("backwards", &Reducer::backwards)                                                            //
+      ("mark", &Reducer::mark)                                                                      //
+      ("segment", &Reducer::segment)("say_at_agreement", agreement, &Agreement::say, {arg("yes")})  //
+      ("was_said", agreement, &Agreement::was_said)                                                 //
+      ("release_buffers", &Reducer::release_buffers)                                                //
       ("abort", itself, &Executor::abort_backward);
 
-  Rows<Recorder>(m, "Graphs", graphs)                                //
-      ("why_not", &Recorder::why_not)                                //
-      ("why_no_collectives", &Recorder::why_no_collectives)          //
-      ("begin", &Recorder::begin, {arg("backward"), arg("adding")})  //
-      ("end", &Recorder::end)                                        //
-      ("abort", &Recorder::abort)                                    //
-      ("fits", &Recorder::fits, {arg("forward"), arg("backward")})   //
-      ("never_ran", &Recorder::never_ran, {arg("number")})           //
-      ("drop", &Recorder::drop, {arg("number")})                     //
-      ("before_replay", &Recorder::before_replay, {arg("number")})   //
+  Rows<Recorder>(m, "Graphs", graphs)                                                     //
+      ("why_not", &Recorder::why_not, {arg("segment") = -1})                              //
+      ("why_no_collectives", &Recorder::why_no_collectives)                               //
+      ("begin", &Recorder::begin, {arg("backward"), arg("adding"), arg("segment") = -1})  //
+      ("end", &Recorder::end)                                                             //
+      ("abort", &Recorder::abort)                                                         //
+      ("fits", &Recorder::fits, {arg("forward"), arg("backward")})                        //
+      ("never_ran", &Recorder::never_ran, {arg("number")})                                //
+      ("drop", &Recorder::drop, {arg("number")})                                          //
+      ("before_replay", &Recorder::before_replay, {arg("number")})                        //
       ("after_replay", &Recorder::after_replay, {arg("number")});
 
   Rows<Transports>(m, "Transports", transports)    //

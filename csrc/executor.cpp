@@ -67,7 +67,9 @@ void Executor::configure(ExecutorOptions options) {
   TORCH_INTERNAL_ASSERT(!gradients_.in_backward(), "options cannot change during backward");
   context_.options = std::move(options);
   communicators_.configure(context_.options);
-  gradients_.forget_buckets();
+  gradients_.pools().release();
+  gradients_.pools().clear();
+  gradients_.layout().forget();
 }
 
 void Executor::set_staging(std::vector<at::Tensor> staging, const std::string& group_name,

@@ -7,22 +7,22 @@
 
 namespace lightning_zero {
 
-std::string Recorder::why_not() const {
+std::string Recorder::why_not(int64_t segment) const {
   Lock lock(context_.mutex);
   if (context_.options.poison || context_.options.sync_collectives)
     return "collectives are being debugged";
   if (recording_)
     return "another graph is being recorded";
-  if (const auto reason = gradients_.why_not(); !reason.empty())
+  if (const auto reason = gradients_.why_not(segment); !reason.empty())
     return reason;
   return weights_.why_not_recorded();
 }
 
-void Recorder::begin(bool backward, bool adding) {
+void Recorder::begin(bool backward, bool adding, int64_t segment) {
   Lock lock(context_.mutex);
-  const auto reason = why_not();
+  const auto reason = why_not(segment);
   TORCH_INTERNAL_ASSERT(reason.empty(), reason);
-  gradients_.begin(backward, adding);
+  gradients_.begin(backward, adding, segment);
   weights_.begin_recording();
   communicators_.begin_recording();
   counters_ = std::exchange(context_.counters, {});

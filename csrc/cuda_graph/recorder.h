@@ -7,7 +7,7 @@
 // backward, decide whether gradients are added), the graph, and after_replay(), which brings the books up to
 // date. What is queued is the same, so a rank may replay what another runs; why that is so for collectives,
 // too, is said in [Note: collectives in graphs]. Recorded are only backwards whose gradients fill whole
-// buckets, from the first on.
+// buckets: see [Note: segments of a backward] in gradients/segments.h.
 #pragma once
 
 #include <map>
@@ -28,12 +28,13 @@ class Recorder {
         weights_(weights),
         gradients_(context, transports, reducer) {}
 
-  // Why nothing can be recorded now; empty when it can.
-  std::string why_not() const;
+  // Why nothing can be recorded now; empty when it can. `segment`: see begin().
+  std::string why_not(int64_t segment) const;
   // Why collectives, where weights or gradients travel by them, can never be recorded; empty when they can.
   std::string why_no_collectives() const { return communicators_.why_not_captured(); }
   // What follows is recorded. `adding`: to the gradients that are there, rather than in their place.
-  void begin(bool backward, bool adding);
+  // `segment`: of a backward, that they are, as Reducer::mark() says where the same code runs; -1: the first.
+  void begin(bool backward, bool adding, int64_t segment);
   int64_t end();  // the graph's number; throws NotImplementedError where a replay would not be the same
   void abort();   // harmless where nothing is recorded
 

@@ -6,12 +6,12 @@
 
 namespace lightning_zero {
 
-void AttachedGradients::attach(const std::vector<int64_t>& flags) {
+void AttachedGradients::attach(const std::set<int64_t>& brought) {
   attached_.clear();
-  for (size_t i = 0; i < layout_.order().size(); ++i) {
-    if (flags[i] == 0)
+  for (const auto index : layout_.order()) {
+    if (brought.count(index) == 0)
       continue;  // no rank used it: leave grad as it is, so that weight decay leaves it alone
-    auto& record = context_.at(layout_.order()[i]);
+    auto& record = context_.at(index);
     attached_.push_back(record.index);
     auto& held = record.param.mutable_grad();
     if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <vector>
 
 #include "context.h"
@@ -13,8 +14,8 @@ class AttachedGradients {
  public:
   AttachedGradients(Context& context, const BucketLayout& layout) : context_(context), layout_(layout) {}
 
-  // A backward has ended: parameters for which `flags`, in the layout's order, is not 0 get their gradient.
-  void attach(const std::vector<int64_t>& flags);
+  // A backward has ended, which brought gradients of these parameters to some rank: they get them.
+  void attach(const std::set<int64_t>& brought);
 
   // Parameters with a gradient from the last backward.
   std::vector<int64_t> of_last_backward() const { return attached_; }

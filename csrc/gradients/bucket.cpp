@@ -18,11 +18,18 @@ const char* name(ReduceBucket::State state) {
   return "?";
 }
 
+// Somebody may have put a tensor of their own there; it counts as what has been accumulated so far.
+void take_in(ParamRecord& record) {
+  const auto& held = record.param.grad();
+  if (held.defined() && held.const_data_ptr() != record.grad.const_data_ptr())
+    record.grad.copy_(held.reshape({-1}));
+}
+
 }  // namespace
 
-void ReduceBucket::append(ParamRecord* record, int expected) {
+void ReduceBucket::append(ParamRecord* record, int expected, bool again) {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY);
-  slots_.push_back(Slot{record, chunk_, 0, expected, false});
+  slots_.push_back(Slot{record, chunk_, 0, expected, false, again});
   chunk_ += record->shard_numel();
 }
 
@@ -43,12 +50,9 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding, std::optional<bool> d
       slot.add = *decided;
       continue;
     }
-    const auto& held = record.param.grad();
-    slot.add = adding || held.defined();
-    if (!adding && held.defined() && held.const_data_ptr() != record.grad.const_data_ptr()) {
-      // Somebody put a tensor of their own there; it counts as what has been accumulated so far.
-      record.grad.copy_(held.reshape({-1}));
-    }
+    slot.add = adding || record.param.grad().defined();
+    if (!adding && !slot.again)
+      take_in(record);
   }
 }
 
@@ -141,8 +145,16 @@ bool ReduceBucket::complete() const {
   return any;
 }
 
-void ReduceBucket::seal() {
+void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot launch a bucket that is ", name(state_));
+  for (auto& slot : slots_) {
+    if (!slot.again)
+      continue;
+    if (has_more(slot))
+      slot.add = true;
+    else
+      take_in(*slot.record);
+  }
   for (size_t index = 0; index < slots_.size(); ++index) {
     if (slots_[index].arrivals == 0)
       run(index).zero_();

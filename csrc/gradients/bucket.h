@@ -14,6 +14,7 @@
 // are one launch.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -29,19 +30,22 @@ class ReduceBucket {
 
   struct Slot {
     ParamRecord* record;
-    int64_t offset;    // of the shard within recv(); its run in send() begins at ranks * offset
-    int arrivals = 0;  // this backward
-    int expected = 1;  // arrivals after which it need not be waited for
-    bool add = false;  // the gradient shard already holds a value that counts
+    int64_t offset;      // of the shard within recv(); its run in send() begins at ranks * offset
+    int arrivals = 0;    // this backward
+    int expected = 1;    // arrivals after which it need not be waited for
+    bool add = false;    // the gradient shard already holds a value that counts
+    bool again = false;  // an earlier bucket of the same backward has a slot for the parameter, too
   };
 
-  ReduceBucket(at::ScalarType dtype, int ranks) : dtype_(dtype), ranks_(ranks) {}
+  ReduceBucket(at::ScalarType dtype, int ranks, int64_t segment)
+      : dtype_(dtype), ranks_(ranks), segment_(segment) {}
 
-  void append(ParamRecord* record, int expected);
+  void append(ParamRecord* record, int expected, bool again);
 
   // FILLING from EMPTY. Decides, per parameter, whether to overwrite or to add to its gradient shard:
   // must come before autograd can touch param.grad in this backward. `adding`: to all of them, since they
-  // hold what the same gradients' first bucket brought. `decided`: whoever replays this will see to it.
+  // hold what the same gradients' first bucket brought. `decided`: whoever replays this will see to it. What
+  // an earlier bucket brings by the time that this one leaves, seal() is told.
   void open(BucketBuffer* buffer, bool adding, std::optional<bool> decided);
   // LAUNCHED from EMPTY: a graph that was replayed has sent everything.
   void has_left();
@@ -59,7 +63,8 @@ class ReduceBucket {
   bool complete() const;  // every slot has what it expects, and at least one gradient is there
 
   // FILLING -> LAUNCHED. Zeroes the slots nothing arrived for; the caller launches send() -> recv().
-  void seal();
+  // `has_more`: whether an earlier bucket has brought something of a slot that is there `again`.
+  void seal(const std::function<bool(const Slot&)>& has_more);
 
   // Adds up rows, and moves the sums into elements `begin` to `begin + rows.size(1)` of the gradient shards.
   // One row: recv(), as a reduce-scatter left it. One for each rank: what they sent, of which the mean is
@@ -71,6 +76,7 @@ class ReduceBucket {
   State state() const { return state_; }
   at::ScalarType dtype() const { return dtype_; }
   int64_t chunk() const { return chunk_; }
+  int64_t segment() const { return segment_; }  // see [Note: segments of a backward]
   std::vector<Slot>& slots() { return slots_; }
   BucketBuffer* buffer() { return buffer_; }
   at::Tensor send() { return piece(memory(buffer_->send, ranks_ * buffer_->capacity), 0, ranks_ * chunk_); }
@@ -93,6 +99,7 @@ class ReduceBucket {
 
   at::ScalarType dtype_;
   int ranks_;
+  int64_t segment_;
   int64_t chunk_ = 0;
   // By slot: what travels, with `own_send_buffers`. `borrowed`: the gradient itself. Not the buffer's, which
   // serves another bucket before the last of these is released.

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "transport/pending.h"
@@ -70,11 +71,14 @@ class BufferPools {
   void discard();
   // Forgets pools, with what is on its way: their memory and fences belong to somebody who goes.
   void clear() { pools_.clear(); }
+  // The same, but whoever asks keeps them, and may bring them back.
+  using Pools = std::unordered_map<int, std::unique_ptr<BufferPool>>;
+  Pools exchange(Pools others) { return std::exchange(pools_, std::move(others)); }
   int64_t bytes() const;
 
  private:
   Make make_;
-  std::unordered_map<int, std::unique_ptr<BufferPool>> pools_;
+  Pools pools_;
 };
 
 }  // namespace lightning_zero

@@ -1,7 +1,6 @@
 #include "gradients/layout.h"
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <tuple>
 #include <unordered_map>
@@ -19,8 +18,7 @@ int64_t BucketLayout::row_limit(at::ScalarType dtype) const {
 }
 
 void BucketLayout::add_parameter() {
-  expected_.push_back(1);
-  position_.emplace_back();
+  positions_.emplace_back();
   forget();
 }
 
@@ -28,7 +26,7 @@ bool BucketLayout::is_stale() const {
   if (buckets_.empty())
     return true;
   return std::any_of(context_.records.begin(), context_.records.end(), [&](const auto& record) {
-    return record->trainable() != (position_[record->index].bucket >= 0);
+    return record->trainable() == positions_[record->index].empty();
   });
 }
 
@@ -44,18 +42,47 @@ void BucketLayout::make() {
       order_.push_back((*it)->index);
   }
   if (order_.size() != before)
-    learned_ = false;
+    learned_.forget();
   buckets_.clear();
-  position_.assign(context_.records.size(), Position{});
+  positions_.assign(context_.records.size(), {});
+  int64_t number = 0;
+  for (const auto& segment : members()) pack(segment, number++);
+  late_ = buckets_;
+  ++made_;
+  context_.count("plans");
+}
+
+std::vector<Segment> BucketLayout::members() const {
+  std::vector<Segment> all;
+  std::vector<char> placed(context_.records.size(), 0);
+  for (const auto& learned : learned_.all()) {
+    auto& segment = all.emplace_back();
+    for (const auto& expected : learned) {
+      if (context_.at(expected.index).trainable()) {
+        segment.push_back(expected);
+        placed[expected.index] = 1;
+      }
+    }
+  }
+  if (all.empty())
+    all.emplace_back();
+  for (auto index : order_) {
+    if (!placed[index])  // nobody waits for what did not come in the backward that was learned
+      all.back().push_back({index, learned_.is_learned() ? 0 : 1});
+  }
+  return all;
+}
+
+void BucketLayout::pack(const Segment& members, int64_t segment) {
   struct Planned {
     at::ScalarType dtype;
     int64_t chunk = 0;
-    std::vector<int64_t> members;
+    std::vector<Expected> members;
   };
   std::vector<Planned> planned;
   std::unordered_map<int, size_t> open;  // dtype -> bucket
-  for (auto index : order_) {
-    const auto& record = context_.at(index);
+  for (const auto& member : members) {
+    const auto& record = context_.at(member.index);
     const auto dtype = wire_dtype(record);
     const auto limit = row_limit(dtype);
     auto found = open.find(static_cast<int>(dtype));
@@ -64,28 +91,50 @@ void BucketLayout::make() {
       found = open.insert_or_assign(static_cast<int>(dtype), planned.size() - 1).first;
     }
     auto& bucket = planned[found->second];
-    bucket.members.push_back(index);
+    bucket.members.push_back(member);
     bucket.chunk += record.shard_numel();
   }
   for (auto& bucket : planned) {
     // As in the arena: neighbours are accumulated by one kernel. Not by address, which no two ranks have in
     // common.
-    std::stable_sort(bucket.members.begin(), bucket.members.end(), [&](int64_t a, int64_t b) {
+    std::stable_sort(bucket.members.begin(), bucket.members.end(), [&](const auto& a, const auto& b) {
       const auto place = [&](int64_t i) {
         return std::tuple(context_.at(i).shard.scalar_type(), context_.at(i).shard.storage_offset(), i);
       };
-      return place(a) < place(b);
+      return place(a.index) < place(b.index);
     });
-    buckets_.emplace_back(bucket.dtype, static_cast<int>(context_.size));
-    for (auto index : bucket.members) {
-      auto& slots = buckets_.back().slots();
-      position_[index] = {static_cast<int64_t>(buckets_.size()) - 1, static_cast<int64_t>(slots.size())};
-      buckets_.back().append(&context_.at(index), expected_[index]);
+    auto& made = buckets_.emplace_back(bucket.dtype, static_cast<int>(context_.size), segment);
+    for (const auto& [index, count] : bucket.members) {
+      positions_[index].push_back(
+          {static_cast<int64_t>(buckets_.size()) - 1, static_cast<int64_t>(made.slots().size())});
+      made.append(&context_.at(index), count, /*again=*/positions_[index].size() > 1);
     }
   }
-  late_ = buckets_;
-  ++made_;
-  context_.count("plans");
+}
+
+BucketLayout::Position BucketLayout::place(int64_t index, size_t launched) {
+  Position found;
+  for (const auto position : positions_[static_cast<size_t>(index)]) {
+    found = position;
+    const auto& slot = this->slot(position);
+    if (position.bucket >= static_cast<int64_t>(launched) &&
+        buckets_[position.bucket].state() != ReduceBucket::State::LAUNCHED && slot.arrivals < slot.expected)
+      break;
+  }
+  return found;
+}
+
+bool BucketLayout::was_launched(int64_t index, int64_t before) const {
+  const auto& all = positions_[static_cast<size_t>(index)];
+  return std::any_of(all.begin(), all.end(), [&](const auto& position) {
+    return position.bucket < before && buckets_[position.bucket].state() == ReduceBucket::State::LAUNCHED;
+  });
+}
+
+size_t BucketLayout::begin_of(int64_t segment) const {
+  const auto first = std::find_if(buckets_.begin(), buckets_.end(),
+                                  [&](const auto& bucket) { return bucket.segment() >= segment; });
+  return static_cast<size_t>(first - buckets_.begin());
 }
 
 void BucketLayout::expect(BufferPools& pools) const {
@@ -95,21 +144,23 @@ void BucketLayout::expect(BufferPools& pools) const {
   for (auto [dtype, chunk] : largest) pools.of(dtype).expect(chunk);
 }
 
-void BucketLayout::learn(const std::vector<int64_t>& arrivals, bool alike) {
-  if (learned_ || arrivals.empty())
+void BucketLayout::learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool alike) {
+  if (!learned_.learn(arrivals, marks, alike))
     return;
-  learned_ = true;
-  if (!alike)
-    return;
-  std::vector<int64_t> last(context_.records.size(), std::numeric_limits<int64_t>::max());
-  std::fill(expected_.begin(), expected_.end(), 0);
-  for (size_t i = 0; i < arrivals.size(); ++i) {
-    last[arrivals[i]] = static_cast<int64_t>(i);
-    ++expected_[arrivals[i]];
-  }
-  std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) { return last[a] < last[b]; });
+  sort_order();
   for (auto& bucket : buckets_) bucket.reset();
   buckets_.clear();
+}
+
+// By what brings each parameter's last gradient; those that nothing brings stay behind the others.
+void BucketLayout::sort_order() {
+  std::map<int64_t, size_t> last;
+  size_t place = 0;
+  for (const auto& segment : learned_.all()) {
+    for (const auto& expected : segment) last[expected.index] = place++;
+  }
+  const auto rank = [&](int64_t i) { return last.count(i) ? last.at(i) : place; };
+  std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) { return rank(a) < rank(b); });
 }
 
 void BucketLayout::reset() {

@@ -5,6 +5,7 @@
 
 #include "context.h"
 #include "gradients/bucket.h"
+#include "gradients/segments.h"
 
 namespace lightning_zero {
 
@@ -20,7 +21,6 @@ class BucketLayout {
   // Parameters or options are others than they were: made again before the next backward.
   void add_parameter();
   void forget() { buckets_.clear(); }
-  bool is_empty() const { return buckets_.empty(); }
   size_t size() const { return buckets_.size(); }
   bool is_stale() const;
   void make();
@@ -28,17 +28,27 @@ class BucketLayout {
   int64_t number() const { return made_; }
 
   // Launching in the order of arrival is what hides the reduce-scatters. The first backward shows the order;
-  // it is adopted only when every rank saw the same one.
-  void learn(const std::vector<int64_t>& arrivals, bool alike);
-  bool is_learned() const { return learned_; }
+  // it is adopted only when every rank saw the same one. `marks`: how many had arrived where a segment ended.
+  // Segments that come later are added, a few times.
+  void learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool alike);
 
   // Trainable parameters in the order their gradients are sent.
   const std::vector<int64_t>& order() const { return order_; }
-  Position position(int64_t index) const { return position_[static_cast<size_t>(index)]; }
+  // In the order in which they leave; empty for a parameter that was not trainable.
+  const std::vector<Position>& positions(int64_t index) const {
+    return positions_[static_cast<size_t>(index)];
+  }
+  // Where a gradient that arrives now goes. `launched`: so many buckets have left, or are another graph's.
+  Position place(int64_t index, size_t launched);
+  // Whether an earlier bucket than this one has brought the parameter's gradient.
+  bool was_launched(int64_t index, int64_t before) const;
   // Launched in this order; and a second chance for each.
   std::vector<ReduceBucket>& buckets() { return buckets_; }
   std::vector<ReduceBucket>& late() { return late_; }
   ReduceBucket::Slot& slot(Position position) { return buckets_[position.bucket].slots()[position.slot]; }
+  Segments& segments() { return learned_; }
+  // Number of the first bucket of a segment, by its own number; 0 where that is -1.
+  size_t begin_of(int64_t segment) const;
 
   // Elements per rank that the buckets need, so that pools are neither larger than that nor grow.
   void expect(BufferPools& pools) const;
@@ -51,13 +61,15 @@ class BucketLayout {
 
  private:
   at::ScalarType wire_dtype(const ParamRecord& record) const;
+  void sort_order();
+  std::vector<Segment> members() const;  // all trainable parameters, by segment
+  void pack(const Segment& members, int64_t segment);
 
   Context& context_;
   std::vector<int64_t> order_;
-  std::vector<int> expected_;       // arrivals per backward, by parameter
-  std::vector<Position> position_;  // by parameter
+  Segments learned_;
+  std::vector<std::vector<Position>> positions_;  // by parameter
   std::vector<ReduceBucket> buckets_, late_;
-  bool learned_ = false;
   int64_t made_ = 0;
 };
 

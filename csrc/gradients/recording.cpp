@@ -16,32 +16,46 @@ constexpr int kRecording = -1;
 
 }  // namespace
 
-std::string GradientRecording::why_not() const {
-  const auto& layout = reducer_.layout();
-  if (layout.is_empty() || !layout.is_learned() || layout.is_stale())
+std::string GradientRecording::why_not(int64_t segment) const {
+  auto& layout = reducer_.layout();
+  if (layout.size() == 0 || !layout.segments().is_learned() || layout.is_stale())
     return "no backward pass has shown in which order gradients come";
   for (const auto index : layout.order()) {
     if (!context_.at(index).grad.defined())
       return "gradients have no memory yet";
   }
+  if (segment >= 0 && layout.segments().where(segment) < 0)
+    return "compiled graphs run backward in other orders all the time";
   return {};
 }
 
-void GradientRecording::begin(bool backward, bool adding) {
-  // Nothing that was launched before may be waited for inside, and nothing inside from without.
-  reducer_.release_buffers();
-  reducer_.renew_pools();
+void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
   auto& now = reducer_.backward();
+  auto& layout = reducer_.layout();
   recorded_ = {};
   recorded_.adding = adding;
-  recorded_.layout = reducer_.layout().number();
-  for (const auto i : reducer_.layout().order())
-    recorded_.grads.push_back(context_.at(i).grad.const_data_ptr());
-  around_.tasks = std::exchange(now.tasks, {});
+  recorded_.layout = layout.number();
+  recorded_.begin = recorded_.end = layout.begin_of(layout.segments().where(segment));
+  for (const auto i : layout.order()) recorded_.grads.push_back(context_.at(i).grad.const_data_ptr());
+  if (reducer_.in_backward()) {
+    if (segment >= 0)
+      come_to(recorded_.begin);
+  } else {
+    reducer_.release_buffers();
+  }
+  // Nothing that was launched before may be waited for inside, and nothing inside from without: memory and
+  // fences are others.
+  pools_around_ = reducer_.pools().exchange({});
+  layout.expect(reducer_.pools());
+  buckets_around_ = layout.buckets();
+  late_around_ = layout.late();
+  layout.reset();
+  around_ = now;
+  now.tasks.clear();
   if (backward) {
-    TORCH_INTERNAL_ASSERT(now.next_launch == 0);
+    now = {};
     now.tasks = {kRecording};
-    around_.arrivals = std::exchange(now.arrivals, {});
+    now.next_launch = recorded_.begin;
   }
   now.recorded_adding = adding;
   transports_.reduce().begin_recording(backward);
@@ -62,9 +76,10 @@ std::string GradientRecording::finish() {
 
 GradientRecording::Recorded GradientRecording::end() {
   const auto& now = reducer_.backward();
-  if (reducer_.in_backward())
+  if (reducer_.in_backward()) {
     recorded_.arrivals = now.arrivals;
-  recorded_.launched = now.next_launch;
+    recorded_.end = now.next_launch;
+  }
   recorded_.traffic = transports_.reduce().end_recording();
   restore();
   return std::move(recorded_);
@@ -76,15 +91,12 @@ void GradientRecording::abort() {
 }
 
 void GradientRecording::restore() {
-  reducer_.layout().reset();
-  // Their fences belong to the graph, and so does their memory.
-  reducer_.renew_pools();
-  auto& now = reducer_.backward();
-  if (reducer_.in_backward())
-    now.arrivals = std::move(around_.arrivals);
-  now.tasks = std::move(around_.tasks);
-  now.next_launch = 0;
-  now.recorded_adding.reset();
+  auto& layout = reducer_.layout();
+  layout.buckets() = std::move(buckets_around_);
+  layout.late() = std::move(late_around_);
+  // The graph's fences go with it, and its memory.
+  reducer_.pools().exchange(std::move(pools_around_));
+  reducer_.backward() = std::move(around_);
 }
 
 bool GradientRecording::fits(const Recorded& graph) const {
@@ -98,26 +110,52 @@ bool GradientRecording::fits(const Recorded& graph) const {
   return true;
 }
 
+// Launches what lies before this bucket, so that buckets leave in one order on every rank, and lets the
+// current stream wait for it.
+void GradientRecording::come_to(size_t bucket) {
+  TORCH_CHECK(
+      reducer_.backward().next_launch <= bucket,
+      "lightning_zero: compiled code, whose backward is replayed as a graph, ran backward in another "
+      "order than when it was captured, behind code whose gradients must be sent later on every rank. "
+      "Pass cuda_graph_model=False in Tuning(...) to the strategy.");
+  reducer_.launch_before(bucket);
+  reducer_.pools().drain();
+}
+
+// What has come from elsewhere of gradients that the graph brings goes later, by itself.
+void GradientRecording::make_way(const Recorded& graph) {
+  auto& layout = reducer_.layout();
+  for (size_t b = graph.begin; b < graph.end; ++b) {
+    auto &bucket = layout.buckets()[b], &late = layout.late()[b];
+    if (bucket.state() != ReduceBucket::State::FILLING)
+      continue;
+    TORCH_INTERNAL_ASSERT(late.state() == ReduceBucket::State::EMPTY);
+    std::swap(bucket, late);
+    for (auto& slot : late.slots()) slot.add = true;
+  }
+}
+
 void GradientRecording::before_replay(const Recorded& graph) {
-  TORCH_CHECK(!reducer_.in_backward(),
-              "lightning_zero: weights got gradients from outside of the compiled code, ",
-              "whose backward is replayed as a graph, in one backward pass with it. Pass cuda_graphs=False "
-              "to the strategy.");
   TORCH_CHECK(compat::is_whole_backward(),
               "lightning_zero: backward(inputs=...) or torch.autograd.grad() asked for some gradients only, ",
               "of compiled code whose backward is replayed as a graph, with all of them. Pass "
-              "cuda_graphs=False to the strategy.");
+              "cuda_graph_model=False in Tuning(...) to the strategy.");
   reducer_.join();
+  come_to(graph.begin);
+  make_way(graph);
   overwritten_.clear();
+  const auto& layout = reducer_.layout();
   for (const auto i : std::set<int64_t>(graph.arrivals.begin(), graph.arrivals.end())) {
     auto& record = context_.at(i);
     const auto& held = record.param.grad();
-    const bool adds = held.defined();
-    if (adds && held.const_data_ptr() != record.grad.const_data_ptr())
+    const auto [position, again] = within(graph, i);
+    const bool sent = layout.was_launched(i, position.bucket);
+    if (!sent && held.defined() && held.const_data_ptr() != record.grad.const_data_ptr())
       record.grad.copy_(held.reshape({-1}));  // somebody's own, which counts as accumulated
-    if (adds && !graph.adding) {
+    const bool adds = sent || held.defined(), recorded = graph.adding || again;
+    if (adds && !recorded) {
       overwritten_.emplace_back(record.grad, record.grad.clone());
-    } else if (!adds && graph.adding) {
+    } else if (!adds && recorded) {
       record.grad.zero_();
     }
   }
@@ -127,13 +165,27 @@ void GradientRecording::after_replay(const Recorded& graph) {
   for (const auto& [grad, before] : std::exchange(overwritten_, {})) grad.add_(before);
   auto& now = reducer_.backward();
   auto& layout = reducer_.layout();
+  for (size_t b = graph.begin; b < graph.end; ++b) {
+    layout.buckets()[b].has_left();
+    now.segment = layout.buckets()[b].segment();
+  }
   for (const auto i : graph.arrivals) {
     now.arrivals.push_back(i);
-    ++layout.slot(layout.position(i)).arrivals;
+    ++layout.slot(within(graph, i).first).arrivals;
   }
-  for (size_t b = 0; b < graph.launched; ++b) layout.buckets()[b].has_left();
-  now.next_launch = graph.launched;
+  now.next_launch = std::max(now.next_launch, graph.end);
   transports_.reduce().after_replay(graph.traffic);
+}
+
+// Where among the graph's buckets a parameter has its place, and whether others come before.
+std::pair<BucketLayout::Position, bool> GradientRecording::within(const Recorded& graph, int64_t index) {
+  auto& layout = reducer_.layout();
+  for (const auto position : layout.positions(index)) {
+    const auto bucket = static_cast<size_t>(position.bucket);
+    if (graph.begin <= bucket && bucket < graph.end)
+      return {position, layout.slot(position).again};
+  }
+  TORCH_INTERNAL_ASSERT(false, context_.at(index).name, " has no place among the buckets of a graph");
 }
 
 }  // namespace lightning_zero

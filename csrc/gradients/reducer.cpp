@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <set>
+#include <utility>
 
 #include "runtime/compat.h"
 
@@ -38,17 +40,6 @@ std::unique_ptr<BufferPool> Reducer::make_pool(at::ScalarType dtype) const {
                                       std::max<int64_t>(layout_.row_limit(dtype), 1), depth);
 }
 
-void Reducer::forget_buckets() {
-  pools_.release();
-  pools_.clear();
-  layout_.forget();
-}
-
-void Reducer::renew_pools() {
-  pools_.clear();
-  layout_.expect(pools_);
-}
-
 void Reducer::join() {
   if (backward_.recorded_adding)
     return;
@@ -67,7 +58,9 @@ void Reducer::join() {
 
 void Reducer::begin() {
   backward_.arrivals.clear();
+  backward_.marks.clear();
   backward_.next_launch = 0;
+  backward_.segment = -1;
   transports_.reduce().begin_backward();
   if (layout_.is_stale()) {
     layout_.make();
@@ -100,14 +93,15 @@ void Reducer::reduce(int64_t index, const at::Tensor& grad, bool borrow) {
   if (compat::current_backward() >= 0 && !is_wanted(record))
     return;
   join();
-  const auto position = layout_.position(index);
+  const auto position = layout_.place(index, backward_.next_launch);
   TORCH_CHECK(
       position.bucket >= 0, "lightning_zero: a gradient arrived for ", record.name,
       ", whose requires_grad was switched on during this backward pass. Change requires_grad between steps.");
   context_.count("reduces");
   context_.touch(record);
   backward_.arrivals.push_back(index);
-  const bool late = layout_.buckets()[position.bucket].state() == ReduceBucket::State::LAUNCHED;
+  const bool late = position.bucket < static_cast<int64_t>(backward_.next_launch) ||
+                    layout_.buckets()[position.bucket].state() == ReduceBucket::State::LAUNCHED;
   auto& bucket = (late ? layout_.late() : layout_.buckets())[position.bucket];
   open(bucket, /*adding=*/late);
   bucket.put(position.slot, grad, borrow && !late);
@@ -121,23 +115,51 @@ void Reducer::reduce(int64_t index, const at::Tensor& grad, bool borrow) {
 
 void Reducer::release(int64_t index) {
   Lock lock(context_.mutex);
-  const auto position = layout_.position(index);
-  if (position.bucket < 0 || layout_.is_empty())
+  if (layout_.size() == 0)
     return;
-  auto& bucket = layout_.buckets()[position.bucket];
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  if (bucket.state() != ReduceBucket::State::EMPTY)
-    bucket.release(position.slot, current_stream(context_.device));
+  for (const auto position : layout_.positions(index)) {
+    auto& bucket = layout_.buckets()[position.bucket];
+    if (bucket.state() != ReduceBucket::State::EMPTY)
+      bucket.release(position.slot, current_stream(context_.device));
+  }
+}
+
+bool Reducer::mark() {
+  Lock lock(context_.mutex);
+  const auto arrived = backward_.arrivals.size();
+  auto& marks = backward_.marks;
+  if (!in_backward() || backward_.recorded_adding || arrived == (marks.empty() ? 0 : marks.back()))
+    return false;
+  marks.push_back(arrived);
+  return true;
+}
+
+int64_t Reducer::segment() {
+  Lock lock(context_.mutex);
+  return layout_.segments().identify(backward_.arrivals, backward_.marks);
 }
 
 void Reducer::launch_complete() {
-  auto& buckets = layout_.buckets();
   auto& next = backward_.next_launch;
-  while (next < buckets.size() && buckets[next].complete()) launch(buckets[next++]);
+  while (next < layout_.size() && layout_.buckets()[next].complete()) launch(next++);
 }
 
-void Reducer::launch(ReduceBucket& bucket) {
-  bucket.seal();
+void Reducer::launch_before(size_t bucket) {
+  for (auto& next = backward_.next_launch; next < bucket; ++next) {
+    open(layout_.buckets()[next], /*adding=*/false);
+    launch(next);
+  }
+}
+
+void Reducer::launch(size_t number, bool late) {
+  auto& bucket = (late ? layout_.late() : layout_.buckets())[number];
+  bucket.seal([&](const auto& slot) {
+    return late || backward_.recorded_adding ||
+           layout_.was_launched(slot.record->index, static_cast<int64_t>(number));
+  });
+  if (!late && std::exchange(backward_.segment, bucket.segment()) != bucket.segment())
+    transports_.reduce().begin_segment();
   context_.count("flushes");
   context_.count("reduce_bytes",
                  context_.size * bucket.chunk() * static_cast<int64_t>(c10::elementSize(bucket.dtype())));
@@ -151,25 +173,22 @@ void Reducer::launch(ReduceBucket& bucket) {
 void Reducer::launch_all() {
   if (!has_streams(context_.device) || context_.options.sync_collectives || context_.size == 1)
     return;
-  for (auto& next = backward_.next_launch; next < layout_.buckets().size(); ++next) {
-    open(layout_.buckets()[next], /*adding=*/false);
-    launch(layout_.buckets()[next]);
-  }
+  launch_before(layout_.size());
 }
 
 Agreement::Agreed Reducer::agree() {
-  // Per trainable parameter: 1 a gradient arrived, 2 one arrived after its bucket had left.
-  const auto& order = layout_.order();
-  std::vector<int64_t> flags(order.size(), 0);
-  for (size_t i = 0; i < order.size(); ++i) {
-    const auto position = layout_.position(order[i]);
-    auto& late = layout_.late()[position.bucket];
-    if (layout_.slot(position).arrivals > 0)
-      flags[i] = 1;
-    if (late.state() == ReduceBucket::State::FILLING && late.slots()[position.slot].arrivals > 0)
-      flags[i] = 2;
+  // Per slot of each bucket: 1 a gradient arrived, 2 one arrived after the bucket had left.
+  std::vector<int64_t> flags;
+  for (size_t b = 0; b < layout_.size(); ++b) {
+    auto &bucket = layout_.buckets()[b], &late = layout_.late()[b];
+    for (size_t s = 0; s < bucket.slots().size(); ++s) {
+      const bool is_late = late.state() == ReduceBucket::State::FILLING && late.slots()[s].arrivals > 0;
+      flags.push_back(is_late ? 2 : bucket.slots()[s].arrivals > 0 ? 1 : 0);
+    }
   }
-  return agreement_.agree(std::move(flags), backward_.arrivals, transports_.reduce().barriers_before());
+  auto order = backward_.arrivals;
+  for (const auto mark : backward_.marks) order.push_back(-1 - static_cast<int64_t>(mark));
+  return agreement_.agree(std::move(flags), order, transports_.reduce().barriers_before());
 }
 
 void Reducer::end_backward() {
@@ -182,28 +201,32 @@ void Reducer::end_backward() {
       begin();
     launch_all();
     const auto agreed = agree();
-    auto &buckets = layout_.buckets(), &late = layout_.late();
-    std::vector<int64_t> wanted(buckets.size(), 0);
-    for (size_t i = 0; i < layout_.order().size(); ++i) {
-      auto& most = wanted[layout_.position(layout_.order()[i]).bucket];
-      most = std::max(most, agreed.flags[i]);
+    std::vector<int64_t> wanted(layout_.size(), 0);
+    std::set<int64_t> brought;
+    auto flag = agreed.flags.begin();
+    for (size_t b = 0; b < layout_.size(); ++b) {
+      for (const auto& slot : layout_.buckets()[b].slots()) {
+        if (*flag > 0)
+          brought.insert(slot.record->index);
+        wanted[b] = std::max(wanted[b], *flag++);
+      }
     }
-    for (size_t b = backward_.next_launch; b < buckets.size(); ++b) {
+    for (size_t b = backward_.next_launch; b < wanted.size(); ++b) {
       if (wanted[b] == 0)
         continue;
-      open(buckets[b], /*adding=*/false);
-      launch(buckets[b]);
+      open(layout_.buckets()[b], /*adding=*/false);
+      launch(b);
     }
-    for (size_t b = 0; b < buckets.size(); ++b) {
+    for (size_t b = 0; b < wanted.size(); ++b) {
       if (wanted[b] < 2)
         continue;
-      open(late[b], /*adding=*/true);
-      launch(late[b]);
+      open(layout_.late()[b], /*adding=*/true);
+      launch(b, /*late=*/true);
       context_.count("late_flushes");
     }
     pools_.drain();
-    attached_.attach(agreed.flags);
-    layout_.learn(backward_.arrivals, agreed.same_order);
+    attached_.attach(brought);
+    layout_.learn(backward_.arrivals, backward_.marks, agreed.same_order);
     finish();
     ++backwards_;
   }

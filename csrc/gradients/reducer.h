@@ -26,11 +26,13 @@
 
 namespace lightning_zero {
 
-// What is known of the backward that goes on.
+// What is known of the backward that goes on, or went on last.
 struct Backward {
   std::vector<int> tasks;         // autograd's, that will call end_backward()
   std::vector<int64_t> arrivals;  // parameters, in order
+  std::vector<size_t> marks;      // how many had arrived where one segment ended, and another began
   size_t next_launch = 0;
+  int64_t segment = -1;  // of what was launched last
   // While a graph is recorded: whether its gradients are added to those that are there.
   std::optional<bool> recorded_adding;
 };
@@ -45,6 +47,12 @@ class Reducer {
   // `borrow`: the caller leaves the gradient's memory alone until it calls release().
   void reduce(int64_t index, const at::Tensor& grad, bool borrow = false);
   void release(int64_t index);
+
+  // Here a compiled graph's backward begins, or ends; see [Note: segments of a backward]. Whether a gradient
+  // has come since the last mark.
+  bool mark();
+  // The number of what ended at the last mark, by which Segments knows it.
+  int64_t segment();
 
   void end_backward();
   // Name of an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
@@ -61,13 +69,11 @@ class Reducer {
   Backward& backward() { return backward_; }
   BucketLayout& layout() { return layout_; }
   BufferPools& pools() { return pools_; }
-  // Memory and buckets are to be others than before.
-  void forget_buckets();
-  // Memory that nobody else has used, for the same buckets.
-  void renew_pools();
   // A gradient comes, or all that a graph brings.
   void join();
   void launch_complete();
+  // Everything that lies before this bucket, whatever has come of it.
+  void launch_before(size_t bucket);
   void add_counters(std::map<std::string, int64_t>& counters) const;
   void close();
 
@@ -75,7 +81,7 @@ class Reducer {
   std::unique_ptr<BufferPool> make_pool(at::ScalarType dtype) const;
   void begin();  // at the first gradient since the last end, or at an end without one
   void open(ReduceBucket& bucket, bool adding);
-  void launch(ReduceBucket& bucket);
+  void launch(size_t number, bool late = false);
   void launch_all();
   Agreement::Agreed agree();
   void finish();

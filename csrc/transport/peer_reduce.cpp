@@ -46,7 +46,8 @@ ReduceTransport::Traffic PeerReduce::end_recording() {
 }
 
 void PeerReduce::after_replay(const Traffic& traffic) {
-  rounds_ = traffic.rounds;
+  if (traffic.rounds > 0)
+    rounds_ = traffic.rounds;
   if (has_streams(context_.device))
     barriers_ += traffic.barriers;
 }
@@ -92,7 +93,7 @@ void PeerReduce::reduce(ReduceBucket& bucket) {
   const auto most = half / static_cast<int64_t>(c10::elementSize(bucket.dtype())) / context_.size;
   bucket.buffer()->pending = comm_.run([&] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
-    // After the last round of the backward before, which may have used the same half.
+    // After the last round of the segment before, which may have used the same half.
     if (rounds_ == 0)
       barrier();
     for (int64_t begin = 0; begin < bucket.chunk(); begin += most)

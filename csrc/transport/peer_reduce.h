@@ -33,6 +33,7 @@ class PeerReduce : public ReduceTransport {
   bool leaves_early() const override { return has_streams(context_.device) || context_.size == 1; }
 
   void begin_backward() override;
+  void begin_segment() override { rounds_ = 0; }
   int64_t barriers_before() const override { return barriers_before_; }
   void forget_barriers() override { barriers_ = 0; }
 
@@ -50,7 +51,7 @@ class PeerReduce : public ReduceTransport {
   Communicator& comm_;
   const RowMeans& means_;
   std::vector<at::Tensor> staging_;  // by rank
-  int64_t rounds_ = 0;               // this backward
+  int64_t rounds_ = 0;               // this segment of a backward
   int64_t barriers_ = 0;             // of all ranks, ever,
   int64_t barriers_before_ = 0;      // before this backward,
   int64_t barriers_recorded_ = 0;    // and before what is being recorded

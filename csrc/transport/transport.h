@@ -81,6 +81,9 @@ class ReduceTransport {
   // is not there yet, without a word. So they compare at their agreement how many there were before this
   // backward.
   virtual void begin_backward() {}
+  // What is sent from here on may be a replay on one rank, and a run on another: nothing depends on what came
+  // before.
+  virtual void begin_segment() {}
   virtual int64_t barriers_before() const { return 0; }
   virtual void forget_barriers() {}
 

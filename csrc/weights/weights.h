@@ -44,8 +44,8 @@ class Weights {
   // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write compute copies
   // again before use.
   void expire_compute_copies();
-  // A training step begins: refreshes all compute copies, and starts to fetch what the last step's graph
-  // fetched first.
+  // A training step of compiled code begins: refreshes all compute copies, if there are any, and starts to
+  // fetch what the last step's graph fetched first.
   void refresh_compute_copies();
   // Ranks come to a barrier where they read each other's copies: these are brought up to date, and may be
   // read by what is queued on the current stream.

@@ -59,6 +59,9 @@ CompiledFxGraphConstants = output_code.CompiledFxGraphConstants
 # Makes one run again once it has been unpickled. (torch 2.11+)
 FxGraphCache = codecache.FxGraphCache
 
+# Dynamo's settings: calls of loggers that it may leave out (ignore_logging_functions). (torch 2.11+)
+dynamo_config = torch._dynamo.config
+
 # Keeps what has been compiled out of AOTAutograd's cache, without a word. (torch 2.11+)
 BypassCache = autograd_cache.BypassAOTAutogradCache
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keeps_graph
+from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.surgery import read_given
@@ -182,10 +183,14 @@ class CompiledCalls:
         config = torch.compiler.config
         before = config.skip_tensor_guards_with_matching_dict_tags
         config.skip_tensor_guards_with_matching_dict_tags = False
+        ignored = dynamo_config.ignore_logging_functions
+        once = _loggers_once() - ignored
+        ignored |= once
         try:
             yield
         finally:
             config.skip_tensor_guards_with_matching_dict_tags = before
+            ignored -= once
 
     def compile(self, name: str, module: nn.Module) -> None:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
@@ -232,3 +237,9 @@ class CompiledCalls:
         code = call.__code__.replace(co_name=f"call of {type(module).__name__}")
         call.__code__ = self._codes.setdefault((type(module), looks), code)
         return call
+
+
+def _loggers_once() -> set[Any]:
+    """Methods that somebody gave to loggers, that say each thing once (transformers' ``warning_once``): they have said
+    it in the first step, which runs eagerly, and would break each graph in two."""
+    return {method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")}

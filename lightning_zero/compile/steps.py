@@ -42,7 +42,7 @@ class CompiledSteps:
     def prepare(self) -> None:
         """Before each forward of a training step; collective."""
         config = self._session.config
-        if config.compute_dtype is not None and config.compiled.enabled:
+        if config.compiled.enabled:
             self._sharder.executor.weights.refresh_compute_copies()
         kept = self._session.next_pass()
         if kept:
@@ -57,6 +57,8 @@ class CompiledSteps:
             # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
             if first or self._eager_reads != 0:
                 stack.enter_context(regather_saved_weights(self._sharder))
+            stack.callback(setattr, self._replays, "in_step", False)
+            self._replays.in_step = True
             yield
         if first:
             self._session.first_step_showed(self._sharder.view.last_read)
@@ -66,9 +68,9 @@ class CompiledSteps:
         """An optimizer steps now. Harmless when repeated."""
         self._session.budget.optimizer_steps()
 
-    def drop_replays(self) -> None:
-        """Memory of CUDA graphs of forward and backward is given back."""
-        self._replays.drop()
+    def make_room(self) -> None:
+        """Memory of CUDA graphs of forward and backward is given back where little is left."""
+        self._replays.make_room()
 
     def reset(self) -> None:
         """Likewise, and what was half done is forgotten."""

@@ -107,8 +107,8 @@ class Tuning:
         "fill one bucket while the other is reduced", default=True, change=Change.APPLIED
     )
     gather_transport: Transport = _communication(
-        "how parameters travel. ``'auto'``: between GPUs of one host, with CUDA 13, compiled code with mixed precision "
-        "copies them out of its peers' memory, which takes no SMs; between CPU processes of one host all code does; "
+        "how parameters travel. ``'auto'``: between GPUs of one host, with CUDA 13, compiled code copies "
+        "them out of its peers' memory, which takes no SMs; between CPU processes of one host all code does; "
         "elsewhere they are all-gathered. ``'copy'``: copy, or raise where that cannot be. ``'collective'``: always "
         "all-gather",
         default="auto",

@@ -114,6 +114,13 @@ class Gradients(Protocol):
     def backwards(self) -> int:
         """How many backward passes have ended."""
 
+    def mark(self) -> bool:
+        """A compiled graph's backward begins, or ends: its gradients are sent by themselves. Whether gradients have
+        come since the last mark."""
+
+    def segment(self) -> int:
+        """A number for the gradients that came before the last mark; the same in each backward pass like this one."""
+
     def say_at_agreement(self, yes: bool) -> None:
         """What the end of each backward, where ranks agree, tells the others from now on."""
 
@@ -130,15 +137,16 @@ class Gradients(Protocol):
 class Graphs(Protocol):
     """Compiled code that is replayed as graphs of the device."""
 
-    def why_not(self) -> str:
-        """Why what compiled code does cannot be recorded now; empty when it can."""
+    def why_not(self, segment: int = -1) -> str:
+        """Why what compiled code does cannot be recorded now; empty when it can. ``segment``: see :meth:`begin`."""
 
     def why_no_collectives(self) -> str:
         """Why collectives of this executor's process groups can never be recorded; empty when they can."""
 
-    def begin(self, backward: bool, adding: bool) -> None:
+    def begin(self, backward: bool, adding: bool, segment: int = -1) -> None:
         """What follows, up to :meth:`end`, is noted, and agreed on with nobody: a compiled graph's forward, or its
-        backward, whose gradients overwrite those that are there, or are added to them."""
+        backward, whose gradients overwrite those that are there, or are added to them. ``segment``: which part of a
+        backward pass they are, as :meth:`Gradients.segment` says where the graph runs."""
 
     def end(self) -> int:
         """Ends it; returns its number.

@@ -62,8 +62,8 @@ class CompiledPart(Protocol):
     def stepped(self) -> None:
         """An optimizer steps now. Harmless when repeated."""
 
-    def drop_replays(self) -> None:
-        """Memory of CUDA graphs of forward and backward is given back."""
+    def make_room(self) -> None:
+        """Memory of CUDA graphs of forward and backward is given back where little is left."""
 
     def reset(self) -> None:
         """Likewise, and what was half done is forgotten."""
@@ -225,7 +225,7 @@ class StepCycle:
         inside = "Evaluate before or after it: the graphs that its backward needs would be given up"
         self._refuse(State.EVALUATION, "eval_step()", inside)
         self._enter(State.EVALUATION, Phase.EVALUATION)
-        self._compiled.drop_replays()
+        self._compiled.make_room()
         self._sharder.access.before_reading()
         self._sharder.access.may_have_changed()
         self._buffers.before_forward()

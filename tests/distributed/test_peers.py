@@ -19,11 +19,10 @@ from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.estimate import NOMINAL
-from lightning_zero.sharding.peers import PeerMemory, Peers, gradients, weights
+from lightning_zero.sharding.peers import PeerMemory, gradients, weights
 from lightning_zero.sharding.peers import memory as peer_memory
 from lightning_zero.sharding.peers.shared_memory import mapped
 from tests.helpers.models import build, make_batches
-from tests.helpers.options import config
 from tests.helpers.oracle import assert_close_relative, assert_same_bits, shard_batch
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
@@ -282,20 +281,6 @@ def test_copying_between_hosts_is_refused_by_name(ranks: Ranks) -> None:
     for message, _ in ranks.run(2, on_two_hosts, "copy"):
         assert "gather_transport='copy' is impossible here: ranks 0 and 1 are on different hosts" in message
         assert "gather_transport='auto'" in message
-
-
-def on_gpus_without_mixed_precision() -> str:
-    with patch.object(PeerMemory, "of", lambda *args: (MagicMock(), "")):
-        try:
-            Peers.of(config(gather_transport="copy"), Mesh.of(torch.device("cuda", 0)))
-        except UnsupportedError as error:
-            return str(error)
-    return ""
-
-
-def test_on_gpus_there_is_nothing_to_copy_without_mixed_precision(ranks: Ranks) -> None:
-    for message in ranks.run(2, on_gpus_without_mixed_precision):
-        assert "only compiled code with mixed precision" in message
 
 
 def lengths(rank: int) -> list[Any]:

@@ -5,10 +5,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.in_parts import Parts
 from tests.helpers.models import build, make_batches
+from tests.helpers.oracle import assert_close_relative
 from tests.helpers.replays import COPY, WAYS, train
 from tests.helpers.sharded import adamw, engine_for
 from tests.ranks.pool import Ranks
+
+
+def kind_of(way: str) -> type:
+    case = WAYS[way].case
+    return case if isinstance(case, type) else object
 
 
 def both(way: str) -> tuple[Any, Any]:
@@ -18,12 +25,18 @@ def both(way: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way].emulated])
 def test_replays_train_like_runs_and_count_like_them(ranks: Ranks, way: str) -> None:
     for (replayed, counters), (plain, expected) in ranks.run(2, both, way, deadline=120):
-        assert replayed.losses == plain.losses
-        for mine, theirs in zip(replayed.params, plain.params, strict=True):
-            assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        if WAYS[way].twice:
+            assert_close_relative(replayed.losses, plain.losses, 1e-3, what="losses")
+            assert_close_relative(replayed.params, plain.params, 5e-3, what="weights")
+        else:
+            assert replayed.losses == plain.losses
+            for mine, theirs in zip(replayed.params, plain.params, strict=True):
+                assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
         replays = counters.pop("replayed_graphs", 0)
         assert replays >= WAYS[way].replays if WAYS[way].replays else replays == 0
-        same = ("gathers", "gather_bytes", "reduces", "reduce_bytes", "flushes", "agreements")
+        same = ("gathers", "gather_bytes", "reduces", "agreements")
+        if not issubclass(kind_of(way), Parts) and not WAYS[way].twice:  # buckets end where graphs do
+            same += ("reduce_bytes", "flushes")
         assert {name: counters.get(name) for name in same} == {name: expected.get(name) for name in same}
 
 

@@ -22,8 +22,10 @@ def both(way: str, backend: str) -> tuple[Any, Any, int]:
 
 def check(ranks: Ranks, way: str, backend: str) -> None:
     for (replayed, counters), (plain, _), left in ranks.run(2, both, way, backend, backend="nccl", deadline=120):
-        assert_close_relative(replayed.losses, plain.losses, 1e-4, what="losses")
-        assert_close_relative(replayed.params, plain.params, 1e-3, what="weights")
+        # Gradients that are sent one by one are not rounded together.
+        far = 10 if WAYS[way].twice else 1
+        assert_close_relative(replayed.losses, plain.losses, far * 1e-4, what="losses")
+        assert_close_relative(replayed.params, plain.params, far * 1e-3, what="weights")
         replays = counters.get("replayed_graphs", 0)
         assert replays >= WAYS[way].replays if WAYS[way].replays else replays == 0
         assert left == 0, "an engine that is closed holds memory of graphs"

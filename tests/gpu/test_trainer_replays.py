@@ -26,7 +26,7 @@ def fit_both(name: str) -> list[dict[str, Any]]:
 def test_replayed_steps_train_and_log_like_those_that_run(ranks: Ranks, name: str) -> None:
     for replayed, ran in ranks.run(2, fit_both, name, backend="cpu:gloo,cuda:nccl", deadline=150):
         for part in PARTS:
-            assert_close_relative(replayed[part], ran[part], 1e-3, what=part)
+            assert_close_relative(replayed[part], ran[part], 1e-2 if WAYS[name].twice else 1e-3, what=part)
         least = WAYS[name].replays
         if least is not None:
             assert replayed["replays"] >= least if least else replayed["replays"] == 0

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.native.watchdog import Lane
 from tests.helpers.checkpointed import NonReentrant
+from tests.helpers.in_parts import BrokenInTwo, FrozenEncoder, OtherHeads, Parts, TiedParts, WithTeacher
 from tests.helpers.models import Case, OneBlock, build
 from tests.helpers.oracle import Reference
 from tests.helpers.sharded import adamw, engine_for, train_sharded
@@ -151,6 +152,7 @@ class Way:
     samples: Callable[[int], int] = lambda index: SAMPLES
     replays: int = 12  # at least; each of a forward or a backward
     emulated: bool = True  # else only a capture shows that it cannot be replayed
+    twice: bool = False  # a weight's gradients are sent twice, where they would be added up before in a run
 
 
 WAYS = {
@@ -170,7 +172,15 @@ WAYS = {
     "another weight trained from then on": Way(Spare, training={"before_batch": train_spare}),
     "a smaller batch between": Way(samples=lambda index: 6 if index == 9 else SAMPLES, replays=8),
     "a module used twice": Way("CalledTwice"),
-    "called twice before a backward": Way(training={"loss_fn": twice}, replays=0),
+    "called twice before a backward": Way(training={"loss_fn": twice}, replays=40, twice=True),
+    "modules one after another": Way(Parts, replays=60),
+    "modules one after another, accumulated": Way(Parts, training={"accumulate": 2}, replays=40),
+    "a weight in two modules": Way(TiedParts, replays=60, twice=True),
+    "a frozen encoder": Way(FrozenEncoder, replays=36),
+    "a teacher": Way(WithTeacher, replays=70),
+    "heads in turn": Way(OtherHeads, replays=30),
+    "a graph that is broken in two": Way(BrokenInTwo, replays=30),
+    "sizes in turn": Way(samples=lambda index: 6 * (1 + index % 3), replays=16),
     "the device is waited for": Way(ReadsTheDevice, replays=0, emulated=False),
     "an input edited": Way(EditsItsInput, replays=0, emulated=False),
 }

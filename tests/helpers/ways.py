@@ -197,6 +197,7 @@ class Way:
     # the first one: there, the same steps without compiled code are.
     ddp: bool = True
     validated: bool = True
+    twice: bool = False  # replays send gradients one by one, which would be added up, and rounded, together in a run
     strategy: dict[str, Any] = field(default_factory=dict)
 
 
@@ -238,7 +239,7 @@ WAYS = {
     "a closure": Way(Accumulating, replays=None, emulated=False),
     "two optimizers": Way(GAN, replays=None, emulated=False),
     "a teacher": Way(Teacher, validated=False, replays=None, emulated=False),
-    "views of two sides": Way(SeveralForwards, replays=None, emulated=False),
+    "views of two sides": Way(SeveralForwards, replays=None, emulated=False, twice=True),
     "weights edited": Way(EditsWeights, validated=False, replays=None, emulated=False),
 }
 

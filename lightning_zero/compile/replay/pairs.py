@@ -29,6 +29,7 @@ class Job:
         executor: keeps the books.
         adding: whether gradients will usually be added to those that are there.
         beside: another pair that never runs at the same time.
+        segment: the gradients that its backward brings, as the executor numbers them; -1 where nobody knows.
     """
 
     compiled: Callable[..., Any]
@@ -37,6 +38,7 @@ class Job:
     executor: Executor
     adding: bool
     beside: Pair | None
+    segment: int = -1
 
     def run(self) -> list[Tensor]:
         """The outputs.
@@ -66,7 +68,13 @@ class Job:
 
 class Pair(Protocol):
     """Forward and backward of one compiled graph on fixed inputs; made of a :class:`Job`, which may be refused with
-    ``NotImplementedError``."""
+    ``NotImplementedError``. There is no backward where no output needs one.
+
+    Attributes:
+        nbytes: of memory that it holds, and did not find with ``beside``.
+    """
+
+    nbytes: int
 
     differentiable: Sequence[bool]  # by output; known after a forward
 
@@ -102,7 +110,7 @@ class _Graph:
     def __init__(self, job: Job, pool: Any, run: Callable[[], None], backward: bool) -> None:
         self._executor = job.executor
         self._graph = torch.cuda.CUDAGraph()
-        job.executor.graphs.begin(backward, backward and job.adding)
+        job.executor.graphs.begin(backward, backward and job.adding, job.segment if backward else -1)
         try:
             with capturing(self._graph, pool):
                 try:
@@ -140,6 +148,7 @@ class CapturedPair:
         if executor.weights.takes_turns():
             executor.weights.sync_peers()  # or the graph would hold the wait, of one step for all
         torch.cuda.empty_cache()  # graphs cannot use what is cached for others
+        reserved = torch.cuda.memory_reserved(device)
         stream.wait_stream(current)
         self._executor = executor
         self._pool = beside._pool if beside is not None else torch.cuda.graph_pool_handle()
@@ -152,8 +161,10 @@ class CapturedPair:
             self._grads = [torch.zeros_like(output) if output.requires_grad else None for output in outputs]
             given = [grad for grad in self._grads if grad is not None]
             try:
-                self._backward = _Graph(job, self._pool, lambda: job.run_backward(wanted, given), backward=True)
-                executor.graphs.never_ran(self._backward.number)
+                self._backward: _Graph | None = None
+                if wanted:
+                    self._backward = _Graph(job, self._pool, lambda: job.run_backward(wanted, given), backward=True)
+                    executor.graphs.never_ran(self._backward.number)
             except BaseException:
                 executor.graphs.never_ran(self._forward.number)
                 self._forward.close()
@@ -161,9 +172,11 @@ class CapturedPair:
             # The backward was recorded as if the forward had run. From here on nobody may think so.
             executor.graphs.never_ran(self._forward.number)
             self._into = [tensor.grad for tensor in job.copied]
+        self.nbytes = max(0, torch.cuda.memory_reserved(device) - reserved)
 
     def fits(self) -> bool:
-        return self._executor.graphs.fits(self._forward.number, self._backward.number)
+        last = self._forward if self._backward is None else self._backward
+        return self._executor.graphs.fits(self._forward.number, last.number)
 
     def forward(self) -> Sequence[Tensor]:
         self._forward.replay()
@@ -175,18 +188,22 @@ class CapturedPair:
         for mine, given in zip(self._grads, grads, strict=True):
             if mine is not None:
                 mine.zero_() if given is None else mine.copy_(given)
+        assert self._backward is not None, "a backward of outputs that need none"
         self._backward.replay()
         return self._into
 
     def close(self) -> None:
         # Not left to whoever holds this last: a loss that the user keeps leads here.
         self._outputs, self._grads, self._into = [], [], []
-        self._forward.close()
-        self._backward.close()
+        for graph in (self._forward, self._backward):
+            if graph is not None:
+                graph.close()
 
 
 class EmulatedPair:
     """See :class:`Pair`. Runs what it was given each time, with the same books, so that these can be tested."""
+
+    nbytes = 0
 
     def __init__(self, job: Job) -> None:
         self._job, self._executor = job, job.executor
@@ -202,7 +219,7 @@ class EmulatedPair:
             self._executor.weights.sync_peers()
         else:
             self._executor.graphs.before_replay(known)
-        self._executor.graphs.begin(backward, adding)
+        self._executor.graphs.begin(backward, adding, self._job.segment if backward else -1)
         try:
             yield
             number = self._executor.graphs.end()
@@ -217,7 +234,8 @@ class EmulatedPair:
             self._executor.graphs.drop(number)
 
     def fits(self) -> bool:
-        return len(self._numbers) < 2 or self._executor.graphs.fits(self._numbers[False], self._numbers[True])
+        numbers = list(self._numbers.values())
+        return not numbers or self._executor.graphs.fits(numbers[0], numbers[-1])
 
     def forward(self) -> Sequence[Tensor]:
         with torch.enable_grad(), self._recorded(backward=False, adding=False):

@@ -6,35 +6,27 @@ Protocol: ``replays = Replays(...)``; ``replays.wrap(compiled)`` is called inste
 and else replays. :meth:`Replays.drop` gives the graphs' memory back; they are captured again when training goes on.
 
 A replay writes to the memory that the one before it wrote to. So a forward is replayed only once the backward of the
-one before has run, or nobody can run it any more; outputs are copies; and inputs other than parameters and buffers are
-copied in.
+one before has run, or nobody can run it any more; of a graph that is called twice before, each call has captures of its
+own. Outputs are copies; and inputs other than parameters and buffers are copied in. Each graph's gradients leave with
+its replay: see [Note: segments of a backward] in csrc/gradients/segments.h.
 """
 
 from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.autograd import graph_task_id, keeps_graph
+from lightning_zero.compile.replay.call import Call, Compiled
 from lightning_zero.compile.replay.pairs import CapturedPair, EmulatedPair, Job, Pair
-from lightning_zero.compile.replay.variant import Replay, Token, Variant, unfit
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 
 __all__ = ["Replays"]
-
-Compiled = Callable[..., Any]
-
-WARMUPS = 3  # runs with a backward before a capture: kernels are compiled, and buckets have found their order
-MOST_WAITS = 50  # runs in which nothing could be captured before there are no more tries
-WORTH = 20  # replays that a capture is worth
-PATIENCE = 3  # captures in a row that were not worth it before there are no more
 
 
 class Replays:
@@ -48,6 +40,9 @@ class Replays:
         lasting: one that gives the tensors whose memory stays where it is: parameters and buffers.
         report: shows a line to the user.
         impossible: why there cannot be any here; empty where there can.
+
+    Attributes:
+        in_step: a training step is under way: what is called without gradients is a part of it.
 
     Raises:
         UnsupportedError: replays were asked for and are impossible; here or when compiled code runs.
@@ -71,8 +66,10 @@ class Replays:
         # may keep the engine, or its process groups would outlive it, on some ranks longer than on others.
         self._ready, self._lasting = weakref.WeakMethod(ready), weakref.WeakMethod(lasting)
         self._report = report
-        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._pairs: weakref.WeakSet[Pair] = weakref.WeakSet()
+        self._epoch = self._backwards = -1
+        self.in_step = False
         weakref.finalize(self, _end, self._calls, self._pairs).atexit = False
         # Process groups may be destroyed at exit, by who registered that before there was an engine.
         atexit.register(_close, weakref.ref(self))
@@ -114,7 +111,7 @@ class Replays:
             replays = weak()
             if replays is None:
                 return compiled
-            call = _Call(compiled, weak)
+            call = Call(compiled, weak)
             replays._calls.add(call)
             return call
 
@@ -143,11 +140,40 @@ class Replays:
         self._pairs.add(pair)
         return pair
 
-    def runs(self, call: _Call) -> None:
-        """``call`` is not replayed. Graphs that are called in its stead at other times make room for it."""
-        for other in self._calls:
-            if other is not call and not other.goes_with(call):
-                other.interrupt("batches of other shapes come between")
+    def here(self) -> bool:
+        """Whether what is called now belongs to a training step."""
+        return (torch.is_grad_enabled() or self.in_step) and not torch.is_inference_mode_enabled()
+
+    def adding(self) -> bool:
+        """Whether a backward has brought gradients since the optimizer stepped, to which the next one adds."""
+        epoch, backwards = self.executor.weights.epoch(), self.executor.gradients.backwards()
+        if epoch != self._epoch:
+            self._epoch, self._backwards = epoch, backwards
+        return backwards != self._backwards
+
+    def make_room(self, call: Call | None = None) -> None:
+        """Something runs that is not replayed: ``call``, or an evaluation. Captures of other steps give their memory
+        back, if what is left would not be enough for another step like theirs."""
+        others = [other for other in self._calls if call is None or not other.goes_with(call)]
+        held = sum(other.nbytes for other in others)
+        if held > 0 and self.spare() < held:
+            for other in others:
+                other.interrupt("something else needs the memory")
+
+    def drop_others(self, call: Call) -> bool:
+        """The same, whatever is left. Whether that has helped."""
+        others = [other for other in self._calls if other.nbytes > 0 and not other.goes_with(call)]
+        for other in others:
+            other.interrupt("something else needs the memory")
+        return bool(others)
+
+    def spare(self) -> float:
+        """Bytes of the device that can be had without taking captures' memory."""
+        if self.device.type != "cuda":
+            return float("inf")
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + max(0, cached - sum(call.nbytes for call in self._calls))
 
     def refused(self, reason: str) -> None:
         """Tells the user; raises :class:`UnsupportedError` where replays were asked for."""
@@ -165,12 +191,12 @@ def _refusal(option: str, reason: str) -> UnsupportedError:
     )
 
 
-def _drop(calls: Iterable[_Call]) -> None:
+def _drop(calls: Iterable[Call]) -> None:
     for call in calls:
         call.drop()
 
 
-def _end(calls: Iterable[_Call], pairs: Iterable[Pair]) -> None:
+def _end(calls: Iterable[Call], pairs: Iterable[Pair]) -> None:
     _drop(calls)
     for pair in pairs:
         pair.close()
@@ -180,142 +206,3 @@ def _close(reference: weakref.ref[Replays]) -> None:
     replays = reference()
     if replays is not None:
         replays.close()
-
-
-class _Call:
-    """One compiled graph, which is called with its flat inputs: tensors, and sizes where these vary."""
-
-    def __init__(self, compiled: Compiled, replays: weakref.ref[Replays]) -> None:
-        self._compiled = compiled
-        self._replays = replays
-        self._variants: dict[bool, Variant] = {}  # by whether it is the first since the optimizer stepped
-        self._sizes: tuple[Any, ...] = ()
-        self._runs = {False: 0, True: 0}
-        self._replayed = 0  # since the last capture
-        self._failures = self._waits = 0
-        self._epoch = -1
-        self._backwards = self._backwards_before = -1
-        self._awaited: weakref.ref[Token] | None = None  # lives while a backward of the last call may come
-        self._off = False
-
-    def __call__(self, *args: Any) -> Any:
-        replays = self._replays()
-        # Within a backward pass, which computes something again, gradients are on their way: records would take their
-        # memory.
-        in_backward = graph_task_id() != -1
-        trains = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if replays is None or not replays.enabled or not trains or in_backward:
-            return self._compiled(*args)
-        epoch, backwards = replays.executor.weights.epoch(), replays.executor.gradients.backwards()
-        first, again = epoch != self._epoch, backwards == self._backwards
-        self._epoch, self._backwards_before, self._backwards = epoch, self._backwards, backwards
-        variant = None if self._off else self._variant(args, first, again)
-        if variant is None:
-            replays.runs(self)
-            return self._run(args)
-        self._replayed += 1
-        outputs = Replay.apply(variant, *args)
-        self._awaited = variant.awaited
-        return outputs
-
-    def _run(self, args: Sequence[Any]) -> Any:
-        outputs = self._compiled(*args)
-        if not self._off:
-            token = Token()
-            self._awaited = weakref.ref(token)
-            held = [token]  # by the outputs' nodes, until a backward comes to one of them or nobody has them any more
-
-            def watch(grads: Any) -> None:
-                held.clear()
-                self._watch_backward()
-
-            nodes = {output.grad_fn for output in outputs if isinstance(output, Tensor)}
-            for node in filter(None, nodes):
-                node.register_prehook(watch)
-        return outputs
-
-    def _watch_backward(self) -> None:
-        """What a replay would raise at is known after the first step, and nobody has to be told."""
-        replays = self._replays()
-        keeps = keeps_graph()
-        if replays is not None and (keeps or not replays.executor.gradients.is_whole_backward()):
-            self._give_up("a backward pass keeps its graph, or is for some gradients only")
-
-    def _variant(self, args: Sequence[Any], first: bool, again: bool) -> Variant | None:
-        """What to replay."""
-        if again:
-            if self._awaited is not None and self._awaited() is not None:
-                # Gradients of both calls meet in one backward, of which only one could be replayed.
-                self._give_up("a module is called again before the backward pass of its first call")
-                return None
-            # The batch before was skipped: there can be no backward of it, and it has warmed nothing up.
-            self._runs = {False: 0, True: 0}
-        sizes = tuple(arg for arg in args if not isinstance(arg, Tensor))
-        if sizes != self._sizes:
-            self.interrupt("the sizes of batches vary")
-            self._sizes = sizes
-        variant = self._variants.get(first)
-        if variant is None:
-            return self._capture(args, first)
-        if not variant.fits(args):
-            self.interrupt("parameters, gradients or buffers move, or what is trained changes")
-            return None
-        return variant
-
-    def _capture(self, args: Sequence[Any], first: bool) -> Variant | None:
-        replays = self._replays()
-        assert replays is not None
-        self._runs[first] += 1
-        if self._runs[first] <= WARMUPS or not replays.ready():
-            return None
-        if reason := replays.executor.graphs.why_not():
-            self._waits += 1
-            if self._waits >= MOST_WAITS:
-                self._give_up(reason)
-            return None
-        if reason := unfit(args, replays.device):
-            self._give_up(reason)
-            return None
-        beside: Pair | None = next((variant.pair for variant in self._variants.values()), None)
-        try:
-            variant = Variant(
-                args,
-                replays.lasting(),
-                lambda inputs, copied: replays.capture(
-                    Job(self._compiled, inputs, copied, replays.executor, not first, beside)
-                ),
-            )
-        except RuntimeError as error:  # out of memory, too, and what no graph can hold
-            self._give_up(str(error).splitlines()[0])
-            return None
-        self._variants[first] = variant
-        self._replayed = 0
-        return variant
-
-    def goes_with(self, other: _Call) -> bool:
-        """Whether both are called in one pass."""
-        return self._backwards in (other._backwards, other._backwards_before)
-
-    def interrupt(self, reason: str) -> None:
-        """Something else runs instead, which may need the memory."""
-        self._runs = {False: 0, True: 0}
-        if not self._variants:
-            return
-        self._failures = 0 if self._replayed > WORTH else self._failures + 1
-        self.drop()
-        if self._failures > PATIENCE:
-            self._give_up(reason)
-
-    def drop(self) -> None:
-        for variant in self._variants.values():
-            variant.close()
-        self._variants.clear()
-
-    def _give_up(self, reason: str) -> None:
-        if self._off:
-            return
-        self._off = True
-        self.drop()
-        replays = self._replays()
-        if replays is not None:
-            replays.refused(reason)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_zero.compile.replay.pairs import Pair
+from lightning_zero.native.facets import Gradients
 
 __all__ = ["Replay", "Token", "Variant", "unfit"]
 
@@ -47,6 +48,7 @@ class Variant:
     Args:
         args: of a call; later ones have the same shapes.
         lasting: tensors whose memory stays where it is.
+        gradients: are told where the graph's begin, and end.
         capture: makes the pair, of inputs that stay where they are and a list of those that are copies.
     """
 
@@ -54,6 +56,7 @@ class Variant:
         self,
         args: Sequence[Any],
         lasting: Iterable[Tensor],
+        gradients: Gradients,
         capture: Callable[[Sequence[Any], Sequence[Tensor]], Pair],
     ) -> None:
         known = {id(tensor) for tensor in lasting}
@@ -62,6 +65,7 @@ class Variant:
         inputs = [(_alias(a) if n in fixed else _alike(a)) if isinstance(a, Tensor) else a for n, a in enumerate(args)]
         self._copied = [(n, t) for n, t in enumerate(inputs) if n not in fixed and isinstance(t, Tensor)]
         self._width = len(args)
+        self._gradients = gradients
         self.awaited: weakref.ref[Token] | None = None
         self._closed = False
         self._copy_in(args)
@@ -92,7 +96,9 @@ class Variant:
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs; None for parameters, whose gradients the executor has."""
+        self._gradients.mark()
         found = self.pair.backward(grads)
+        self._gradients.mark()
         self.awaited = None
         results: list[Tensor | None] = [None] * self._width
         for (n, _), grad in zip(self._copied, found, strict=True):

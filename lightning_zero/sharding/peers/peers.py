@@ -14,7 +14,7 @@ from lightning_zero.native import Executor
 from lightning_zero.sharding.peers.gradients import GradientWay
 from lightning_zero.sharding.peers.memory import PeerMemory
 from lightning_zero.sharding.peers.rows import MeetingRows
-from lightning_zero.sharding.peers.weights import WeightWay, has_compute_copies
+from lightning_zero.sharding.peers.weights import WeightWay
 
 if TYPE_CHECKING:
     from lightning_zero.sharding.memory import ShardMemory
@@ -50,10 +50,7 @@ class Peers:
         weights, gradients = peers._weights, peers._gradients
         wanted = [way.copies(config) for way in (weights, gradients)]
         memory, reason = PeerMemory.of(mesh) if any(wanted) else (None, "")
-        useless = ""
-        if mesh.device.type != "cpu" and not has_compute_copies(config):
-            useless = "only compiled code with mixed precision keeps weights where others can read them"
-        weights.use(memory if wanted[0] else None, useless or reason)
+        weights.use(memory if wanted[0] else None, reason)
         gradients.use(memory if wanted[1] else None, reason)
         if reason and mesh.rank == 0:
             log.info("Collectives move all weights and gradients: %s.", reason)

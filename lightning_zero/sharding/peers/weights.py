@@ -12,12 +12,7 @@ from lightning_zero.native import Executor
 from lightning_zero.sharding.peers.memory import PeerMemory
 from lightning_zero.sharding.peers.way import Way, wanted
 
-__all__ = ["WeightWay", "has_compute_copies"]
-
-
-def has_compute_copies(config: EngineConfig) -> bool:
-    """Whether compiled code reads copies of shards in another dtype, at times that are known ahead."""
-    return config.compute_dtype is not None and config.compile and config.tuning.prefetch
+__all__ = ["WeightWay"]
 
 
 class WeightWay(Way):
@@ -26,7 +21,7 @@ class WeightWay(Way):
     what, option = "weights", "gather_transport"
 
     def copies(self, config: EngineConfig) -> bool:
-        return wanted(config.tuning.gather_transport, self.mesh.device, has_compute_copies(config), on_cpu=True)
+        return wanted(config.tuning.gather_transport, self.mesh.device, usable=config.compile, on_cpu=True)
 
     def allocate_shards(
         self,

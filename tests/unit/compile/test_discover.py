@@ -1,5 +1,7 @@
 """Which calls a step shows, which of them are compiled, and why others are not."""
 
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -237,3 +239,27 @@ def test_a_parameter_that_is_unfrozen_is_noticed() -> None:
     with calls.step(first=False):
         assert config.skip_tensor_guards_with_matching_dict_tags is False
     assert config.skip_tensor_guards_with_matching_dict_tags is before
+
+
+def test_what_is_logged_once_breaks_no_graph(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def warning_once(self: logging.Logger, message: str) -> None:
+        self.warning(message)
+
+    monkeypatch.setattr(logging.Logger, "warning_once", functools.lru_cache(None)(warning_once), raising=False)
+    logger = logging.getLogger("tests.warned_once")
+
+    class Warns(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            encoded = self.encoder(x)
+            logger.warning_once("there is a default")  # type: ignore[attr-defined]
+            return self.decoder(encoded)
+
+    calls = Calls(Warns())
+    calls.shown(lambda net: net(torch.ones(2, 3)))
+    for _ in range(2):
+        with calls.step(first=False):
+            calls.net(torch.ones(2, 3))
+    assert calls.backend.graphs == 1
+    assert caplog.text.count("there is a default") == 1
+    ignored = torch._dynamo.config.ignore_logging_functions
+    assert not any(getattr(method, "__name__", "") == "warning_once" for method in ignored)

@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_zero.compile.replay import Replays
+from lightning_zero.compile.replay.call import WARMUPS
 from lightning_zero.compile.replay.pairs import Job
-from lightning_zero.compile.replay.policy import WARMUPS
 from tests.helpers.options import config
 
 
@@ -22,6 +22,7 @@ class Books:
         self.steps = self.passes = 0
         self.reason = ""
         self.partial = False
+        self.marks: list[int] = []  # when: how many gradients of weights had come
 
     def epoch(self) -> int:
         return self.steps
@@ -32,8 +33,16 @@ class Books:
     def is_whole_backward(self) -> bool:
         return not self.partial
 
-    def why_not(self) -> str:
+    def why_not(self, segment: int = -1) -> str:
+        self.asked = segment
         return self.reason
+
+    def mark(self) -> bool:
+        self.marks.append(self.passes)
+        return True
+
+    def segment(self) -> int:
+        return len(self.marks)
 
 
 class FakePair:
@@ -45,6 +54,7 @@ class FakePair:
         if job.executor.reason == "refuse":  # type: ignore[attr-defined]
             raise NotImplementedError("an input is changed in place\nand much more")
         self.job, self.adding, self.beside = job, job.adding, job.beside
+        self.nbytes = 100
         self.fit, self.closed, self.replays = True, False, 0
         self.differentiable: Sequence[bool] = ()
         FakePair.made.append(self)

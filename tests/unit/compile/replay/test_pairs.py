@@ -106,7 +106,7 @@ def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
 
 def capture(executor: Executor, compiled: Any = scaled, beside: Any = None) -> CapturedPair:
     batch = torch.ones(2)
-    return CapturedPair(Job(compiled, [nn.Parameter(torch.tensor(3.0)), batch], [batch], executor, False, beside))  # type: ignore[arg-type]
+    return CapturedPair(Job(compiled, [nn.Parameter(torch.tensor(3.0)), batch], [batch], executor, False, beside, 5))  # type: ignore[arg-type]
 
 
 def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock) -> None:
@@ -114,9 +114,9 @@ def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock
     pair = capture(executor)
     assert executor.log == [
         ("sync_peers",),  # a wait for turns must not become part of the graph
-        ("begin", False, False),
+        ("begin", False, False, -1),
         ("end",),
-        ("begin", True, False),
+        ("begin", True, False, 5),
         ("end",),
         ("never_ran", 2),
         ("never_ran", 1),

@@ -2,13 +2,15 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
 
 from lightning_zero.compile.replay import Replays
-from lightning_zero.compile.replay.policy import MOST_WAITS, PATIENCE, WARMUPS, WORTH
+from lightning_zero.compile.replay.call import MOST_CALLS, MOST_SIZES, MOST_WAITS, PATIENCE, WARMUPS, WORTH
+from lightning_zero.compile.replay.pairs import Job
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.options import config
@@ -53,16 +55,61 @@ def test_without_gradients_it_runs() -> None:
     assert training.made[0].replays == 1
 
 
-def test_two_calls_before_a_backward_are_never_replayed() -> None:
-    training = captured(Training())
-    first, _ = training.call(training.weight, torch.ones(2))
-    second, _ = training.call(training.weight, torch.ones(2))
-    training.backward(first + second)
-    for _ in range(WARMUPS + 2):
+def test_two_calls_before_a_backward_have_captures_of_their_own() -> None:
+    training = Training()
+    for number in range(WARMUPS + 4):
+        first, _ = training.call(training.weight, torch.ones(2))
+        second, _ = training.call(training.weight, torch.full((2,), float(number)))
+        assert (first.item(), second.item()) == (18, 18 * number**2)
+        training.backward(first + second)
+        training.books.steps += 1
+    grads = [pair.job.inputs[0].grad for pair in training.made]
+    assert grads == [12 * 4, 12 * sum(n**2 for n in range(WARMUPS, WARMUPS + 4))]
+    assert [(pair.replays, pair.beside) for pair in training.made] == [(4, None), (4, None)]
+    assert not any(pair.adding for pair in training.made), "no backward has ended before"
+    assert not training.said
+
+
+def hold(training: Training, calls: int) -> list[torch.Tensor]:
+    return [training.call(training.weight, torch.ones(2))[0] for _ in range(calls)]
+
+
+def test_outputs_that_are_kept_without_a_backward_end_the_captures() -> None:
+    training = Training()
+    losses = hold(training, MOST_CALLS)
+    assert not training.said
+    losses += hold(training, 1)
+    assert f"called {MOST_CALLS} times before the backward" in training.said[0]
+    assert [loss.item() for loss in losses] == [18] * (MOST_CALLS + 1)
+    for _ in range(WARMUPS + 1):
         training.step()
-    assert len(training.made) == 1
-    assert training.made[0].closed
-    assert "called again before the backward" in training.said[0]
+    assert not training.made
+
+
+def test_a_capture_is_of_the_gradients_that_the_graph_brought() -> None:
+    training = captured(Training())
+    assert training.books.asked == training.made[0].job.segment == len(training.books.marks) - 2
+    assert training.books.marks == [n for n in range(WARMUPS + 1) for _ in range(2)]
+
+
+def test_what_runs_without_gradients_in_a_step_is_replayed_too() -> None:
+    training = Training()
+
+    def look() -> torch.Tensor:
+        training.books.steps += 1
+        with torch.no_grad():
+            return training.call(training.weight, torch.ones(2))[0]
+
+    for _ in range(WARMUPS + 2):
+        look()
+    assert not training.made, "that is an evaluation"
+    training.replays.in_step = True
+    for _ in range(WARMUPS + 2):
+        assert look() == 18
+    assert [pair.replays for pair in training.made] == [2]
+    training.replays.in_step = False
+    look()
+    assert [pair.replays for pair in training.made] == [2]
 
 
 def test_a_batch_that_is_skipped_ends_no_replays() -> None:
@@ -98,54 +145,92 @@ def test_a_backward_that_gives_no_weight_a_gradient_ends_no_replays() -> None:
     assert [(pair.closed, pair.replays) for pair in training.made] == [(False, 4)]
 
 
-def test_a_batch_of_another_size_gives_the_memory_back_until_sizes_have_settled() -> None:
-    training = captured(Training())
-    training.step(torch.ones(3), 3)
-    assert training.made[0].closed
-    for _ in range(WARMUPS):
-        training.step()
-        assert len(training.made) == 1, "captured again before it had warmed up again"
-    training.step()
-    assert len(training.made) == 2
-    assert not training.said
-
-
-def vary(training: Training, rounds: int, replays: int) -> None:
-    """Captures with so many replays each; a batch of another size ends each."""
-    for _ in range(rounds):
-        for _ in range(WARMUPS + replays):
-            training.step(torch.ones(2), 2)
-        training.step(torch.ones(3), 3)
-
-
-def test_a_capture_that_was_worth_it_makes_up_for_those_before() -> None:
+def test_sizes_are_captured_side_by_side_in_one_memory() -> None:
     training = Training()
-    for count in range(1, 4):
-        vary(training, PATIENCE, 1)
-        vary(training, 1, WORTH + 1)
-        assert len(training.made) == count * (PATIENCE + 1)
-    assert not training.said
-    vary(training, PATIENCE + 3, WORTH)
-    assert len(training.made) == 4 * (PATIENCE + 1), "one replay less is not worth it"
-    assert "the sizes of batches vary" in training.said[0]
+    for _ in range(3):
+        for size in range(1, 9):
+            assert training.step(torch.ones(size), size) == 9 * size
+    # The first sizes warm up for all; each is captured when it comes again.
+    assert [pair.replays for pair in training.made] == [2] * 8
+    assert all(pair.beside is not None for pair in training.made[1:])
+    assert not any(pair.closed for pair in training.made)
+
+
+def test_sizes_that_were_not_needed_for_longest_make_room() -> None:
+    training = Training()
+    for _ in range(2):
+        for size in range(1, MOST_SIZES + 1):
+            training.step(torch.ones(size), size)
+    training.step(torch.ones(1), 1)
+    for _ in range(2):
+        training.step(torch.ones(99), 99)
+    assert [n for n, pair in enumerate(training.made) if pair.closed] == [1]
 
 
 def test_sizes_that_vary_all_the_time_end_the_captures() -> None:
     training = Training()
-    for round in range(PATIENCE + 3):
+    for size in range(1, MOST_SIZES + PATIENCE + 3):
         for _ in range(WARMUPS + 1):
-            training.step(torch.ones(round + 1), round + 1)
-    assert len(training.made) == PATIENCE + 1
+            training.step(torch.ones(size), size)
+    assert len(training.made) == MOST_SIZES + PATIENCE
     assert all(pair.closed for pair in training.made)
     assert "the sizes of batches vary" in training.said[0]
 
 
-def test_another_graph_in_its_stead_gives_the_memory_back() -> None:
+def disturb(training: Training, rounds: int, replays: int) -> None:
+    """Captures with so many replays each; something that needs the memory ends each."""
+    for _ in range(rounds):
+        for _ in range(WARMUPS + replays):
+            training.step()
+        training.step(call=training.replays.wrap(training.compiled))
+
+
+def test_a_capture_that_was_worth_it_makes_up_for_those_before() -> None:
+    training = Training()
+    training.replays.spare = lambda: 0  # type: ignore[method-assign]
+    for count in range(1, 4):
+        disturb(training, PATIENCE, 1)
+        disturb(training, 1, WORTH + 1)
+        assert len(training.made) == count * (PATIENCE + 1)
+    assert not training.said
+    disturb(training, PATIENCE + 3, WORTH)
+    assert len(training.made) == 4 * (PATIENCE + 1), "one replay less is not worth it"
+    assert "something else needs the memory" in training.said[0]
+
+
+@pytest.mark.parametrize("spare", [99, 100])
+def test_another_graph_in_its_stead_gets_the_memory_where_little_is_left(spare: int) -> None:
     training = captured(Training())
-    other = training.replays.wrap(training.compiled)
-    training.step(call=other)
-    assert training.made[0].closed
+    training.replays.spare = lambda: spare  # type: ignore[method-assign]
+    training.step(call=training.replays.wrap(training.compiled))
+    assert training.made[0].closed == (spare < training.made[0].nbytes)
     training.step()
+
+
+def test_an_evaluation_gets_the_memory_where_little_is_left() -> None:
+    training = captured(Training())
+    training.replays.make_room()
+    assert not training.made[0].closed
+    training.replays.spare = lambda: 0  # type: ignore[method-assign]
+    training.replays.make_room()
+    assert training.made[0].closed
+
+
+def test_a_capture_that_lacks_memory_takes_that_of_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = captured(Training())
+    other, made = training.replays.wrap(training.compiled), training.replays.pair
+    refusals = iter([torch.OutOfMemoryError("there is no more"), None])
+
+    def pair(job: Job) -> Any:
+        if error := next(refusals):
+            raise error
+        return made(job)
+
+    training.replays.pair = pair  # type: ignore[assignment]
+    for _ in range(WARMUPS + 1):
+        training.step(call=other)
+    assert [pair.closed for pair in training.made] == [True, False]
+    assert not training.said
 
 
 def test_a_graph_of_the_same_step_does_not() -> None:
@@ -190,7 +275,7 @@ def test_what_cannot_be_captured_is_said_once_and_runs() -> None:
     training = Training()
     for _ in range(WARMUPS):
         training.step()
-    training.books.why_not = lambda: ""  # type: ignore[method-assign]
+    training.books.why_not = lambda segment: ""  # type: ignore[method-assign]
     training.books.reason = "refuse"
     for _ in range(5):
         assert training.step() == 18
@@ -241,8 +326,8 @@ def test_what_is_computed_again_within_a_backward_is_not_captured() -> None:
 def test_one_reason_is_told_once() -> None:
     training = Training()
     for call in (training.call, training.replays.wrap(training.compiled)):
-        losses = [call(training.weight, torch.ones(2)) for _ in range(2)]
-    assert len(losses) == 2
+        loss, _ = call(training.weight, torch.ones(2))
+        loss.backward(retain_graph=True)
     assert len(training.said) == 1
 
 
@@ -250,9 +335,8 @@ def test_where_replays_were_asked_for_it_raises() -> None:
     training = Training(capture=True)
     training.step()
     loss, _ = training.call(training.weight, torch.ones(2))
-    assert loss.requires_grad
-    with pytest.raises(UnsupportedError, match="called again before.*cuda_graph_model='auto'"):
-        training.call(training.weight, torch.ones(2))
+    with pytest.raises(UnsupportedError, match="keeps its graph.*cuda_graph_model='auto'"):
+        loss.backward(retain_graph=True)
 
 
 def test_asking_for_replays_on_a_cpu_raises_at_once() -> None:

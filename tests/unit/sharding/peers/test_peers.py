@@ -65,12 +65,13 @@ def test_one_rank_says_why_there_is_none(
         made(monkeypatch, COPY, "there are two hosts")
 
 
-def test_weights_that_nobody_could_fetch_are_not_promised_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = replace(WEIGHTS_ONLY, compute_dtype=None)
-    with pytest.raises(UnsupportedError, match="only compiled code with mixed precision keeps weights where others"):
-        made(monkeypatch, exact, device=GPU)
-    assert made(monkeypatch, exact)[0].for_weights is not None
-    assert made(monkeypatch, WEIGHTS_ONLY, device=GPU)[0].for_weights is not None
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_are_copied_on_gpus_in_every_precision(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
+) -> None:
+    chosen = replace(WEIGHTS_ONLY, compute_dtype=dtype)
+    assert made(monkeypatch, chosen, device=GPU)[0].for_weights is not None
+    assert made(monkeypatch, chosen)[0].for_weights is not None
 
 
 def test_options_are_checked_of_both_before_either_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,14 +114,15 @@ def test_a_model_whose_memory_ran_out_may_be_trained_on_with_the_same_option() -
         way.check(replace(config, tuning=Tuning(gather_transport="copy")))
 
 
-def test_on_an_accelerator_weights_are_copied_where_compiled_code_casts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "other", [{}, {"compute_dtype": None}, {"tuning": Tuning(prefetch=False)}], ids=["mixed", "one dtype", "late"]
+)
+def test_on_an_accelerator_compiled_code_copies_weights_in_every_precision(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    mixed = EngineConfig(compute_dtype=torch.bfloat16, compile=True)
-    assert way_of(mixed, GPU).copies(mixed)
-    for config in (
-        replace(mixed, compute_dtype=None),
-        replace(mixed, compile=False),
-        replace(mixed, tuning=Tuning(prefetch=False)),
-    ):
-        assert not way_of(config, GPU).copies(config)
-        assert GradientWay(config, MagicMock(device=GPU)).copies(config)
+    config = replace(EngineConfig(compute_dtype=torch.bfloat16), **other)
+    assert way_of(config, GPU).copies(config)
+    eager = replace(config, compile=False)
+    assert not way_of(eager, GPU).copies(eager)
+    assert GradientWay(eager, MagicMock(device=GPU)).copies(eager)

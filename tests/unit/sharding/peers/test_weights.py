@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.peers.weights import WeightWay, has_compute_copies
+from lightning_zero.sharding.peers.weights import WeightWay
 
 MIXED = EngineConfig(compute_dtype=torch.bfloat16)
 SIZES = {torch.float32: 64, torch.bfloat16: 32}
@@ -43,12 +43,6 @@ def executor(takes_turns: bool) -> Any:
     found = MagicMock()
     found.weights.takes_turns.return_value = takes_turns
     return found
-
-
-def test_copies_in_another_dtype_are_of_compiled_code_that_fetches_ahead() -> None:
-    assert has_compute_copies(MIXED)
-    for other in ({"compute_dtype": None}, {"compile": False}, {"tuning": Tuning(prefetch=False)}):
-        assert not has_compute_copies(replace(MIXED, **other))
 
 
 def test_shards_lie_where_peers_see_them_and_begin_as_zeros() -> None:

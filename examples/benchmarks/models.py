@@ -1,0 +1,309 @@
+"""Time, memory and start of training models that others wrote, through the Lightning Trainer, for one strategy; prints
+one JSON line.
+
+    python examples/benchmarks/models.py llama --strategy zero3_compile --devices 2
+
+`fsdp2` is Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each block; `fsdp2_graph` is the
+same with forward and backward in one CUDA graph, captured after three steps, as torchtitan does it; `ddp` compiles the
+whole model. All train from float32 master weights in bfloat16, with fused AdamW and norm clipping at 1.0; gradients are
+averaged in bfloat16, except by `ddp`.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy
+from step_time import Clock
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_zero
+
+
+class Parts(L.LightningModule):
+    """Three attributes, called one after another, as most people write it."""
+
+    def __init__(self, width: int, layers: int, wrapped: bool = False) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.embedding = nn.Embedding(32000, width)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 32000)
+        self.wrapped = wrapped
+        if wrapped:
+            self.whole = nn.Sequential(self.embedding, self.encoder, self.head)
+            del self.embedding, self.encoder, self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.whole(tokens) if self.wrapped else self.head(self.encoder(self.embedding(tokens)))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=ARGS.layers or 48, n_embd=1600, n_head=25, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
+
+
+def small_gpt() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=12, n_embd=768, n_head=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=ARGS.layers or 24,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def llama_checkpointed() -> nn.Module:
+    model = llama()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def vit() -> nn.Module:
+    import timm
+
+    return timm.create_model("vit_huge_patch14_224", num_classes=1000)
+
+
+def convnext() -> nn.Module:
+    import timm
+
+    return timm.create_model("convnext_large", num_classes=1000).to(memory_format=torch.channels_last)
+
+
+@dataclass
+class Row:
+    make: Callable[[], nn.Module]
+    batch: int
+    length: int  # tokens, or pixels along a side
+    blocks: tuple[str, ...] = ()  # classes that FSDP2 compiles and shards
+    images: bool = False
+    logits: bool = False  # the model gives logits of the next token instead of a loss
+
+
+ROWS = {
+    "gpt2": Row(gpt2, 4, 1024, ("GPT2Block",)),
+    "small_gpt": Row(small_gpt, 4, 512, ("GPT2Block",)),
+    "llama": Row(llama, 2, 2048, ("LlamaDecoderLayer",)),
+    "llama_checkpointed": Row(llama_checkpointed, 4, 2048, ("LlamaDecoderLayer",)),
+    "vit": Row(vit, 64, 224, ("Block",), images=True),
+    "convnext": Row(convnext, 64, 224, ("ConvNeXtBlock",), images=True),
+    "parts": Row(lambda: Parts(1024, 12), 4, 512, ("TransformerEncoderLayer",), logits=True),
+    "wrapped_parts": Row(lambda: Parts(1024, 12, wrapped=True), 4, 512, ("TransformerEncoderLayer",), logits=True),
+}
+
+
+class Module(L.LightningModule):
+    def __init__(self, row: Row, strategy: str, reshard: bool) -> None:
+        super().__init__()
+        self.row, self.strategy, self.reshard = row, strategy, reshard
+        self.automatic_optimization = strategy != "fsdp2_graph"
+        if isinstance(model := row.make(), Parts) and not model.wrapped:
+            self.embedding, self.encoder, self.head = model.embedding, model.encoder, model.head
+        else:
+            self.net = model
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.runs = 0
+
+    def configure_model(self) -> None:
+        if self.strategy == "ddp" and not hasattr(self.net, "_compiled"):
+            self.net.compile()
+        if not self.strategy.startswith("fsdp2"):
+            return
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        mesh = self.device_mesh["data_parallel"]
+        net = self.net
+        for block in [module for module in net.modules() if type(module).__name__ in self.row.blocks]:
+            block.compile()
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+        fully_shard(net, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.row.images:
+            return F.cross_entropy(self.net(x).float(), y)
+        if not self.row.logits:
+            return self.net(input_ids=x, labels=y).loss
+        out = self.net(x) if hasattr(self, "net") else self.head(self.encoder(self.embedding(x)))
+        return F.cross_entropy(out.float().flatten(0, 1), y.flatten())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x, y = batch
+        if self.row.images:
+            x = x.contiguous(memory_format=torch.channels_last) if "conv" in ARGS.model else x
+        if self.strategy != "fsdp2_graph":
+            return self.loss(x, y)
+        loss = self.replayed(x, y)
+        optimizer = self.optimizers()
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    def replayed(self, x: Tensor, y: Tensor) -> Tensor:
+        def run() -> Tensor:
+            loss = self.loss(self.x, self.y)
+            loss.backward()
+            return loss.detach()
+
+        self.runs += 1
+        if self.runs <= 3:
+            if self.runs == 1:
+                self.stream = torch.cuda.Stream()
+            self.x, self.y = x, y
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = run()
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+        if self.graph is None:
+            torch.cuda.synchronize()
+            self.x, self.y = x.clone(), y.clone()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.out = run()
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.graph.replay()
+        return self.out.clone()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+
+
+class Data(Dataset):
+    """Whole batches."""
+
+    def __init__(self, row: Row, lengths: list[int]) -> None:
+        self.row, self.lengths = row, lengths
+
+    def __len__(self) -> int:
+        return 1 << 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator, batch = torch.Generator().manual_seed(index), ARGS.batch or self.row.batch
+        if self.row.images:
+            image = torch.randn(batch, 3, self.row.length, self.row.length, generator=generator)
+            return image, torch.randint(1000, (batch,), generator=generator)
+        tokens = torch.randint(32000, (batch, self.lengths[index % len(self.lengths)]), generator=generator)
+        return tokens, tokens
+
+
+class Start(L.Callback):
+    """When the tenth step has ended on the device; what an engine counted."""
+
+    def __init__(self) -> None:
+        self.begin = time.perf_counter()
+        self.seconds = 0.0
+        self.counters: dict[str, int] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 10 and not self.seconds:
+            torch.cuda.synchronize()
+            self.seconds = time.perf_counter() - self.begin
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        engine = getattr(trainer.strategy, "_engine", None)
+        if engine is not None:
+            names = ("replayed_graphs", "copied_weights", "eager_gathers", "gathers")
+            counters = engine.executor.counters()
+            self.counters = {name: counters[name] for name in names if name in counters}
+
+
+def strategy_of(name: str) -> Any:
+    if name.startswith("fsdp2"):
+        return ModelParallelStrategy(data_parallel_size=ARGS.devices, tensor_parallel_size=1)
+    if not ARGS.option:
+        return name
+    options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in ARGS.option)}
+    tuning = {name.removeprefix("tuning."): options.pop(name) for name in list(options) if name.startswith("tuning.")}
+    return lightning_zero.ZeroStrategy(
+        compile=name == "zero3_compile", tuning=lightning_zero.Tuning(**tuning), **options
+    )
+
+
+def main() -> None:
+    L.seed_everything(0, verbose=False)
+    row = ROWS[ARGS.model]
+    start, clock = Start(), Clock(ARGS.warm)
+    lengths = [int(length) for length in ARGS.lengths.split(",")] if ARGS.lengths else [ARGS.length or row.length]
+    module = Module(row, ARGS.strategy, not ARGS.no_reshard)
+    trainer = L.Trainer(
+        strategy=strategy_of(ARGS.strategy),
+        devices=ARGS.devices,
+        accelerator="gpu",
+        precision="32-true" if ARGS.strategy.startswith("fsdp2") else ARGS.precision,
+        max_steps=ARGS.steps,
+        gradient_clip_val=None if ARGS.strategy == "fsdp2_graph" else 1.0,
+        callbacks=[clock, start],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=True,
+    )
+    start.begin = time.perf_counter()
+    trainer.fit(module, DataLoader(Data(row, lengths), batch_size=None, num_workers=4))
+    steady = clock.milliseconds()
+    free, total = torch.cuda.mem_get_info()
+    result = {
+        "model": ARGS.model,
+        "strategy": ARGS.strategy + "_no_reshard" * ARGS.no_reshard,
+        "options": ARGS.option + [f"precision={ARGS.precision}"] * (ARGS.precision != "bf16-mixed"),
+        "ms": round(statistics.median(steady), 2),
+        "ms_10_90": [round(statistics.quantiles(steady, n=10)[i], 2) for i in (0, -1)],
+        "start_s": round(start.seconds, 1),
+        "peak_gib": clock.peak,
+        "reserved_gib": clock.reserved,
+        "device_gib": round((total - free) / 2**30, 2),
+        "last_loss": round(float(clock.loss), 4),
+        "torch": torch.__version__,
+    } | start.counters
+    if trainer.global_rank == 0:
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=ROWS)
+    parser.add_argument("--strategy", default="zero3_compile")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--lengths", help="tokens of batches, in turn, with commas")
+    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm", type=int, default=15)
+    parser.add_argument("--no-reshard", action="store_true", help="FSDP2: keep weights gathered after forward")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, or tuning.NAME=VALUE"
+    )
+    ARGS = parser.parse_args()
+    main()
