@@ -68,7 +68,7 @@ class Replays:
         self._report = report
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._pairs: weakref.WeakSet[Pair] = weakref.WeakSet()
-        self._epoch = self._backwards = -1
+        self._stepped = -1, -1  # epoch of weights, and how many backwards had ended then
         self.in_step = False
         weakref.finalize(self, _end, self._calls, self._pairs).atexit = False
         # Process groups may be destroyed at exit, by who registered that before there was an engine.
@@ -147,9 +147,9 @@ class Replays:
     def adding(self) -> bool:
         """Whether a backward has brought gradients since the optimizer stepped, to which the next one adds."""
         epoch, backwards = self.executor.weights.epoch(), self.executor.gradients.backwards()
-        if epoch != self._epoch:
-            self._epoch, self._backwards = epoch, backwards
-        return backwards != self._backwards
+        if epoch != self._stepped[0]:
+            self._stepped = epoch, backwards
+        return backwards != self._stepped[1]
 
     def make_room(self, call: Call | None = None) -> None:
         """Something runs that is not replayed: ``call``, or an evaluation. Captures of other steps give their memory
