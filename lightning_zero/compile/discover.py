@@ -12,11 +12,11 @@ shows that they need more (a gradient penalty, forces) stay as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -184,13 +184,12 @@ class CompiledCalls:
         before = config.skip_tensor_guards_with_matching_dict_tags
         config.skip_tensor_guards_with_matching_dict_tags = False
         ignored = dynamo_config.ignore_logging_functions
-        once = _loggers_once() - ignored
-        ignored |= once
+        dynamo_config.ignore_logging_functions = cast(Any, _SaidOnce(ignored))
         try:
             yield
         finally:
             config.skip_tensor_guards_with_matching_dict_tags = before
-            ignored -= once
+            dynamo_config.ignore_logging_functions = ignored
 
     def compile(self, name: str, module: nn.Module) -> None:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
@@ -239,7 +238,18 @@ class CompiledCalls:
         return call
 
 
-def _loggers_once() -> set[Any]:
-    """Methods that somebody gave to loggers, that say each thing once (transformers' ``warning_once``): they have said
-    it in the first step, which runs eagerly, and would break each graph in two."""
-    return {method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")}
+class _SaidOnce(list[Any]):
+    """What Dynamo leaves out: what the user wants it to, and methods that somebody gave to loggers, that say each thing
+    once (transformers' ``warning_once``): they have said it in the first step, which runs eagerly, and would break each
+    graph in two. No set, whose members torch 2.11 would write down as JSON after each compilation, and cannot."""
+
+    def __init__(self, wanted: Collection[Any]) -> None:
+        super().__init__()
+        self._wanted = wanted
+
+    def __contains__(self, function: object) -> bool:
+        return function in self._wanted or (hasattr(function, "cache_info") and _is_a_loggers(function))
+
+
+def _is_a_loggers(function: object) -> bool:
+    return any(function is method for method in vars(logging.Logger).values())
