@@ -5,17 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.in_parts import Parts
 from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import assert_close_relative
-from tests.helpers.replays import COPY, WAYS, train
+from tests.helpers.replays import COPY, WAYS, graphs_are_cut, train
 from tests.helpers.sharded import adamw, engine_for
 from tests.ranks.pool import Ranks
-
-
-def kind_of(way: str) -> type:
-    case = WAYS[way].case
-    return case if isinstance(case, type) else object
 
 
 def both(way: str) -> tuple[Any, Any]:
@@ -35,7 +29,7 @@ def test_replays_train_like_runs_and_count_like_them(ranks: Ranks, way: str) -> 
         replays = counters.pop("replayed_graphs", 0)
         assert replays >= WAYS[way].replays if WAYS[way].replays else replays == 0
         same = ("gathers", "gather_bytes", "reduces", "agreements")
-        if not issubclass(kind_of(way), Parts) and not WAYS[way].twice:  # buckets end where graphs do
+        if not graphs_are_cut(way):
             same += ("reduce_bytes", "flushes")
         assert {name: counters.get(name) for name in same} == {name: expected.get(name) for name in same}
 

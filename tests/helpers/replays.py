@@ -152,6 +152,8 @@ class Way:
     samples: Callable[[int], int] = lambda index: SAMPLES
     replays: int = 12  # at least; each of a forward or a backward
     emulated: bool = True  # else only a capture shows that it cannot be replayed
+    # aot_eager would keep the state of random numbers, which lies on the host, for what is computed again
+    generated: bool = False
     twice: bool = False  # a weight's gradients are sent twice, where they would be added up before in a run
 
 
@@ -164,7 +166,7 @@ WAYS = {
     "gradients dropped first, then added to": Way(optimizer=Forgetful),
     "gradients added to first, then dropped": Way(optimizer=ForgetfulAtLast),
     "dropout": Way(Dropping),
-    "activations checkpointed": Way(NonReentrant),
+    "activations checkpointed": Way(NonReentrant, generated=True),
     "frozen weights": Way("LoRA"),
     "buffers": Way("BatchNormNet"),
     "an evaluation between": Way(training={"before_batch": evaluate}),
@@ -199,6 +201,12 @@ def meetings(engine: Engine) -> dict[str, int]:
     """How many collectives this rank has taken part in, as the watchdog counts them to tell who is behind."""
     lanes = (Lane.CONTROL, Lane.GATHER, Lane.REDUCE)
     return {f"met_{lane.name.lower()}": engine.watchdog.native.met(int(lane)) for lane in lanes}
+
+
+def graphs_are_cut(way: str) -> bool:
+    """Whether buckets end where graphs do, and so are others, and more, where graphs are replayed."""
+    case = WAYS[way].case
+    return WAYS[way].twice or (isinstance(case, type) and issubclass(case, Parts))
 
 
 def train(way: str, backend: str, device: str = "cpu", **options: Any) -> tuple[Reference, dict[str, int]]:

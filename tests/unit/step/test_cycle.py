@@ -207,7 +207,7 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
         ("before_step", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
         ("begin a", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
         ("end a", ["end_writing"]),
-        ("eval_step", ["drop_replays", "sync_edits", "expire_compute_copies", "before_forward"]),
+        ("eval_step", ["make_room", "sync_edits", "expire_compute_copies", "before_forward"]),
         ("after_eval", ["sync_edits forget"]),
         ("reset", ["reset", "abort", "sync_edits forget", "drop", "reset"]),
         ("tidy_up", ["reset", "abort", "sync_edits forget", "drop", "reset", "release_buffers"]),
