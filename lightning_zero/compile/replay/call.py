@@ -105,14 +105,18 @@ class Call:
             held.clear()
             self._backward_begins()
 
+        warmed = False  # which a batch that is skipped is not
+
         def has_ended(grads: Any, given: Any) -> None:
+            nonlocal warmed
+            if not warmed:
+                self._warmed(key)
+            warmed = True
             self._backward_has_ended(key.place)
 
         for node in nodes:
             node.register_prehook(begins)
             node.register_hook(has_ended)
-        # A batch that is skipped warms nothing up.
-        next(iter(nodes)).register_hook(lambda grads, given: self._warmed(key))
         return outputs
 
     def _warmed(self, key: Key) -> None:

@@ -136,6 +136,20 @@ def test_a_batch_that_is_skipped_warms_nothing_up() -> None:
     assert not training.said
 
 
+def test_a_backward_through_one_of_several_outputs_warms_up() -> None:
+    training = Training()
+
+    def compiled(weight: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple((weight * batch * factor).sum() for factor in range(8))
+
+    call = training.replays.wrap(compiled)
+    for _ in range(WARMUPS + 2):
+        outputs = call(training.weight, torch.ones(2))
+        training.backward(outputs[training.books.steps % 8])
+        training.books.steps += 1
+    assert [pair.replays for pair in training.made] == [2]
+
+
 def test_a_backward_that_gives_no_weight_a_gradient_ends_no_replays() -> None:
     training = captured(Training())
     for _ in range(3):
