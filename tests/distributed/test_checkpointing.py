@@ -133,7 +133,7 @@ def test_models_of_transformers(ranks: Ranks, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["checkpoint_wrapper", "regions that end in a view"])
-def test_with_generated_code(ranks: Ranks, way: str) -> None:
+def test_with_generated_code(ranks: Ranks) -> None:
+    way = "regions that end in a view"  # which torch's partitioner would chain to one
     for mine, plain in ranks.run(2, train_both, way, "inductor", deadline=600):
         check(way, 2, mine, plain)
