@@ -40,7 +40,7 @@ from lightning_zero.compile.frontend import has_collectives, last_read, name_wei
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.listener import CompileListener
 from lightning_zero.compile.passes import PassSpec, default_passes, run_passes, saved_for_backward
-from lightning_zero.compile.pieces import PieceCache, cut, lower, repeats
+from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
@@ -194,12 +194,17 @@ class Compiler:
         if self._config.whole_graphs or not repeats(module.graph):
             return compile_fx_inner(module, inputs, **settings)
         self._rewrite(module.graph)
+        settle_strides(module.graph, inputs)
         steps = cut(module.graph)
-        if steps is None:
+        begun, known = time.monotonic(), self._pieces.compiled
+        try:
+            program = None if steps is None else lower(module, self._pieces, steps, **settings)
+        except DifferentStrides as error:
+            log.info("A graph is compiled whole: %s", error)
+            program = None
+        if program is None:
             with inductor_config.patch(post_grad_custom_post_pass=None):
                 return compile_fx_inner(module, inputs, **settings)
-        begun, known = time.monotonic(), self._pieces.compiled
-        program = lower(module, self._pieces, steps, **settings)
         self._listener.spend("pieces", program.calls)
         self._listener.spend("pieces compiled", self._pieces.compiled - known)
         log.info(

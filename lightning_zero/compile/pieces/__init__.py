@@ -3,5 +3,6 @@
 from lightning_zero.compile.pieces.cut import cut, repeats
 from lightning_zero.compile.pieces.lower import PieceCache, lower
 from lightning_zero.compile.pieces.piece import Piece
+from lightning_zero.compile.pieces.strides import DifferentStrides, settle_strides
 
-__all__ = ["Piece", "PieceCache", "cut", "lower", "repeats"]
+__all__ = ["DifferentStrides", "Piece", "PieceCache", "cut", "lower", "repeats", "settle_strides"]

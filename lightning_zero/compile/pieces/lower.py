@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.pieces.inductor import Compiled, compile_piece
 from lightning_zero.compile.pieces.piece import Piece
 from lightning_zero.compile.pieces.program import Program
+from lightning_zero.compile.pieces.strides import check_strides
 
 __all__ = ["PieceCache", "lower"]
 
@@ -49,6 +51,9 @@ def lower(module: GraphModule, cache: PieceCache, steps: Sequence[Piece | Node],
         cache: of pieces.
         steps: by :func:`~lightning_zero.compile.pieces.cut.cut`.
         settings: for Inductor, as it gives them to what compiles a graph.
+
+    Raises:
+        DifferentStrides: pieces would not go together.
     """
     settings = {**settings, "static_input_idxs": ()}
     compiled = [_compiled(module, step, cache, settings) for step in steps if isinstance(step, Piece)]
@@ -60,7 +65,9 @@ def _compiled(module: GraphModule, piece: Piece, cache: PieceCache, settings: di
         # What a piece returns is read by others, who were told its strides.
         output_node(piece.graph).meta[SEEN_BY_USERS] = list(range(len(piece.outputs)))
         inputs = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
-        return compile_piece(GraphModule(module, piece.graph), inputs, settings)
+        compiled = compile_piece(GraphModule(module, piece.graph), inputs, settings)
+        check_strides(compiled, [node.meta.get("val") for node in piece.outputs])
+        return compiled
 
     return cache.get(_fingerprint(module, piece.graph, settings), make)
 
@@ -72,7 +79,7 @@ def _fingerprint(module: GraphModule, graph: Graph, settings: dict[str, Any]) ->
     for number, node in enumerate(graph.nodes):
         names[node] = f"%{number}"
         arguments = torch.fx.map_arg((node.args, node.kwargs), lambda read: _Named(names[read]))
-        target = node.target if node.op != "get_attr" else _identity(module, str(node.target))
+        target = node.target if node.op != "get_attr" else id(attrgetter(str(node.target))(module))
         what = "" if node.op in ("placeholder", "output") else str(target)
         lines.append(f"{node.op} {what} {arguments} {_value(node.meta.get('val'))}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -80,13 +87,6 @@ def _fingerprint(module: GraphModule, graph: Graph, settings: dict[str, Any]) ->
 
 class _Named(str):
     __repr__ = str.__str__
-
-
-def _identity(module: GraphModule, path: str) -> str:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return f"{id(value)}"
 
 
 def _value(value: Any) -> str:

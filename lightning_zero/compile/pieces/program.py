@@ -10,6 +10,7 @@ import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,8 +53,9 @@ class Program(OutputCode):
         self._boxed_call = True  # of the object, or wrappers would not have it
         self._pieces = {name: value for name, value in writer.names.items() if name.startswith(_PIECE)}
         self._others = {name: value for name, value in writer.names.items() if name not in self._pieces}
-        self._results = len(output_node(module.graph).args[0])  # type: ignore[arg-type]
         self._link()
+        results: Any = output_node(module.graph).args[0]
+        tell_strides([_strides(result.meta.get("val")) if isinstance(result, Node) else None for result in results])
 
     def _link(self) -> None:
         file = f"<lightning_zero program {next(_numbers)}>"
@@ -61,7 +63,6 @@ class Program(OutputCode):
         names = {**self._others, **self._pieces}
         exec(compile(self.code, file, "exec"), names)
         self._run: Callable[[list[Any]], Any] | None = names["run"]
-        tell_strides([None] * self._results)  # as they were traced: pieces keep to that
 
     def __call__(self, inputs: Any) -> Any:
         assert self._run is not None
@@ -91,7 +92,7 @@ class _Writer:
         self._last = self._last_reads()
         self.names: dict[str, Any] = {}
         for node in self._graph.find_nodes(op="get_attr"):
-            self.names[node.name] = _attribute(module, str(node.target))
+            self.names[node.name] = attrgetter(str(node.target))(module)
 
     def _last_reads(self) -> Mapping[Node, int]:
         last: dict[Node, int] = {}
@@ -170,6 +171,12 @@ class _Op:
         return getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
 
 
+def _strides(value: Any) -> tuple[int, ...] | None:
+    """Of a result; None where they are as they were traced."""
+    strides = value.stride() if isinstance(value, Tensor) else ()
+    return tuple(strides) if strides and all(isinstance(stride, int) for stride in strides) else None
+
+
 def _named(value: Any) -> Any:
     if isinstance(value, Tensor):
         raise BypassCache("a constant of the graph is a tensor")
@@ -181,10 +188,3 @@ def _named(value: Any) -> Any:
 def _seeds(count: int, device: torch.device) -> Tensor:
     """The numbers that Inductor's code draws in a graph that stays whole; its own op draws others."""
     return torch.randint(-(2**63), 2**63 - 1, [count], device=device)
-
-
-def _attribute(module: GraphModule, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value

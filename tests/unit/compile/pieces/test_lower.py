@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch.fx import Graph, GraphModule
 
 from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, lookup_backend
-from lightning_zero.compile.pieces import PieceCache, cut, lower, repeats
+from lightning_zero.compile.pieces import PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.pieces.inductor import of_a_piece
 from lightning_zero.compile.pieces.lower import _fingerprint
 
@@ -38,6 +38,7 @@ def trained(module: nn.Module, batches: list[Tensor], cache: PieceCache | None) 
         if cache is None:
             return compile_fx_inner(graph, inputs, **settings)
         assert repeats(graph.graph)
+        settle_strides(graph.graph, inputs)
         steps = cut(graph.graph)
         assert steps is not None
         return lower(graph, cache, steps, **settings)

@@ -1,0 +1,94 @@
+"""Strides as they will be. Inductor's own passes over a graph, such as the one that makes a matrix product faster by
+padding it, change layouts and leave what is noted of the nodes behind them as it was. A graph that is compiled whole
+does not mind; pieces are compiled by what is noted, and would be handed tensors of other strides."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from lightning_zero.compat.ops import OpOverload
+from lightning_zero.profiling.tensors import is_view, tensors_of
+
+__all__ = ["DifferentStrides", "check_strides", "settle_strides"]
+
+_aten = torch.ops.aten
+
+
+def settle_strides(graph: Graph, inputs: Sequence[Any]) -> None:
+    """Notes the strides that views, and what is made from them, really have.
+
+    Args:
+        graph: whose nodes' ``meta["val"]`` are mended in place. A view that cannot be one any more becomes a reshape.
+        inputs: of the graph, as fake tensors, numbers and symbols, with their strides.
+    """
+    changed: set[Node] = set()
+    for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        _note(node, value, changed)
+    for node in graph.nodes:
+        if node.op != "call_function" or not _is_known(node):
+            continue
+        if is_view(node) or not changed.isdisjoint(node.all_input_nodes):
+            _note(node, _run(node), changed)
+
+
+def check_strides(compiled: Any, outputs: Sequence[Any]) -> None:
+    """Raises :class:`DifferentStrides` where the results of a compiled piece are not as was noted.
+
+    Args:
+        compiled: what Inductor made.
+        outputs: of the piece, as noted.
+    """
+    made = getattr(compiled, "output_strides", None) or [None] * len(outputs)
+    for strides, value in zip(made, outputs, strict=True):
+        if strides is None or not isinstance(value, Tensor) or 0 in value.shape:
+            continue
+        noted = [str(stride) for size, stride in zip(value.shape, value.stride(), strict=True) if str(size) != "1"]
+        found = [str(stride) for size, stride in zip(value.shape, strides, strict=True) if str(size) != "1"]
+        if noted != found and all(stride.isdecimal() for stride in (*noted, *found)):
+            raise DifferentStrides(f"strides of a result are {found}, and others were told {noted}")
+
+
+class DifferentStrides(Exception):
+    """Inductor has chosen a layout for a piece's result that nobody expects."""
+
+
+def _is_known(node: Node) -> bool:
+    """Whether running it with fake tensors tells its strides, and does nothing else."""
+    target = node.target
+    if any("val" not in part.meta for part in (node, *node.all_input_nodes)):
+        return False
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    return "unbacked_bindings" not in node.meta and not node.is_impure()
+
+
+def _run(node: Node) -> Any:
+    target: Any = node.target
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+    with torch.no_grad():
+        try:
+            return target(*args, **kwargs)
+        except (RuntimeError, ValueError):
+            if target is not _aten.view.default:
+                raise
+            node.target = _aten.reshape.default
+            return _aten.reshape.default(*args, **kwargs)
+
+
+def _note(node: Node, value: Any, changed: set[Node]) -> None:
+    # By text: comparing symbols would add guards.
+    if _strides(node.meta.get("val")) != _strides(value):
+        node.meta["val"] = value
+        changed.add(node)
+
+
+def _strides(value: Any) -> list[str]:
+    return [str(tensor.stride()) for tensor in tensors_of(value)]
