@@ -11,7 +11,7 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr unsigned kThreads = 32;                                                           // as in turns.cu
+constexpr unsigned kTurnThreads = 32;                                                       // as in turns.cu
 constexpr int kLane = DEVICE_LANES - 1, kArrived = 1 + 2 * kLane, kPassed = 2 + 2 * kLane;  // of weights
 
 }  // namespace
@@ -47,7 +47,7 @@ void DeviceTurns::launch(void* kernel, int64_t number, const c10::Stream& stream
   void* host = words_.mutable_data_ptr<int>();
   // The first is a structure that the kernel takes by value.
   std::array<void*, 6> arguments = {rows.data(), &rank, &low, &host, &arrived, &passed};
-  CudaDriver::instance().launch(kernel, 1, kThreads, stream, arguments.data());
+  CudaDriver::instance().launch(kernel, 1, kTurnThreads, stream, arguments.data());
 }
 
 }  // namespace lightning_zero

@@ -12,9 +12,9 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr unsigned kThreads = 256;    // as in row_means.cu
-constexpr int64_t kBlocks = 1 << 16;  // more than run at once; each thread has a pack or two
-constexpr int64_t kPack = 16;         // bytes
+constexpr unsigned kMeanThreads = 256;  // as in row_means.cu
+constexpr int64_t kBlocks = 1 << 16;    // more than run at once; each thread has a pack or two
+constexpr int64_t kPack = 16;           // bytes
 
 bool aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % kPack == 0;
@@ -47,9 +47,9 @@ bool RowMeans::operator()(const at::Tensor& to, const at::Tensor& from, bool add
     packs = n * item / kPack;
   int adds = add;
   void* arguments[] = {&target, &source, &stride, &n, &packs, &adds};
-  const auto wanted = (std::max<int64_t>(packs, n - packs * kPack / item) + kThreads - 1) / kThreads;
+  const auto wanted = (std::max<int64_t>(packs, n - packs * kPack / item) + kMeanThreads - 1) / kMeanThreads;
   const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, kBlocks));
-  CudaDriver::instance().launch(kernel, blocks, kThreads, current_stream(to.device()), arguments);
+  CudaDriver::instance().launch(kernel, blocks, kMeanThreads, current_stream(to.device()), arguments);
   return true;
 }
 

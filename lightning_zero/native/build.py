@@ -38,6 +38,7 @@ MARK = "-DLIGHTNING_ZERO"  # by which our compilers are known among the processe
 FLAGS = (MARK, "-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 LOCK_DEADLINE_S = 900.0
+UNITS = 8
 
 Say = Callable[..., Any]  # as a logger's methods: a format, and what belongs into it
 
@@ -171,11 +172,11 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
     includes = [f"-I{sources}", f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
     temporary = Path(tempfile.mkdtemp(dir=library.parent, prefix="build-"))
     try:
-        files = sorted(sources.rglob("*.cpp"))
-        objects = [temporary / f"{number}-{path.stem}.o" for number, path in enumerate(files)]
+        units = _units(sources, temporary)
+        objects = [unit.with_suffix(".o") for unit in units]
         each = [
-            [*compiler, *FLAGS, _abi(), *includes, "-c", str(path), "-o", str(target)]
-            for path, target in zip(files, objects, strict=True)
+            [*compiler, *FLAGS, _abi(), *includes, "-c", str(unit), "-o", str(target)]
+            for unit, target in zip(units, objects, strict=True)
         ]
         commands.all(each, partial(_run, commands))
         libraries = torch_directory / "lib"
@@ -192,6 +193,18 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     say("Built lightning_zero's C++ executor in %.0f s (%s).", time.monotonic() - start, library)
+
+
+def _units(sources: Path, directory: Path) -> list[Path]:
+    """Files that include the sources, about as much of them each: most of a source's time goes into torch's headers.
+    As many wherever they are compiled, so that two sources that do not go together fail in our tests, not elsewhere."""
+    parts: list[list[Path]] = [[] for _ in range(UNITS)]
+    for path in sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path)):
+        min(parts, key=lambda part: sum(other.stat().st_size for other in part)).append(path)
+    units = [directory / f"unit{number}.cpp" for number, part in enumerate(parts) if part]
+    for unit, part in zip(units, parts, strict=False):
+        unit.write_text("".join(f'#include "{path}"\n' for path in part))
+    return units
 
 
 def _run(commands: Commands, command: list[str]) -> None:

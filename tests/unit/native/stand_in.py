@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
-# Writes a line for each call, answers --version, and writes what it is told to the file after -o: `half`, then `whole`.
+# Writes a line for each call, keeps what it compiles, answers --version, and writes what it is told to the file after -o: `half`, then `whole`.
 COMPILER = """#!/bin/sh
 echo "$@" >> "{log}"
 if [ "$1" = --version ]; then echo "stand-in {version}"; exit 0; fi
-while [ $# -gt 0 ]; do [ "$1" = -o ] && target="$2"; shift; done
+while [ $# -gt 0 ]; do
+    case "$1" in -o) target="$2";; *.cpp) cat "$1" >> "{log}-included";; esac
+    shift
+done
 {body}
 """
 WRITE = 'echo half > "$target"; sleep {pause}; echo whole > "$target"'
@@ -21,3 +24,7 @@ class Compiler:
 
     def calls(self) -> list[str]:
         return [line for line in self.log.read_text().splitlines() if line != "--version"] if self.log.exists() else []
+
+    def included(self) -> list[str]:
+        """Names of the sources that the files which were compiled include."""
+        return [line.split("/")[-1].rstrip('"') for line in Path(f"{self.log}-included").read_text().splitlines()]
