@@ -166,16 +166,17 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       ("find_gathered", edits, &Edits::find_gathered, {arg("tensor")})  //
       ("epoch", itself, &Executor::epoch);
 
-  Rows<Reducer>(m, "Gradients", gradients)                                                          //
-      ("attached", attached, &AttachedGradients::of_last_backward)                                  //
-      ("key", attached, &AttachedGradients::key)                                                    //
-      ("has_any", attached, &AttachedGradients::has_any)                                            //
-      ("is_whole_backward", &compat::is_whole_backward)                                             //
-      ("backwards", &Reducer::backwards)                                                            //
-      ("mark", &Reducer::mark)                                                                      //
-      ("segment", &Reducer::segment)("say_at_agreement", agreement, &Agreement::say, {arg("yes")})  //
-      ("was_said", agreement, &Agreement::was_said)                                                 //
-      ("release_buffers", &Reducer::release_buffers)                                                //
+  Rows<Reducer>(m, "Gradients", gradients)                            //
+      ("attached", attached, &AttachedGradients::of_last_backward)    //
+      ("key", attached, &AttachedGradients::key)                      //
+      ("has_any", attached, &AttachedGradients::has_any)              //
+      ("is_whole_backward", &compat::is_whole_backward)               //
+      ("backwards", &Reducer::backwards)                              //
+      ("mark", &Reducer::mark)                                        //
+      ("segment", &Reducer::segment)                                  //
+      ("say_at_agreement", agreement, &Agreement::say, {arg("yes")})  //
+      ("was_said", agreement, &Agreement::was_said)                   //
+      ("release_buffers", &Reducer::release_buffers)                  //
       ("abort", itself, &Executor::abort_backward);
 
   Rows<Recorder>(m, "Graphs", graphs)                                                     //

@@ -12,6 +12,12 @@ const std::vector<at::Tensor>& ParamRecord::copies_in(at::ScalarType dtype) cons
   return own.defined() && own.scalar_type() == dtype ? compute_copy.of_ranks : none;
 }
 
+void ParamRecord::take_in_gradient() {
+  const auto& held = param.grad();
+  if (held.defined() && held.const_data_ptr() != grad.const_data_ptr())
+    grad.copy_(held.reshape({-1}));
+}
+
 ShardTable& ShardTable::instance() {
   static ShardTable table;
   return table;

@@ -57,6 +57,9 @@ struct ParamRecord {
   bool live = true;            // false once no module reads it
   bool trainable() const { return live && param.requires_grad(); }
   int64_t shard_numel() const { return shard.numel(); }
+  // Somebody may have put a tensor of their own into param.grad; it counts as what has been accumulated so
+  // far.
+  void take_in_gradient();
   Stamp stamp(int64_t epoch) const { return {epoch, static_cast<int64_t>(param._version())}; }
   // The same values in `dtype` on every rank, where they can be read from here; empty where they cannot.
   const std::vector<at::Tensor>& copies_in(at::ScalarType dtype) const;

@@ -6,10 +6,10 @@
 
 namespace lightning_zero {
 
-void AttachedGradients::attach(const std::set<int64_t>& brought) {
+void AttachedGradients::attach(const std::vector<char>& brought) {
   attached_.clear();
   for (const auto index : layout_.order()) {
-    if (brought.count(index) == 0)
+    if (!brought[index])
       continue;  // no rank used it: leave grad as it is, so that weight decay leaves it alone
     auto& record = context_.at(index);
     attached_.push_back(record.index);

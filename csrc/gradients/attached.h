@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <set>
 #include <vector>
 
 #include "context.h"
@@ -14,8 +13,9 @@ class AttachedGradients {
  public:
   AttachedGradients(Context& context, const BucketLayout& layout) : context_(context), layout_(layout) {}
 
-  // A backward has ended, which brought gradients of these parameters to some rank: they get them.
-  void attach(const std::set<int64_t>& brought);
+  // A backward has ended. `brought`: by parameter, whether it brought a gradient to some rank: then it gets
+  // it.
+  void attach(const std::vector<char>& brought);
 
   // Parameters with a gradient from the last backward.
   std::vector<int64_t> of_last_backward() const { return attached_; }

@@ -18,13 +18,6 @@ const char* name(ReduceBucket::State state) {
   return "?";
 }
 
-// Somebody may have put a tensor of their own there; it counts as what has been accumulated so far.
-void take_in(ParamRecord& record) {
-  const auto& held = record.param.grad();
-  if (held.defined() && held.const_data_ptr() != record.grad.const_data_ptr())
-    record.grad.copy_(held.reshape({-1}));
-}
-
 }  // namespace
 
 void ReduceBucket::append(ParamRecord* record, int expected, bool again) {
@@ -52,7 +45,7 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding, std::optional<bool> d
     }
     slot.add = adding || record.param.grad().defined();
     if (!adding && !slot.again)
-      take_in(record);
+      record.take_in_gradient();
   }
 }
 
@@ -153,7 +146,7 @@ void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
     if (has_more(slot))
       slot.add = true;
     else
-      take_in(*slot.record);
+      slot.record->take_in_gradient();
   }
   for (size_t index = 0; index < slots_.size(); ++index) {
     if (slots_[index].arrivals == 0)

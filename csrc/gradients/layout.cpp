@@ -116,9 +116,10 @@ BucketLayout::Position BucketLayout::place(int64_t index, size_t launched) {
   Position found;
   for (const auto position : positions_[static_cast<size_t>(index)]) {
     found = position;
+    found.late = position.bucket < static_cast<int64_t>(launched) ||
+                 buckets_[position.bucket].state() == ReduceBucket::State::LAUNCHED;
     const auto& slot = this->slot(position);
-    if (position.bucket >= static_cast<int64_t>(launched) &&
-        buckets_[position.bucket].state() != ReduceBucket::State::LAUNCHED && slot.arrivals < slot.expected)
+    if (!found.late && slot.arrivals < slot.expected)
       break;
   }
   return found;

@@ -14,6 +14,7 @@ class BucketLayout {
   struct Position {
     int64_t bucket = -1;
     int64_t slot = -1;
+    bool late = false;  // the bucket has left: its second chance is meant
   };
 
   explicit BucketLayout(Context& context) : context_(context) {}

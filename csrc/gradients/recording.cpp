@@ -147,12 +147,11 @@ void GradientRecording::before_replay(const Recorded& graph) {
   const auto& layout = reducer_.layout();
   for (const auto i : std::set<int64_t>(graph.arrivals.begin(), graph.arrivals.end())) {
     auto& record = context_.at(i);
-    const auto& held = record.param.grad();
     const auto [position, again] = within(graph, i);
     const bool sent = layout.was_launched(i, position.bucket);
-    if (!sent && held.defined() && held.const_data_ptr() != record.grad.const_data_ptr())
-      record.grad.copy_(held.reshape({-1}));  // somebody's own, which counts as accumulated
-    const bool adds = sent || held.defined(), recorded = graph.adding || again;
+    if (!sent)
+      record.take_in_gradient();
+    const bool adds = sent || record.param.grad().defined(), recorded = graph.adding || again;
     if (adds && !recorded) {
       overwritten_.emplace_back(record.grad, record.grad.clone());
     } else if (!adds && recorded) {

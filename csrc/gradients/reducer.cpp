@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "runtime/compat.h"
@@ -100,8 +99,7 @@ void Reducer::reduce(int64_t index, const at::Tensor& grad, bool borrow) {
   context_.count("reduces");
   context_.touch(record);
   backward_.arrivals.push_back(index);
-  const bool late = position.bucket < static_cast<int64_t>(backward_.next_launch) ||
-                    layout_.buckets()[position.bucket].state() == ReduceBucket::State::LAUNCHED;
+  const bool late = position.late;
   auto& bucket = (late ? layout_.late() : layout_.buckets())[position.bucket];
   open(bucket, /*adding=*/late);
   bucket.put(position.slot, grad, borrow && !late);
@@ -202,12 +200,12 @@ void Reducer::end_backward() {
     launch_all();
     const auto agreed = agree();
     std::vector<int64_t> wanted(layout_.size(), 0);
-    std::set<int64_t> brought;
+    std::vector<char> brought(context_.records.size(), 0);
     auto flag = agreed.flags.begin();
     for (size_t b = 0; b < layout_.size(); ++b) {
       for (const auto& slot : layout_.buckets()[b].slots()) {
         if (*flag > 0)
-          brought.insert(slot.record->index);
+          brought[slot.record->index] = 1;
         wanted[b] = std::max(wanted[b], *flag++);
       }
     }

@@ -1,7 +1,10 @@
 """Time, memory and start of training models that others wrote, through the Lightning Trainer, for one strategy; prints
 one JSON line.
 
-    python examples/benchmarks/models.py llama --strategy zero3_compile --devices 2
+    torchrun --nproc-per-node 2 examples/benchmarks/models.py llama --strategy zero3_compile
+
+With torchrun all processes make their models at the same time, and what `start_s` counts from `fit` on is not another
+process's Python.
 
 `fsdp2` is Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each block; `fsdp2_graph` is the
 same with forward and backward in one CUDA graph, captured after three steps, as torchtitan does it; `ddp` compiles the
@@ -11,6 +14,7 @@ averaged in bfloat16, except by `ddp`.
 
 import argparse
 import json
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -21,11 +25,9 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
-from step_time import Clock
+from step_time import Clock, zero_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-
-import lightning_zero
 
 
 class Parts(L.LightningModule):
@@ -239,16 +241,12 @@ class Start(L.Callback):
 def strategy_of(name: str) -> Any:
     if name.startswith("fsdp2"):
         return ModelParallelStrategy(data_parallel_size=ARGS.devices, tensor_parallel_size=1)
-    if not ARGS.option:
-        return name
-    options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in ARGS.option)}
-    tuning = {name.removeprefix("tuning."): options.pop(name) for name in list(options) if name.startswith("tuning.")}
-    return lightning_zero.ZeroStrategy(
-        compile=name == "zero3_compile", tuning=lightning_zero.Tuning(**tuning), **options
-    )
+    return zero_strategy(name, ARGS.option)
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("lightning_zero").setLevel(logging.INFO)  # where the seconds of the start went
     L.seed_everything(0, verbose=False)
     row = ROWS[ARGS.model]
     start, clock = Start(), Clock(ARGS.warm)

@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from contextlib import nullcontext
+from typing import Any
 
 import lightning as L
 import torch
@@ -208,6 +209,17 @@ def of_graphs() -> int:
     return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
 
+def zero_strategy(name: str, options: list[str]) -> Any:
+    """What a Trainer gets; `options` are ZeroStrategy's, as NAME=VALUE with values in JSON, or tuning.NAME=VALUE."""
+    if not options:
+        return name
+    given = {option: json.loads(value) for option, value in (text.split("=", 1) for text in options)}
+    tuning = {
+        option.removeprefix("tuning."): given.pop(option) for option in list(given) if option.startswith("tuning.")
+    }
+    return lightning_zero.ZeroStrategy(compile=name == "zero3_compile", tuning=lightning_zero.Tuning(**tuning), **given)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", default="zero3_compile", choices=["zero3_compile", "zero3", "fsdp2", "ddp"])
@@ -227,17 +239,10 @@ def main() -> None:
     arguments = parser.parse_args()
     L.seed_everything(0, verbose=False)
     fsdp2 = arguments.strategy == "fsdp2"
-    strategy = arguments.strategy
     if fsdp2:
         strategy = ModelParallelStrategy(data_parallel_size=arguments.devices, tensor_parallel_size=1)
-    elif arguments.option:
-        options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in arguments.option)}
-        tuning = {
-            name.removeprefix("tuning."): options.pop(name) for name in list(options) if name.startswith("tuning.")
-        }
-        strategy = lightning_zero.ZeroStrategy(
-            compile=arguments.strategy == "zero3_compile", tuning=lightning_zero.Tuning(**tuning), **options
-        )
+    else:
+        strategy = zero_strategy(arguments.strategy, arguments.option)
     clock = Clock(arguments.warm, arguments.ask_on_cpu)
     trainer = L.Trainer(
         strategy=strategy,

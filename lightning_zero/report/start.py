@@ -82,10 +82,7 @@ class StartClock:
             ("Dynamo", self._of_torch_since(DYNAMO) - self._of_torch_since(IN_BACKENDS)),
             ("joint graph", joint),
             ("passes", passes),
-            (
-                self._compiler.replace("inductor", "Inductor") + self._pieces(),
-                self._since("compiling") - joint - passes,
-            ),
+            (self._compiler + self._pieces(), self._since("compiling") - joint - passes),
         ]
         parts.append(("the other steps", total - sum(seconds for _, seconds in parts)))
         shown = ", ".join(f"{what} {max(seconds, 0.0):.1f}" for what, seconds in parts)

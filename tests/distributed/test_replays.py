@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.models import build, make_batches
+from tests.helpers.models import build
 from tests.helpers.oracle import assert_close_relative
-from tests.helpers.replays import COPY, WAYS, graphs_are_cut, train
-from tests.helpers.sharded import adamw, engine_for
+from tests.helpers.replays import COPY, WAYS, graphs_are_cut, train, train_up_to_a_replayed_forward
+from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks
 
 
@@ -38,17 +38,7 @@ def closed_before_its_backward() -> tuple[int, str]:
     """A captured forward, and what its backward says when the engine is closed between the two."""
     model = build("OneBlock")
     with engine_for(model, "aot_eager", emulate_cuda_graph_model=True, **COPY) as engine:
-        optimizer = adamw(model)
-        for batch in make_batches("OneBlock", 8, 4):
-            with engine.train_step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                loss = model.loss(batch)
-            if engine.executor.counters().get("replayed_graphs", 0) > 4:
-                break
-            loss.backward()
-            with engine.optimizers.stepping(optimizer):
-                optimizer.step()
-            optimizer.zero_grad()
-        replayed = engine.executor.counters()["replayed_graphs"]
+        loss, replayed = train_up_to_a_replayed_forward(engine, model)
         engine.close()
         try:
             loss.backward()

@@ -10,10 +10,18 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.errors import UnsupportedError
-from tests.helpers.models import build, make_batches
+from tests.helpers.models import build
 from tests.helpers.oracle import assert_close_relative
-from tests.helpers.replays import BF16, BY_COLLECTIVE, COPY, SHORTER_ON_ONE, WAYS, graphs_are_cut, train
-from tests.helpers.sharded import adamw, engine_for
+from tests.helpers.replays import (
+    BY_COLLECTIVE,
+    COPY,
+    SHORTER_ON_ONE,
+    WAYS,
+    graphs_are_cut,
+    train,
+    train_up_to_a_replayed_forward,
+)
+from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks
 
 BOTH = BY_COLLECTIVE["weights and gradients"]
@@ -38,7 +46,7 @@ def check(ranks: Ranks, world_size: int, way: str, backend: str, by: str) -> Non
     found = ranks.run(world_size, both, way, backend, **BY_COLLECTIVE[by], backend="nccl", deadline=150)
     for (replayed, counters), (plain, expected), left in found:
         # Gradients that are sent one by one are not rounded together.
-        far = 10 if WAYS[way].twice else 1
+        far = 20 if WAYS[way].twice else 1
         assert_close_relative(replayed.losses, plain.losses, far * 1e-4, what="losses")
         assert_close_relative(replayed.params, plain.params, far * 1e-3, what="weights")
         assert counters["replayed_graphs"] >= WAYS[way].replays
@@ -121,18 +129,7 @@ def destroyed() -> int:
     """A loss whose backward never ran holds its graph, and the graph the collectives' communicators."""
     model: Any = build("OneBlock").to(device())
     with engine_for(model, "aot_eager", device=device(), cuda_graph_model=True, **(COPY | BOTH)) as engine:
-        optimizer = adamw(model)
-        for batch in make_batches("OneBlock", 10, 12):
-            mine = [part.to(device()) for part in batch]
-            with engine.train_step(), torch.autocast("cuda", BF16, cache_enabled=False):
-                loss = model.loss(mine)
-            if engine.executor.counters().get("replayed_graphs", 0) > 4:
-                break
-            loss.backward()
-            with engine.optimizers.stepping(optimizer):
-                optimizer.step()
-            optimizer.zero_grad()
-        replayed = engine.executor.counters()["replayed_graphs"]
+        loss, replayed = train_up_to_a_replayed_forward(engine, model)
         mesh = engine.mesh
     for group in (mesh.shard_group, mesh.reduce_group):
         dist.destroy_process_group(group)  # waits until no graph holds its collectives

@@ -17,7 +17,7 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.native.watchdog import Lane
 from tests.helpers.checkpointed import NonReentrant
 from tests.helpers.in_parts import BrokenInTwo, FrozenEncoder, OtherHeads, Parts, TiedParts, WithTeacher
-from tests.helpers.models import Case, OneBlock, build
+from tests.helpers.models import Case, OneBlock, build, make_batches
 from tests.helpers.oracle import Reference
 from tests.helpers.sharded import adamw, engine_for, train_sharded
 
@@ -226,3 +226,20 @@ def train(way: str, backend: str, device: str = "cpu", **options: Any) -> tuple[
         if isinstance(model, EditsItsInput):
             got.losses.append(model.seen)
         return got, engine.executor.counters() | meetings(engine)
+
+
+def train_up_to_a_replayed_forward(engine: Engine, model: Any) -> tuple[Tensor, int]:
+    """The loss of a forward that was replayed, whose backward has not run; how many graphs were replayed."""
+    optimizer = adamw(model)
+    for batch in make_batches("OneBlock", 10, SAMPLES):
+        mine = [part.to(engine.device) for part in batch]
+        with engine.train_step(), torch.autocast(engine.device.type, BF16, cache_enabled=False):
+            loss: Tensor = model.loss(mine)
+        replayed = engine.executor.counters().get("replayed_graphs", 0)
+        if replayed > 4:
+            return loss, replayed
+        loss.backward()
+        with engine.optimizers.stepping(optimizer):
+            optimizer.step()
+        optimizer.zero_grad()
+    raise AssertionError("nothing was replayed")

@@ -70,8 +70,13 @@ class Call:
         epoch, backwards = replays.executor.weights.epoch(), replays.executor.gradients.backwards()
         first, self._epoch = epoch != self._epoch, epoch
         self._backwards_before, self._backwards = self._backwards, backwards
-        key = Key(self._free_place(), first, replays.adding(), tuple(a for a in args if not isinstance(a, Tensor)))
-        variant = None if self._off else self._variant(args, key)
+        key = Key(
+            self._free_place(),
+            first,
+            replays.adding(epoch, backwards),
+            tuple(a for a in args if not isinstance(a, Tensor)),
+        )
+        variant = None if self._off else self._variant(replays, args, key)
         if variant is None:
             replays.make_room(self)
             return self._run(args, key)
@@ -136,7 +141,7 @@ class Call:
         if replays is not None and replays.executor.gradients.mark():
             self._segments[place] = replays.executor.gradients.segment()
 
-    def _variant(self, args: Sequence[Any], key: Key) -> Variant | None:
+    def _variant(self, replays: Replays, args: Sequence[Any], key: Key) -> Variant | None:
         """What to replay."""
         awaited = self._awaited[key.place]
         if awaited is not None and awaited() is not None:
@@ -144,16 +149,14 @@ class Call:
             return None
         variant = self._variants.pop(key, None)
         if variant is None:
-            return self._capture(args, key)
+            return self._capture(replays, args, key)
         self._variants[key] = variant
         if not variant.fits(args):
             self.interrupt("parameters, gradients or buffers move, or what is trained changes")
             return None
         return variant
 
-    def _capture(self, args: Sequence[Any], key: Key) -> Variant | None:
-        replays = self._replays()
-        assert replays is not None
+    def _capture(self, replays: Replays, args: Sequence[Any], key: Key) -> Variant | None:
         # Kernels have been compiled, and buckets have their order, whatever the sizes; libraries ask for one run each.
         warm = sum(runs for other, runs in self._runs.items() if (other.place, other.first) == (key.place, key.first))
         if key not in self._runs or warm < WARMUPS or not replays.ready():
@@ -172,7 +175,7 @@ class Call:
         if self._off:
             return None
         try:
-            variant = self._captured(args, key, segment)
+            variant = self._captured(replays, args, key, segment)
         except RuntimeError as error:  # out of memory, too, and what no graph can hold
             self.give_up(str(error).splitlines()[0])
             return None
@@ -180,14 +183,11 @@ class Call:
         self._replayed[key] = 0
         return variant
 
-    def _captured(self, args: Sequence[Any], key: Key, segment: int) -> Variant:
-        replays = self._replays()
-        assert replays is not None
+    def _captured(self, replays: Replays, args: Sequence[Any], key: Key, segment: int) -> Variant:
         # Calls in one place never wait for their backward at the same time, so they can share memory.
         beside: Pair | None = next((v.pair for other, v in self._variants.items() if other.place == key.place), None)
 
         def capture(inputs: Sequence[Any], copied: Sequence[Tensor]) -> Pair:
-            assert replays is not None
             return replays.capture(Job(self._compiled, inputs, copied, replays.executor, key.adding, beside, segment))
 
         try:

@@ -144,9 +144,9 @@ class Replays:
         """Whether what is called now belongs to a training step."""
         return (torch.is_grad_enabled() or self.in_step) and not torch.is_inference_mode_enabled()
 
-    def adding(self) -> bool:
-        """Whether a backward has brought gradients since the optimizer stepped, to which the next one adds."""
-        epoch, backwards = self.executor.weights.epoch(), self.executor.gradients.backwards()
+    def adding(self, epoch: int, backwards: int) -> bool:
+        """Whether a backward has brought gradients since the optimizer stepped, to which the next one adds; by the
+        executor's counts now."""
         if epoch != self._stepped[0]:
             self._stepped = epoch, backwards
         return backwards != self._stepped[1]

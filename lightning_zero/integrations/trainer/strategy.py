@@ -181,9 +181,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         self._prepared = False
-        self._start = StartClock(
-            self._spent, "Inductor" if self._options.compile_backend == "inductor" else "aot_eager"
-        )
+        self._start = StartClock(self._spent, self._options.compile_backend)
         super().connect(model)
 
     def _spent(self) -> Mapping[str, float]:
