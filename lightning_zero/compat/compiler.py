@@ -6,7 +6,7 @@ import torch._functorch.config
 import torch._functorch.partitioners
 from torch._dynamo.backends import common
 from torch._functorch._aot_autograd import autograd_cache
-from torch._inductor import codecache, compile_fx, custom_graph_pass, output_code
+from torch._inductor import async_compile, codecache, compile_fx, custom_graph_pass, output_code, triton_bundler
 
 # Makes a backend of a partitioner and a compiler for each half: the way of "aot_eager". (torch 2.11+)
 aot_autograd = common.aot_autograd
@@ -59,6 +59,13 @@ CompiledFxGraphConstants = output_code.CompiledFxGraphConstants
 # Makes one run again once it has been unpickled. (torch 2.11+)
 FxGraphCache = codecache.FxGraphCache
 
+# What generated code hands its kernels to, and waits for at its end; we wait for those of many pieces together.
+# (torch 2.11+)
+AsyncCompile = async_compile.AsyncCompile
+
+# Collects the kernels that have been waited for, which are kept with a compiled graph. (torch 2.11+)
+TritonBundler = triton_bundler.TritonBundler
+
 # Dynamo's settings: calls of loggers that it may leave out (ignore_logging_functions). (torch 2.11+)
 dynamo_config = torch._dynamo.config
 
@@ -66,6 +73,8 @@ dynamo_config = torch._dynamo.config
 BypassCache = autograd_cache.BypassAOTAutogradCache
 
 ATTRIBUTES = {
+    # The kernels that are kept with it. (torch 2.11+)
+    "torch._inductor.output_code.CompiledFxGraph._triton_bundle",
     # What it was made from. (torch 2.11+)
     "torch._dynamo.OptimizedModule._orig_mod",
     # A mark on functions that take their inputs as a list which they empty; AOTAutograd asks for it. (torch 2.11+)

@@ -197,13 +197,17 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
 
 def _units(sources: Path, directory: Path) -> list[Path]:
     """Files that include the sources, about as much of them each: most of a source's time goes into torch's headers.
-    As many wherever they are compiled, so that two sources that do not go together fail in our tests, not elsewhere."""
+    With many cores each is split in two, and never made otherwise: two sources that do not go together fail on any
+    machine, so in our tests."""
     parts: list[list[Path]] = [[] for _ in range(UNITS)]
     for path in sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path)):
         min(parts, key=lambda part: sum(other.stat().st_size for other in part)).append(path)
-    units = [directory / f"unit{number}.cpp" for number, part in enumerate(parts) if part]
-    for unit, part in zip(units, parts, strict=False):
-        unit.write_text("".join(f'#include "{path}"\n' for path in part))
+    if (os.cpu_count() or 1) >= 2 * UNITS:
+        parts = [half for part in parts for half in (part[::2], part[1::2])]
+    units = []
+    for number, part in enumerate(filter(None, parts)):
+        units.append(directory / f"unit{number}.cpp")
+        units[-1].write_text("".join(f'#include "{path}"\n' for path in part))
     return units
 
 

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from lightning_zero.compat.graphs import SEEN_BY_USERS
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.pieces.inductor import Compiled, compile_piece
+from lightning_zero.compile.pieces.kernels import Kernels
 from lightning_zero.compile.pieces.piece import Piece
 from lightning_zero.compile.pieces.program import Program
 from lightning_zero.compile.pieces.strides import check_strides
@@ -56,16 +57,20 @@ def lower(module: GraphModule, cache: PieceCache, steps: Sequence[Piece | Node],
         DifferentStrides: pieces would not go together.
     """
     settings = {**settings, "static_input_idxs": ()}
-    compiled = [_compiled(module, step, cache, settings) for step in steps if isinstance(step, Piece)]
+    with Kernels() as kernels:
+        compiled = [_compiled(module, step, cache, settings, kernels) for step in steps if isinstance(step, Piece)]
     return Program(module, steps, compiled)
 
 
-def _compiled(module: GraphModule, piece: Piece, cache: PieceCache, settings: dict[str, Any]) -> Compiled:
+def _compiled(
+    module: GraphModule, piece: Piece, cache: PieceCache, settings: dict[str, Any], kernels: Kernels
+) -> Compiled:
     def make() -> Compiled:
         # What a piece returns is read by others, who were told its strides.
         output_node(piece.graph).meta[SEEN_BY_USERS] = list(range(len(piece.outputs)))
         inputs = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
         compiled = compile_piece(GraphModule(module, piece.graph), inputs, settings)
+        kernels.belong_to(compiled)
         check_strides(compiled, [node.meta.get("val") for node in piece.outputs])
         return compiled
 

@@ -44,9 +44,12 @@ def test_the_compiler_comes_from_the_environment(tmp_path: Path, monkeypatch: py
     assert build().is_relative_to(tmp_path / "xdg" / "lightning_zero")
 
 
+@pytest.mark.parametrize("cores", [2, 64])
 def test_every_source_is_compiled_and_linked_once_and_then_never_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cores: int
 ) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    units = build_module.UNITS * (2 if cores == 64 else 1)
     compiler = Compiler(tmp_path)
     with caplog.at_level(logging.WARNING):
         library = build(tmp_path / "cache", compiler.path)
@@ -56,13 +59,13 @@ def test_every_source_is_compiled_and_linked_once_and_then_never_again(
     assert (library.parent / "built-by").read_text() == f"{compiler.path}\nstand-in 1.0\n"
     sources = sorted(path.name for path in source_directory().rglob("*.cpp"))
     assert sorted(compiler.included()) == sources
-    assert len(compiler.calls()) == build_module.UNITS + 1
+    assert len(compiler.calls()) == units + 1
     caplog.clear()
     # Another process may hold the lock for ever: what is there can be used at once.
     with open(library.parent / "lock", "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         assert build(tmp_path / "cache", compiler.path, deadline_s=0) == library
-    assert len(compiler.calls()) == build_module.UNITS + 1
+    assert len(compiler.calls()) == units + 1
     assert not caplog.text
 
 

@@ -1,0 +1,61 @@
+"""Kernels of pieces are compiled by other processes, or threads, while the next pieces are lowered. Inductor waits for
+those of one graph before it goes on to another; with dozens of pieces that is most of the time of lowering them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from lightning_zero.compat.compiler import AsyncCompile, TritonBundler
+
+__all__ = ["Kernels"]
+
+
+class Kernels:
+    """A context in which nobody waits for kernels: its end does, for all of them, and gives each piece its own."""
+
+    def __init__(self) -> None:
+        self._waits: list[Callable[[], None]] = []
+        self._pieces: list[tuple[Any, list[Callable[[], None]]]] = []
+
+    def __enter__(self) -> Kernels:
+        now, mine = AsyncCompile.wait, threading.get_ident()
+
+        def later(compiler: Any, scope: dict[str, Any]) -> None:
+            if threading.get_ident() == mine:
+                self._waits.append(partial(now, compiler, scope))
+            else:
+                now(compiler, scope)
+
+        self._patch = patch.object(AsyncCompile, "wait", later)
+        self._patch.start()
+        return self
+
+    def belong_to(self, compiled: Any) -> None:
+        """What nobody has waited for since the last call belongs to this piece."""
+        self._pieces.append((compiled, self._waits))
+        self._waits = []
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+        # Those of a piece that failed half-way, too: others may find its code in memory.
+        for compiled, waits in [*self._pieces, (None, self._waits)]:
+            if waits:
+                _finish(compiled, waits)
+
+
+def _finish(compiled: Any, waits: list[Callable[[], None]]) -> None:
+    TritonBundler.begin_compile()
+    try:
+        for wait in waits:
+            wait()
+        bundle, _ = TritonBundler.collect()
+    finally:
+        TritonBundler.end_compile()
+    # One that came out of Inductor's cache may have brought them along.
+    kept = getattr(compiled, "_triton_bundle", None)
+    if hasattr(compiled, "set_triton_bundle") and not (kept and (kept.kernel_artifacts or kept.static_autotuners)):
+        compiled.set_triton_bundle(bundle)

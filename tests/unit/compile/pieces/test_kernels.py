@@ -1,0 +1,99 @@
+"""Kernels of pieces are waited for together, and each piece keeps its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_zero.compat.compiler import AsyncCompile, TritonBundler, inductor_config
+from lightning_zero.compile.pieces.kernels import Kernels
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    with inductor_config.patch(compile_threads=2):  # with one, kernels are compiled where they are asked for
+        yield
+
+
+class Compiled:
+    def __init__(self, brought: list[str]) -> None:
+        self._triton_bundle = SimpleNamespace(kernel_artifacts=brought, static_autotuners=[])
+
+    def set_triton_bundle(self, bundle: Any) -> None:
+        self._triton_bundle = bundle
+
+
+def scope() -> tuple[dict[str, Any], Future[str]]:
+    future: Future[str] = Future()
+    return {"kernel": future, "other": 1}, future
+
+
+def test_all_are_waited_for_at_the_end() -> None:
+    (first, one), (second, other) = scope(), scope()
+    with Kernels() as kernels:
+        for globals_ in (first, second):
+            AsyncCompile().wait(globals_)  # would not return
+            kernels.belong_to(object())
+        assert first["kernel"] is one
+        one.set_result("a")
+        other.set_result("b")
+    assert (first, second) == ({"kernel": "a", "other": 1}, {"kernel": "b", "other": 1})
+
+
+def test_whoever_compiles_in_another_thread_waits_as_before() -> None:
+    globals_, future = scope()
+    future.set_result("a")
+    with Kernels():
+        thread = threading.Thread(target=AsyncCompile().wait, args=(globals_,))
+        thread.start()
+        thread.join(20)
+        assert globals_["kernel"] == "a"
+
+
+def test_what_was_lowered_before_an_error_is_whole() -> None:
+    (first, one), (second, other) = scope(), scope()
+    before = AsyncCompile.wait
+    with pytest.raises(ValueError, match="the third"), Kernels() as kernels:
+        AsyncCompile().wait(first)
+        kernels.belong_to(object())
+        AsyncCompile().wait(second)
+        one.set_result("a")
+        other.set_result("b")
+        raise ValueError("the third")
+    assert (first["kernel"], second["kernel"]) == ("a", "b")
+    assert AsyncCompile.wait is before
+
+
+def test_each_piece_keeps_the_kernels_that_were_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected = iter(["its own", "compiled again"])
+    monkeypatch.setattr(TritonBundler, "collect", lambda: (next(collected), None))
+    made, loaded = Compiled([]), Compiled(["from the cache"])
+    with Kernels() as kernels:
+        for compiled in (made, loaded):
+            globals_, future = scope()
+            future.set_result("a")
+            AsyncCompile().wait(globals_)
+            kernels.belong_to(compiled)
+    assert made._triton_bundle == "its own"
+    assert loaded._triton_bundle.kernel_artifacts == ["from the cache"]
+
+
+def test_a_piece_is_given_what_has_been_compiled_for_it() -> None:
+    """The life of Inductor's own bundle."""
+    made = Compiled([])
+    seen: list[Any] = []
+    globals_, future = scope()
+    future.set_result("a")
+    with inductor_config.patch(bundle_triton_into_fx_graph_cache=True):
+        with Kernels() as kernels:
+            AsyncCompile().wait(globals_)
+            kernels._waits.append(lambda: seen.append(TritonBundler._entries))
+            kernels.belong_to(made)
+        assert seen == [[]], "kernels are noted while they are waited for"
+        assert TritonBundler._entries is None
+        assert made._triton_bundle.kernel_artifacts == []
