@@ -10,7 +10,7 @@ import pytest
 
 from tests.ranks.pool import Ranks, serve_nurseries
 
-WORKERS = 2  # processes; see pytest_cmdline_main
+WORKERS = 3  # processes; see pytest_cmdline_main
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,8 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Folders are run by two processes, each with files of its own: ranks wait for one another so often that a single
-    one leaves a third of two cores idle. ``-n 0`` runs one; so do files and tests that are named, a debugger, and a
+    """Folders are run by three processes, each with files of its own: ranks wait for one another so often that a single
+    one leaves a third of two cores idle, and two an eighth. ``-n 0`` runs one; so do files and tests that are named, a debugger, and a
     machine with GPUs, of which each test wants all."""
     option = config.option
     if (
