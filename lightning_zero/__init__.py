@@ -42,7 +42,7 @@ __all__ = [
     "unshard",
 ]
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 
 def full_parameters(module: nn.Module, writeback: bool = True) -> AbstractContextManager[None]:
