@@ -7,6 +7,7 @@ import torch._functorch.partitioners
 from torch._dynamo.backends import common
 from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor import async_compile, codecache, compile_fx, custom_graph_pass, output_code, triton_bundler
+from torch._inductor.runtime import cache_dir_utils
 
 # Makes a backend of a partitioner and a compiler for each half: the way of "aot_eager". (torch 2.11+)
 aot_autograd = common.aot_autograd
@@ -80,3 +81,7 @@ ATTRIBUTES = {
     # A mark on functions that take their inputs as a list which they empty; AOTAutograd asks for it. (torch 2.11+)
     "torch._functorch.aot_autograd._boxed_call",
 }
+
+# Where Inductor keeps what it has compiled unless TORCHINDUCTOR_CACHE_DIR says otherwise. What torch itself asks makes
+# the folder, and sets the variable, which somebody who only looks should not. (torch 2.11+)
+default_inductor_cache = cache_dir_utils.default_cache_dir

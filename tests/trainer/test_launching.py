@@ -1,53 +1,17 @@
 """The strategy in processes of its own: found by name, started by the Trainer, by torchrun and by the command line."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.command import run
 from tests.helpers.trainer import Regression, make_loader, make_trainer
-from tests.ranks.pool import REPO, Ranks
+from tests.ranks.pool import Ranks
 
 SCRIPT = Path(__file__).with_name("launched.py")
-DEADLINE = 120.0
-
-
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Ends with everything that the command has started, whatever happens."""
-    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "PYTEST_CURRENT_TEST")
-    env = {key: value for key, value in os.environ.items() if key not in left_out}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), env.get("PYTHONPATH")]))
-    env.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=DEADLINE)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        output, _ = process.communicate()
-        pytest.fail(f"{' '.join(command)} took longer than {DEADLINE:g} s:\n{output}")
-    finally:
-        _kill(process)
-    return subprocess.CompletedProcess(command, process.returncode, output)
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _results(home: Path) -> list[dict[str, Any]]:

@@ -78,13 +78,14 @@ class Replays:
     def check(self, config: EngineConfig) -> None:
         """Raises :class:`UnsupportedError` where options demand replays, and there can be none here."""
         if config.cuda_graph_model is True and not self._enabled(config):
-            raise _refusal(config.named("cuda_graph_model"), self._objection(config))
+            raise _refusal(config.named("cuda_graph_model"), self.objection(config))
 
     def _enabled(self, config: EngineConfig) -> bool:
         emulated = config.tuning.emulate_cuda_graph_model
-        return emulated or (bool(config.cuda_graph_model) and not self._objection(config))
+        return emulated or (bool(config.cuda_graph_model) and not self.objection(config))
 
-    def _objection(self, config: EngineConfig) -> str:
+    def objection(self, config: EngineConfig) -> str:
+        """Why nothing is ever replayed here with these options, in words; empty where it may be."""
         tuning = config.tuning
         debugged = [name for name in ("sync_collectives", "poison") if getattr(tuning, name)]
         return self._impossible or (f"{' and '.join(debugged)} looks at each collective" if debugged else "")

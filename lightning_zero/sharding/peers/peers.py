@@ -67,6 +67,10 @@ class Peers:
         """Where gradients are copied to; None: they are reduce-scattered."""
         return self._gradients.memory
 
+    def describe(self) -> dict[str, str]:
+        """How weights and gradients travel, and why not by copies, in words."""
+        return {way.what: way.describe() for way in (self._weights, self._gradients)}
+
     def check(self, config: EngineConfig) -> None:
         """Raises :class:`UnsupportedError` where other options want something else to be copied than was settled when
         the model was sharded."""

@@ -32,6 +32,7 @@ class Way(ABC):
         what: travels, in words.
         option: of :class:`EngineConfig`'s tuning, by which users choose.
         memory: of peers, that is copied out of or into; None: collectives move what travels.
+        reason: why there is none, where copies were wanted.
     """
 
     what: ClassVar[str]
@@ -40,6 +41,7 @@ class Way(ABC):
     def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         self.mesh = mesh
         self.memory: PeerMemory | None = None
+        self.reason = ""
         self._choice: str = getattr(config.tuning, self.option)
 
     @abstractmethod
@@ -54,7 +56,7 @@ class Way(ABC):
         """
         if self._choice == "copy" and reason:
             raise self._impossible(reason)
-        self.memory = memory
+        self.memory, self.reason = memory, reason
 
     def attempt(self, allocate: Callable[[], None]) -> bool:
         """Whether there was enough of peers' memory for all that ``allocate`` takes of it; where there was not, none is
@@ -71,6 +73,7 @@ class Way(ABC):
         except UnsupportedError as error:  # on every rank
             if self._choice == "copy":
                 raise self._impossible(str(error)) from error
+            self.reason = str(error)
             if self.mesh.rank == 0:
                 log.warning("Collectives move all %s from now on, which is slower: %s.", self.what, error)
             return False
@@ -85,6 +88,12 @@ class Way(ABC):
     def configure(self, config: EngineConfig) -> None:
         """Options that :meth:`check` has nothing against."""
         self._choice = getattr(config.tuning, self.option)
+
+    def describe(self) -> str:
+        """How they travel, and why not by copies, in words."""
+        if self.memory is not None:
+            return "copies in memory that all ranks can read"
+        return f"collectives ({self.reason or f'{self.option}={self._choice!r} means that on this device'})"
 
     def _impossible(self, reason: str) -> UnsupportedError:
         return UnsupportedError(

@@ -1,0 +1,143 @@
+"""Ranks of a job of its own on this machine, as torchrun starts them, with a deadline.
+
+Protocol: ``end = run_ranks(arguments, world_size, limit_s)``. When it returns, or raises, none of the processes is
+left: neither a rank nor what a rank has started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+__all__ = ["JobEnd", "run_ranks"]
+
+OTHERS_END_S = 10.0  # after one has failed: they say whom they miss
+POLL_S = 0.05
+LAST_LINES = 12
+# Of a job that this process may be a part of; a rank would take itself for one of that job's.
+SURROUNDING = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "LSB_")
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended.
+
+    Attributes:
+        status: of each rank; None: it had to be killed.
+        outputs: of each rank, stdout and stderr together.
+        seconds: it took.
+        limit_s: the most that it was given, in seconds.
+    """
+
+    status: tuple[int | None, ...]
+    outputs: tuple[str, ...]
+    seconds: float
+    limit_s: float
+
+    @property
+    def failed(self) -> str:
+        """Why, in words: the last lines of the rank that failed; empty where all ended well."""
+        bad = [rank for rank, status in enumerate(self.status) if status not in (0, None)]
+        if bad:
+            rank = bad[0]
+            return f"rank {rank} ended with status {self.status[rank]}: {self._last(rank)}"
+        stuck = [rank for rank, status in enumerate(self.status) if status is None]
+        if stuck:
+            ranks = ", ".join(map(str, stuck))
+            return f"not over after {self.limit_s:g} s (ranks {ranks}); the last lines: {self._last(stuck[0])}"
+        return ""
+
+    def _last(self, rank: int) -> str:
+        return "\n".join(self.outputs[rank].strip().splitlines()[-LAST_LINES:])
+
+
+def run_ranks(
+    arguments: Sequence[str], world_size: int, limit_s: float, environment: Mapping[str, str] | None = None
+) -> JobEnd:
+    """Runs ``python ARGUMENTS`` once for each rank.
+
+    Args:
+        arguments: as in ``["-m", "package.module", "--option"]``.
+        world_size: number of ranks, all on this machine.
+        limit_s: after so many seconds they are killed.
+        environment: variables besides this process's own.
+    """
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(world_size)]
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, processes)
+        port = _free_port()
+        for rank, file in enumerate(files):
+            own = _environment(rank, world_size, port) | dict(environment or {})
+            processes.append(_start(arguments, own, file))
+        status = _wait(processes, begun + limit_s)
+        _end(processes)
+        outputs = tuple(_read(file) for file in files)
+    return JobEnd(status, outputs, time.monotonic() - begun, limit_s)
+
+
+def _start(arguments: Sequence[str], environment: dict[str, str], file: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # so that all that it starts can be ended with it
+    )
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(SURROUNDING)}
+    # Ranks import the same package as this process, wherever it was started.
+    home = str(Path(__file__).resolve().parents[2])
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [home, kept.get("PYTHONPATH", "")]))
+    return kept | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "lightning_zero",
+    }
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[int | None, ...]:
+    while True:
+        status = tuple(process.poll() for process in processes)
+        if all(code is not None for code in status) or time.monotonic() > deadline:
+            return status
+        if any(status):  # one has failed
+            deadline = min(deadline, time.monotonic() + OTHERS_END_S)
+        time.sleep(POLL_S)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,63 @@
+"""What is to be mended, the worst first; and what only costs something. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["notes", "to_mend"]
+
+FEWEST_FILES = 1024
+LEAST_SHARED_GIB = 0.25  # Docker gives 64 MiB, which NCCL and data loaders' workers have run out of
+
+
+def to_mend(facts: Mapping[str, Any]) -> list[str]:
+    """Each says what is wrong and what to do. Empty: a training will run.
+
+    Args:
+        facts: by section, as :mod:`lightning_zero.cli.doctor.command` gathers them; ``self_test`` may be missing.
+    """
+    executor, caches, system = facts["executor"], facts["caches"], facts["system"]
+    found = []
+    if not executor["built"] and executor["compiler_version"] is None:
+        found.append(
+            f"The C++ executor is not built, and the compiler {executor['compiler']!r} does not run. Install g++ 10 or "
+            "newer, set CXX to a C++20 compiler, or set LIGHTNING_ZERO_CACHE to a cache that was filled by "
+            "`python -m lightning_zero build`."
+        )
+    own = caches["executor"]
+    if not executor["built"] and not own["writable"]:
+        found.append(
+            f"The C++ executor is not built, and its cache {own['path']} cannot be written. Set LIGHTNING_ZERO_CACHE "
+            "to a writable directory of your own."
+        )
+    if facts.get("build_error"):
+        found.append(facts["build_error"])
+    for name, variable in (("inductor", "TORCHINDUCTOR_CACHE_DIR"), ("triton", "TRITON_CACHE_DIR")):
+        if not caches[name]["writable"]:
+            found.append(f"{caches[name]['path']} cannot be written. Set {variable} to a writable directory.")
+    if system["open_files"] < FEWEST_FILES:
+        found.append(
+            f"A process may open {system['open_files']} files, which sockets of many ranks and data loaders exceed. "
+            f"Run `ulimit -n {max(FEWEST_FILES, min(system['open_files_at_most'], 65536))}` before training."
+        )
+    test = facts.get("self_test") or {}
+    if test.get("failed"):
+        found.append(f"The self-test failed: {test['failed']}")
+    return found
+
+
+def notes(facts: Mapping[str, Any]) -> list[str]:
+    """What works, and might work better."""
+    system, found = facts["system"], []
+    total = system["shared_memory_gib"]
+    if total is not None and total < LEAST_SHARED_GIB:
+        found.append(
+            f"/dev/shm holds {total:g} GiB, which NCCL and data loaders' workers share. In a container give it more: "
+            "`docker run --shm-size=8g`, or --ipc=host."
+        )
+    if not facts["executor"]["built"] and not facts.get("build_error"):
+        found.append(
+            "The C++ executor will be built at the first training; `python -m lightning_zero build` does it now."
+        )
+    return found

@@ -1,0 +1,50 @@
+"""Finds the command that was asked for, and runs it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from typing import NoReturn
+
+from lightning_zero.cli.build import BUILD
+from lightning_zero.cli.command import Command
+from lightning_zero.cli.doctor.command import DOCTOR
+from lightning_zero.errors import NativeBuildError, UnsupportedError
+
+__all__ = ["COMMANDS", "main", "parser_of"]
+
+COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD)
+
+
+def parser_of(commands: Sequence[Command]) -> ArgumentParser:
+    """Of the whole command line."""
+    parser = ArgumentParser(prog="python -m lightning_zero", description="Looks after trainings with ZeRO-3.")
+    choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in commands:
+        own = choices.add_parser(command.name, help=command.summary, description=command.summary)
+        command.add_arguments(own)
+        own.add_argument("--json", action="store_true", help="print everything as JSON")
+        own.set_defaults(run=command.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS) -> int:
+    """Runs the command; returns the exit status: 0 where all is well, 1 where not, 2 for a wrong command line."""
+    chosen = parser_of(commands).parse_args(arguments)
+    # A plain SIGTERM would end this process without a word to those that it has started.
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        return chosen.run(chosen)
+    except (NativeBuildError, UnsupportedError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)

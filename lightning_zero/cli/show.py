@@ -1,0 +1,52 @@
+"""Tables and lines on a terminal: by Rich where that is installed, and plain otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["in_words", "plain_table", "show_section", "show_table"]
+
+
+def show_section(title: str, facts: Mapping[str, Any]) -> None:
+    """Names and what they are."""
+    show_table(title, ("", ""), [(name.replace("_", " "), in_words(value)) for name, value in facts.items()])
+
+
+def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """``rows`` have as many columns as there are ``heads``, which may be empty."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        print("\n".join(["", title, *plain_table(heads, rows)]), flush=True)
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=any(heads))
+    for number, head in enumerate(heads):
+        table.add_column(head, style="cyan" if number == 0 else "", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # what stands in brackets is no markup
+    Console().print(table)
+
+
+def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Its lines, in columns as wide as what is in them."""
+    shown = [list(heads), *map(list, rows)] if any(heads) else [list(row) for row in rows]
+    widths = [max((len(row[column]) for row in shown), default=0) for column in range(len(heads))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in shown)
+    return [f"  {line.rstrip()}" for line in lines]
+
+
+def in_words(value: Any) -> str:
+    """Of what JSON can hold."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name.replace('_', ' ')}: {in_words(held)}" for name, held in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return "\n".join(map(in_words, value)) or "none"
+    return str(value)

@@ -1,0 +1,79 @@
+"""Jobs end with all that they started, and say why they failed."""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from lightning_zero.bench.processes import run_ranks
+
+
+def test_ranks_know_who_they_are_and_import_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    script = """
+import importlib.util, os
+assert "SLURM_NTASKS" not in os.environ
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["X"], importlib.util.find_spec("lightning_zero").name)
+"""
+    end = run_ranks(["-c", script], 2, 30.0, {"X": "x"})
+    assert end.failed == ""
+    assert [output.split() for output in end.outputs] == [[str(rank), "2", "x", "lightning_zero"] for rank in range(2)]
+
+
+def test_a_rank_that_fails_is_quoted_and_those_who_wait_for_it_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.bench.processes.OTHERS_END_S", 0.2)
+    script = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise SystemExit("the disk is full")
+time.sleep(60)
+"""
+    end = run_ranks(["-c", script], 2, 50.0)
+    assert end.seconds < 20
+    assert end.status == (None, 1)
+    assert end.failed == "rank 1 ended with status 1: the disk is full"
+
+
+def test_nothing_outlives_the_limit(tmp_path: Path) -> None:
+    file = tmp_path / "child"
+    script = f"""
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(file)!r}).write_text(str(child.pid))
+print("waiting", flush=True)
+time.sleep(600)
+"""
+    end = run_ranks(["-c", script], 1, 3.0)
+    assert end.status == (None,)
+    assert end.failed == "not over after 3 s (ranks 0); the last lines: waiting"
+    _gone(int(file.read_text()))
+
+
+def test_nothing_outlives_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    def interrupt(processes: list, deadline: float) -> None:
+        begun.extend(process.pid for process in processes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_zero.bench.processes._wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(["-c", "import time; time.sleep(600)"], 2, 50.0)
+    assert len(begun) == 2
+    for pid in begun:
+        _gone(pid)
+
+
+def _gone(pid: int) -> None:
+    """A zombie that nobody collects, as of a child's child in a container, counts as gone."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                time.sleep(0.05)
+                continue
+        return
+    os.kill(pid, 9)
+    pytest.fail(f"process {pid} outlived its job")

@@ -1,0 +1,25 @@
+"""What the self-test makes of what its ranks do; the ranks themselves run in tests/trainer/test_commands.py."""
+
+from lightning_zero.cli.doctor.self_test import self_test
+
+WRITE = "import os, sys; os.environ['RANK'] == '0' and open(sys.argv[1], 'w').write('{}')"
+
+
+def run(found: str) -> dict:
+    return self_test(30.0, ["-c", WRITE.replace("{}", found)])
+
+
+def test_ranks_that_agree_with_plain_training_pass() -> None:
+    found = run('{"equal": true, "largest_difference": 0.0}')
+    assert found["failed"] == ""
+    assert found["equal"]
+
+
+def test_other_weights_than_those_of_plain_training_fail() -> None:
+    found = run('{"equal": false, "largest_difference": 0.5}')
+    assert "difference 0.5)" in found["failed"]
+
+
+def test_ranks_that_fail_or_say_nothing_fail() -> None:
+    assert self_test(30.0, ["-c", "raise SystemExit('no links')"])["failed"].endswith("no links")
+    assert self_test(30.0, ["-c", ""])["failed"] == "rank 0 ended without a result"
