@@ -1,0 +1,90 @@
+"""The examples train, at toy size, as they are, and do what they say at their end."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.readme import README
+from tests.helpers.trainer import make_strategy
+from tests.ranks.pool import Ranks
+
+CPU = ["--accelerator", "cpu", "--devices", "2"]
+
+
+class WithoutCode(L.Trainer):
+    """Compiles without generating code, which is most of the time of so short a training."""
+
+    def __init__(self, **arguments: Any) -> None:
+        if arguments["strategy"] == "zero3_compile":
+            arguments["strategy"] = make_strategy("compiled")
+        super().__init__(**arguments | {"enable_progress_bar": False, "enable_model_summary": False})
+
+
+def run(name: str, arguments: list[str], folder: str) -> tuple[int, dict[str, float]]:
+    os.chdir(folder)
+    with (
+        patch.object(sys, "path", [str(README.parent / "examples"), *sys.path]),
+        patch.object(L, "Trainer", WithoutCode),
+    ):
+        trainer = importlib.import_module(name).main(arguments)
+    return trainer.global_step, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_mixture_of_experts(ranks: Ranks, tmp_path: Path) -> None:
+    for steps, found in ranks.run(2, run, "mixture_of_experts", [*CPU, "--steps", "30"], str(tmp_path), deadline=120):
+        assert steps == 30
+        assert found["train_loss"] < 4.0  # the logarithm of 64 is 4.16
+
+
+def test_a_vision_model_whose_weights_are_averaged(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = [*CPU, "--epochs", "3", "--pictures", "768", "--out", str(tmp_path / "out")]
+    for _, found in ranks.run(2, run, "vision_ema", arguments, str(tmp_path), deadline=120):
+        assert found["accuracy"] > 0.3  # of nine
+    assert len(list((tmp_path / "out").glob("*.ckpt"))) == 1
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["weights", "LoRA"])
+def test_a_transformers_model_is_tuned_and_exported(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    if lora:
+        pytest.importorskip("peft")
+    arguments = [*CPU, "--steps", "20", "--length", "32", "--export", str(tmp_path / "exported"), *["--lora"] * lora]
+    for _, found in ranks.run(2, run, "finetune_transformers", arguments, str(tmp_path), deadline=120):
+        assert found["train_loss"] < (5.55 if lora else 4.5)  # the logarithm of 256 is 5.55
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert sum(param.numel() for param in read.parameters()) > 90_000
+    assert all(param.isfinite().all() for param in read.parameters())
+
+
+def by_command_line(arguments: list[str]) -> tuple[Any, int]:
+    """What the strategy was told, and steps."""
+    with patch.object(sys, "path", [str(README.parent / "examples"), *sys.path]):
+        cli = importlib.import_module("cli").main(arguments)
+    options = cli.trainer.strategy._options
+    assert dist.get_world_size() == 2
+    return (options.tuning.gather_group_mb, options.tuning.resident_mb), cli.trainer.global_step
+
+
+def test_a_command_line_with_a_file(ranks: Ranks) -> None:
+    pytest.importorskip("jsonargparse")
+    told = "--trainer.strategy.init_args"
+    arguments = ["fit", "--config", str(README.parent / "examples" / "cli.yaml"), "--trainer.accelerator", "cpu"]
+    arguments += [f"{told}.compile_backend", "aot_eager", f"{told}.tuning.resident_mb", "100"]
+    arguments += ["--trainer.max_steps", "5", "--trainer.enable_progress_bar", "false"]
+    for options, steps in ranks.run(2, by_command_line, arguments, deadline=120):
+        assert options == (64, 100)
+        assert steps == 5
+
+
+def test_the_toy_losses_are_those_of_guessing() -> None:
+    assert torch.tensor([64.0, 256.0]).log().tolist() == pytest.approx([4.16, 5.55], abs=0.01)
