@@ -9,7 +9,6 @@ benchmarks/compare_runs.py sets such folders side by side.
 """
 
 import argparse
-import csv
 import json
 import os
 import platform
@@ -117,7 +116,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", default=0, type=int)
     add("--out", default="runs/gpt", type=Path)
     add("--no-sample", action="store_true")
-    add("--pictures", action="store_true", help="loss.png, and report/ with the plan; needs matplotlib")
     add("--checkpoint", action="store_true", help="save every --val-every steps under --out")
     args = parser.parse_args()
     if args.compile and args.strategy != "ddp":
@@ -150,8 +148,6 @@ def main() -> None:
         callbacks.append(ClipSharded())
     elif not args.no_sample:
         callbacks.append(Sample(min(args.block_size, 256), args.seed))
-    if args.pictures and args.strategy.startswith("zero3"):
-        callbacks.append(lightning_zero.PlanReport(args.out / "report"))
     if args.checkpoint:
         every = args.val_every or args.steps
         callbacks.append(ModelCheckpoint(args.out / "checkpoints", every_n_train_steps=every, save_top_k=-1))
@@ -197,31 +193,11 @@ def report(args: argparse.Namespace, trainer: L.Trainer, watch: Stopwatch) -> No
         "wall_s": watch.wall,
     }
     (args.out / "run.json").write_text(json.dumps(record, indent=2) + "\n")
-    if args.pictures:
-        draw_losses(args.out)
     print(f"final losses: {', '.join(f'{name} {value:.4f}' for name, value in losses.items())}")
     print(f"seconds per step (median of the last half): {watch.median_step:.4f}; first step {watch.seconds[0]:.1f} s")
     if watch.peak_gib is not None:
         print(f"peak memory on rank 0: {watch.peak_gib:.2f} GiB")
     print(f"wall time {watch.wall:.0f} s; written to {args.out}")
-
-
-def draw_losses(out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with open(out / "metrics.csv") as file:
-        rows = list(csv.DictReader(file))
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name in ("train_loss", "val_loss"):
-        points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
-        axes.plot(*zip(*points, strict=True), "-" if name == "train_loss" else "o-", label=name)
-    axes.set(xlabel="step", ylabel="nats per byte", title="Losses")
-    axes.legend()
-    figure.savefig(out / "loss.png", dpi=120)
-    print(f"pictures: {out / 'loss.png'}, {out / 'report' / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -2,22 +2,26 @@
 
     import lightning_zero
     Trainer(strategy="zero3_compile", precision="bf16-mixed", devices=4)
+    Fabric(strategy="zero3_compile", precision="bf16-mixed", devices=4)
 
-Importing registers the strategies ``zero3_compile`` and ``zero3``.
+Importing registers the strategies ``zero3_compile`` and ``zero3`` for both. :class:`Engine` is for loops without
+either.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
-from lightning_zero.config import Tuning
+from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import NativeBuildError, RankFailedError, RankMismatchError, UnsupportedError
+from lightning_zero.integrations.fabric.strategy import FabricZeroStrategy
 from lightning_zero.integrations.trainer.norms import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
@@ -25,6 +29,9 @@ from lightning_zero.optim.formulas import Rule, register_rule
 from lightning_zero.report.plan_report import PlanReport
 
 __all__ = [
+    "Engine",
+    "EngineConfig",
+    "FabricZeroStrategy",
     "NativeBuildError",
     "PassSchedule",
     "PassSpec",
@@ -72,7 +79,7 @@ def _engine(module: nn.Module) -> Engine:
             return found
     raise UnsupportedError(
         f"{type(module).__name__} is not sharded. Sharding happens when trainer.fit(), validate(), test() or predict() "
-        "sets up the model."
+        "sets up the model, or in fabric.setup()."
     )
 
 
@@ -80,5 +87,6 @@ for _name, _compile, _description in (
     ("zero3_compile", True, "Parameters, gradients and optimizer state sharded over ranks; modules compiled"),
     ("zero3", False, "Parameters, gradients and optimizer state sharded over ranks; nothing compiled, for debugging"),
 ):
-    if _name not in StrategyRegistry:
-        StrategyRegistry.register(_name, ZeroStrategy, description=_description, compile=_compile)
+    for _registry, _strategy in ((StrategyRegistry, ZeroStrategy), (FabricRegistry, FabricZeroStrategy)):
+        if _name not in _registry:
+            _registry.register(_name, _strategy, description=_description, compile=_compile)

@@ -1,11 +1,4 @@
-"""The engine composes the floors below: it shards a module, compiles its calls, clips, and saves. It does not know
-Lightning.
-
-Protocol: ``Engine(device)`` makes process groups and the executor; a model may be built inside
-``engine.construction()``; ``engine.shard(module)`` makes its parameters shards; ``engine.train_step()`` surrounds
-forward and backward, ``engine.optimizers.stepping(optimizer)`` an optimizer's step. Without these two everything still
-computes the same, only eagerly and with more memory.
-"""
+"""Composes the floors below: shards a module, compiles its calls, clips, and saves. Does not know Lightning."""
 
 from __future__ import annotations
 
@@ -53,11 +46,23 @@ def engine_of(module: nn.Module) -> Engine | None:
 
 
 class Engine(NotCopied):
-    """Shards and trains one module over all ranks of a process group.
+    """Shards and trains one module over all ranks of a process group; for loops without Lightning. On every rank::
+
+        engine = Engine(device, EngineConfig(compile=True))  # after torch.distributed.init_process_group()
+        engine.shard(model)  # which may have been built inside engine.construction(), where no rank ever holds it whole
+        optimizer = torch.optim.AdamW(model.parameters())  # engine.optimizers.check(optimizer) raises for unfit ones
+        with engine.train_step():  # around each forward; the first runs eagerly, and shows which modules to compile
+            loss = model(batch)
+        loss.backward()  # gradients are reduced, and added up until zero_grad()
+        with engine.optimizers.stepping(optimizer, clip=1.0) as norm:  # also without clip
+            optimizer.step()
+        engine.eval_step()  # before each forward without gradients
+
+    Without ``train_step`` and ``stepping`` everything computes the same, only eagerly and with more memory.
 
     Args:
         device: of this rank.
-        config: options.
+        config: the options of ``ZeroStrategy``, and the dtype of autocast, which must then surround forward.
         mesh: ranks to shard over; by default all. ``torch.distributed`` must be initialised.
         skip_modules: module types that are never compiled.
         observe: sees every graph that is compiled.
@@ -219,8 +224,7 @@ class Engine(NotCopied):
 
     def model_state(self) -> dict[str, Any]:
         """Whole values on rank 0's CPU, with the plain module's keys; empty elsewhere. Collective."""
-        module = self._sharded_module()
-        return model_state(module, self._hooks)
+        return model_state(self._sharded_module(), self._hooks)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Whole values on rank 0's CPU, in torch's own form; empty elsewhere. Collective."""

@@ -1,6 +1,8 @@
 """Lightning's private names. Importing this imports Lightning."""
 
-from lightning.fabric.utilities import device_dtype_mixin, distributed, optimizer
+from lightning.fabric.strategies import strategy
+from lightning.fabric.strategies.launchers import subprocess_script as fabric_script
+from lightning.fabric.utilities import device_dtype_mixin, distributed, init, optimizer
 from lightning.pytorch.strategies.launchers import subprocess_script
 
 # Modules that know their dtype (the LightningModule), which must be told when shards are converted. (lightning 2.6+)
@@ -21,11 +23,26 @@ optimizers_to_device = optimizer._optimizers_to_device
 # Starts one process for each device. (lightning 2.6+)
 SubprocessScriptLauncher = subprocess_script._SubprocessScriptLauncher
 
+# The same for Fabric. (lightning 2.6+)
+FabricScriptLauncher = fabric_script._SubprocessScriptLauncher
+
+# Of what class the object is that Fabric asks what no_backward_sync() does; without one it warns. (lightning 2.6+)
+BackwardSyncControl = strategy._BackwardSyncControl
+
+# Leaves out what torch.nn.init does, for init_module(empty_init=True). (lightning 2.6+)
+EmptyInit = init._EmptyInit
+
 ATTRIBUTES = {
     # Overridden: which launcher starts processes. (lightning 2.6+)
     "lightning.pytorch.strategies.ParallelStrategy._configure_launcher",
     # Where that launcher is kept. (lightning 2.6+)
     "lightning.pytorch.strategies.ParallelStrategy._launcher",
+    # Called by Fabric before processes are started, where a strategy has it. (lightning 2.6+)
+    "lightning.fabric.strategies.DDPStrategy._set_world_ranks",
+    # Where Fabric finds what no_backward_sync() does. (lightning 2.6+)
+    "lightning.fabric.strategies.ParallelStrategy._backward_sync_control",
+    # Where Fabric looks whether a strategy was given a precision, which is kept in our form. (lightning 2.6+)
+    "lightning.fabric.strategies.ParallelStrategy._precision",
     # How batch normalisation is synchronised (sync_batchnorm=True): before modules are cut. (lightning 2.6+)
     "lightning.pytorch.strategies.ParallelStrategy._layer_sync",
     # Overridden: assigned before connect() could take apart what the user compiled. (lightning 2.6+)

@@ -147,7 +147,13 @@ class OptimizerStepper:
     def end(self) -> bool:
         """The optimizer has its own parameters again. Harmless when repeated; returns whether there was a step to
         end."""
-        return self._substitute.end()
+        if not self._substitute.end():
+            return False
+        # Flat parameters were written, which no parameter's version shows: a backward that needs the old values would
+        # take the new ones, and nobody would know.
+        own = self._substitute.own
+        torch.autograd.graph.increment_version([param for group in own.groups for param in group["params"]])
+        return True
 
     @on_plain_tensors
     def may_skip(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.integrations.trainer.precision import FlatGradScaler
+from lightning_zero.integrations.precision import FlatGradScaler
 from lightning_zero.sharding.refusals import plainly
 from tests.helpers.models import Case, TinyTransformer, build, make_batches
 from tests.helpers.oracle import Batch, Reference, assert_close_relative, batches_for_rank, shard_batch, train_reference
@@ -223,7 +223,7 @@ def train_with_scaler(backend: str) -> dict[str, Any]:
     optimizer = sgd(model)
     out: dict[str, Any] = {"steps": [], "params": []}
     with engine_for(model, backend, compute_dtype=torch.float16) as engine:
-        scaler = FlatGradScaler(lambda: engine, "cpu", init_scale=2.0**10, growth_interval=3)
+        scaler = FlatGradScaler(lambda optimizer: engine, "cpu", init_scale=2.0**10, growth_interval=3)
         stepper = engine.optimizers.stepper(optimizer)
         for index, batch in enumerate(batches_for_rank(scaled_batches(), engine.rank, engine.world_size)):
             with engine.train_step():

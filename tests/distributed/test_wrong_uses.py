@@ -267,6 +267,27 @@ def weight_changed_before_backward() -> None:
 
 
 @wrong(
+    r"UnsupportedError: The weight '1\.weight' was changed between forward and backward.*Run backward before changing weights"
+)
+def stepped_before_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = sharded(model)
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.ones(2, 4, requires_grad=True)
+        with engine.train_step():
+            first, second = model(x).sum(), model(x).sum()
+        first.backward()
+        with engine.optimizers.stepping(optimizer):
+            optimizer.step()
+        second.backward()
+    finally:
+        with suppress(Exception):
+            engine.cycle.reset()
+        engine.close()
+
+
+@wrong(
     r"MisconfigurationException: StochasticWeightAveraging is not supported.*Use lightning.pytorch.callbacks.WeightAveraging or EMA"
 )
 def stochastic_weight_averaging() -> None:

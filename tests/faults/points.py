@@ -152,7 +152,7 @@ COPIED = COMPILED | {"precision": "bf16-mixed", "options": {"gather_transport": 
 REPLAYED = COMPILED | {"emulate": True, "steps": 12}
 
 _ALL = (
-    Point("join", "joins the process group", ("lightning_zero.integrations.trainer.processes:init_process_group",), -1),
+    Point("join", "joins the process group", ("lightning_zero.integrations.processes:init_process_group",), -1),
     Point(
         "build",
         "builds the C++ executor",

@@ -1,4 +1,5 @@
-"""The README's tables of options: ``python -m tests.helpers.readme`` writes them; a test compares them."""
+"""The README's tables of options: ``python -m tests.helpers.readme`` writes them; a test compares them. And its
+snippets that have a name, which tests run."""
 
 import re
 from pathlib import Path
@@ -18,6 +19,14 @@ def written(text: str) -> str:
         assert len(parts) == 4, f"{README.name} has {len(parts) // 3} tables of {name}"
         text = parts[0] + parts[1] + rows + parts[2] + parts[3]
     return text
+
+
+NAMED = re.compile("(?s)<!-- snippet: ([a-z]+) -->\n```python\n(.*?)```")
+
+
+def snippet(name: str) -> str:
+    """The Python below the line ``<!-- snippet: name -->``, which needs other things than the others do."""
+    return dict(NAMED.findall(README.read_text()))[name]
 
 
 if __name__ == "__main__":

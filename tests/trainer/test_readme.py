@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.helpers.readme import README
+from tests.helpers.readme import NAMED, README
 from tests.helpers.trainer import Regression, make_loader, make_strategy
 from tests.ranks.pool import Ranks
 
@@ -38,7 +38,8 @@ class SmallTrainer(pl.Trainer):
 
 
 def snippets() -> list[str]:
-    return [textwrap.dedent(code) for _, code in SNIPPET.findall(README.read_text())]
+    """Those with a name aside, which tests/fabric/test_examples.py runs."""
+    return [textwrap.dedent(code) for _, code in SNIPPET.findall(NAMED.sub("", README.read_text()))]
 
 
 def run_all(folder: str) -> list[str]:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero import Tuning, ZeroStrategy
+from lightning_zero import FabricZeroStrategy, Tuning, ZeroStrategy
 from lightning_zero.config import CompileConfig, EngineConfig, Options
 from lightning_zero.config.engine import changed
 from lightning_zero.config.option import Change, option_fields
 from lightning_zero.config.options import GROUPS
+from lightning_zero.integrations.fabric.arguments import Arguments as FabricArguments
 from lightning_zero.integrations.trainer.arguments import Arguments
 from tests.helpers.options import OTHERS, arguments
 from tests.helpers.readme import README, written
@@ -121,18 +122,28 @@ def test_there_are_few_options_that_users_meet() -> None:
     assert {option.group for _, option in option_fields(Tuning).values()} == set(GROUPS)
 
 
-def test_the_strategy_takes_the_options_and_what_lightning_gives() -> None:
-    signature = inspect.signature(ZeroStrategy)
-    hints = typing.get_type_hints(Arguments)
+@pytest.mark.parametrize(("strategy", "made"), [(ZeroStrategy, Arguments), (FabricZeroStrategy, FabricArguments)])
+def test_the_strategy_takes_the_options_and_what_lightning_gives(strategy: Any, made: Any) -> None:
+    signature = inspect.signature(strategy)
+    hints = typing.get_type_hints(made)
     assert {p.name: p.default for p in signature.parameters.values()} == {
-        f.name: f.default for f in dataclasses.fields(Arguments)
+        f.name: f.default for f in dataclasses.fields(made)
     }
     assert {p.name: p.annotation for p in signature.parameters.values()} == {
-        f.name: hints[f.name] for f in dataclasses.fields(Arguments)
+        f.name: hints[f.name] for f in dataclasses.fields(made)
     }
 
 
-@pytest.mark.parametrize(("where", "cls"), [(ZeroStrategy.__init__, Options), (Tuning, Tuning)])
+def test_both_strategies_take_the_same_options() -> None:
+    assert [f.name for f in dataclasses.fields(Arguments)][:10] == [
+        f.name for f in dataclasses.fields(FabricArguments)
+    ][:10]
+    assert option_fields(Arguments) == option_fields(FabricArguments)
+
+
+@pytest.mark.parametrize(
+    ("where", "cls"), [(ZeroStrategy.__init__, Options), (FabricZeroStrategy.__init__, Options), (Tuning, Tuning)]
+)
 def test_each_option_is_described(where: Any, cls: Any) -> None:
     assert where.__doc__ is not None
     words = " ".join(where.__doc__.replace("micro- batches", "micro-batches").split())

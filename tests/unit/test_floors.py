@@ -28,6 +28,8 @@ FLOORS = {
     "__main__": 7,
     "__init__": 7,
 }
+# The one that trains in Fabric's loops and the one that trains in the Trainer's need not know of each other.
+APART = {("integrations", "trainer"), ("integrations", "fabric")}
 TOP = max(FLOORS.values())
 # Modules that stand on another floor than their room: to import this one is to import Lightning.
 MOVED = {("compat", "lightning_private"): TOP}
@@ -105,6 +107,8 @@ def check_module(path: Path, package: Path) -> list[str]:
                 found.append(f"{where}:{line}: imports {other}, which has no floor")
             elif (theirs := floor_of(other, module, taken)) > floor:
                 found.append(f"{where}:{line}: imports upward, {other} (floor {theirs}) from floor {floor}")
+            elif {tuple(parts[:2]), tuple(module.split(".")[1:3])} == APART:
+                found.append(f"{where}:{line}: imports {module}, which stands beside it")
             elif theirs == floor and other != own and floor not in SIDEWAYS_ALLOWED:
                 found.append(f"{where}:{line}: imports sideways, {other} from {own} (floor {floor})")
         elif root in LIGHTNING and floor < TOP:
@@ -168,6 +172,12 @@ def plant(root: Path, path: str, source: str) -> Path:
         ("engine/x.py", "from lightning_fabric.utilities import a", "imports Lightning below floor 7"),
         ("config.py", "def f():\n    from pytorch_lightning import Trainer", ":2: imports Lightning"),
         ("errors.py", "def f():\n    global count, other\n    count = 1", ":2: global count, other"),
+        (
+            "integrations/fabric/x.py",
+            "from lightning_zero.integrations.trainer.saving import S",
+            "imports lightning_zero.integrations.trainer.saving, which stands beside it",
+        ),
+        ("integrations/trainer/x.py", "import lightning_zero.integrations.fabric.loop", "which stands beside it"),
         ("compile/passes/x.py", "import torch.distributed as dist", "a compile pass imports torch.distributed"),
         ("compile/passes/x.py", "from torch import distributed", "a compile pass imports"),
         ("compile/passes/x.py", "from torch.distributed.tensor import a", "a compile pass imports"),
@@ -196,6 +206,7 @@ def test_checker_catches(tmp_path: Path, path: str, source: str, words: str) -> 
         ("compat/lightning_private.py", "from lightning.fabric import a\nimport torch"),
         ("native/x.py", "from lightning_zero.compat import cuda\nfrom lightning_zero.compat.ops import to_copy"),
         ("integrations/x.py", "from lightning_zero.compat.lightning_private import a"),
+        ("integrations/fabric/x.py", "from lightning_zero.integrations.precision import P\nfrom ..fabric import y"),
         ("__init__.py", "from lightning_zero.integrations.trainer.strategy import S\nfrom .report import C"),
         (
             "integrations/x.py",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.inventory import gather_value
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.trainer.uncompile import (
+from lightning_zero.integrations.uncompile import (
     keep_compiled_names,
     plain_name,
     read_compiled_names,

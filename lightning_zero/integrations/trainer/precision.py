@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.amp.grad_scaler import OptState
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.compat.lightning_private import DeviceDtypeModule
 from lightning_zero.engine import Engine
+from lightning_zero.integrations.precision import CHOICES, flat_scaler, to_dtype, true_dtype
 from lightning_zero.integrations.trainer.norms import WholeNorms
 from lightning_zero.sharding.surgery import is_sharded
 
@@ -38,7 +35,6 @@ __all__ = [
     "ZeroPrecision",
     "for_shards",
     "plain",
-    "true_dtype",
 ]
 
 
@@ -96,23 +92,11 @@ class _OneDtype(_ForShards):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        children = list(module.modules())
-        if not any(map(is_sharded, children)):
+        if not any(map(is_sharded, module.modules())):
             return super().convert_module(module)
-        # What configure_model() built has this dtype already, and shards must not be replaced.
-        dtype = true_dtype(self)
+        dtype = true_dtype(self.precision)
         assert dtype is not None
-        for child in children:
-            if not is_sharded(child):
-                for param in child._parameters.values():
-                    if param is not None and param.is_floating_point():
-                        param.data = param.data.to(dtype)
-                for key, buffer in child._buffers.items():
-                    if buffer is not None and buffer.is_floating_point():
-                        child._buffers[key] = buffer.to(dtype)
-        if isinstance(module, DeviceDtypeModule):
-            module._dtype = dtype
-        return module
+        return to_dtype(module, dtype)
 
 
 class ZeroHalfPrecision(_OneDtype, HalfPrecision):
@@ -153,50 +137,9 @@ class ZeroMixedPrecision(_ForShards, MixedPrecision):
             self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
 
 
-class FlatGradScaler(ShardedGradScaler):
-    """A loss scaler that unscales the arenas in a few kernels, and leaves it to the device whether the step is skipped
-    where the step allows it."""
-
-    def __init__(self, engine: Callable[[], Engine], device: str, **settings: Any) -> None:
-        super().__init__(device, **settings)
-        self._engine = engine
-
-    @override
-    def unscale_(self, optimizer: Optimizer) -> None:
-        with self._engine().optimizers.stepper(optimizer).flat():
-            super().unscale_(optimizer)
-
-    @override
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        optimizers = self._engine().optimizers
-        if not self.is_enabled() or not optimizers.stepper(optimizer).may_skip():
-            with optimizers.stepping(optimizer):
-                return super().step(optimizer, *args, **kwargs)
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-        device = self._engine().device
-        found = torch.stack([value.to(device) for value in state["found_inf_per_device"].values()]).sum()
-        with optimizers.stepping(optimizer, skip=found):
-            result = optimizer.step(*args, **kwargs)
-        state["stage"] = OptState.STEPPED
-        return result
-
-
 def plain(optimizer: Any) -> Optimizer:
     """The user's optimizer, without Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def true_dtype(plugin: Precision) -> torch.dtype | None:
-    """The dtype that all floating point parameters have under this plugin; None where they keep their own."""
-    if isinstance(plugin, DoublePrecision):
-        return torch.float64
-    if isinstance(plugin, HalfPrecision):
-        return torch.bfloat16 if plugin.precision == "bf16-true" else torch.float16
-    return None
 
 
 def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
@@ -215,29 +158,12 @@ def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
     elif type(plugin) is DoublePrecision:
         ours = ZeroDoublePrecision()
     elif type(plugin) is MixedPrecision:
-        scaler = plugin.scaler
-        if scaler is not None and not isinstance(scaler, ShardedGradScaler):
-            if type(scaler) is not torch.amp.GradScaler:
-                raise MisconfigurationException(
-                    f"The loss scaler {type(scaler).__name__} decides on each rank for itself whether gradients "
-                    "overflowed; with sharded "
-                    "gradients ranks would disagree. Use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
-                )
-            settings: dict[str, Any] = {"enabled": False}
-            if scaler.is_enabled():
-                settings = {
-                    "init_scale": scaler.get_scale(),
-                    "growth_factor": scaler.get_growth_factor(),
-                    "backoff_factor": scaler.get_backoff_factor(),
-                    "growth_interval": scaler.get_growth_interval(),
-                }
-            scaler = FlatGradScaler(engine, plugin.device, **settings)
+        scaler = flat_scaler(plugin.scaler, lambda optimizer: engine(), plugin.device)
         ours = ZeroMixedPrecision(cast(Any, plugin.precision), plugin.device, scaler)
     else:
         raise MisconfigurationException(
             f"Trainer(precision={plugin.precision!r}) with the plugin {type(plugin).__name__} is not supported by the "
-            "ZeRO-3 strategies. "
-            "Choose '32-true', 'bf16-mixed', 'bf16-true', '16-mixed', '16-true' or '64-true'."
+            f"ZeRO-3 strategies. {CHOICES}"
         )
     ours.engine = engine
     return ours

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -18,6 +15,7 @@ from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import optimizer_to_device
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.integrations.reading import load_mapped
 from lightning_zero.integrations.trainer.precision import plain
 
 __all__ = ["Saving"]
@@ -50,12 +48,7 @@ class Saving(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        # Every rank needs only its part: mapping the file instead of reading it keeps one copy per node, in the page
-        # cache. (torch's older format cannot be mapped.)
-        local = Path(checkpoint_path)
-        if type(self.checkpoint_io) is TorchCheckpointIO and local.is_file() and is_zipfile(local):
-            return torch.load(local, map_location="cpu", mmap=True, weights_only=weights_only)
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return load_mapped(self.checkpoint_io, checkpoint_path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

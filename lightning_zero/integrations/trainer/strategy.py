@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,16 +26,19 @@ from lightning_zero.config import EngineConfig, Options
 from lightning_zero.config.option import option_fields
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.integrations.trainer.arguments import Arguments, taking
+from lightning_zero.integrations.arguments import taking
+from lightning_zero.integrations.inspection import Inspection
+from lightning_zero.integrations.precision import computing_in
+from lightning_zero.integrations.processes import nccl_lets_errors_show
+from lightning_zero.integrations.trainer.arguments import Arguments
 from lightning_zero.integrations.trainer.averaging import average_shards
 from lightning_zero.integrations.trainer.checks import check_adopted, check_trainable, refuse_callbacks
 from lightning_zero.integrations.trainer.finetuning import tell_shards_apart
-from lightning_zero.integrations.trainer.inspection import Inspection
-from lightning_zero.integrations.trainer.precision import ZeroMixedPrecision, for_shards
-from lightning_zero.integrations.trainer.processes import ProcessStrategy, nccl_lets_errors_show
+from lightning_zero.integrations.trainer.precision import for_shards
+from lightning_zero.integrations.trainer.processes import ProcessStrategy
 from lightning_zero.integrations.trainer.saving import Saving
 from lightning_zero.integrations.trainer.sigterm import Start, ask_on_cpu, note_sigterm
-from lightning_zero.integrations.trainer.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
+from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.watchdog import Lane
 from lightning_zero.report.start import StartClock
@@ -142,12 +144,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     def _config(self) -> EngineConfig:
         """The options, and what the Trainer's precision decides."""
-        plugin, config = self._precision_plugin, self._options
-        if not isinstance(plugin, ZeroMixedPrecision):
-            return config
-        if plugin.precision == "16-mixed":
-            return replace(config, compute_dtype=torch.float16)
-        return replace(config, compute_dtype=torch.bfloat16, reduce_dtype=config.reduce_dtype or "bf16")
+        plugin = self._precision_plugin
+        return computing_in(plugin.precision, self._options) if plugin is not None else self._options
 
     @contextmanager
     @override

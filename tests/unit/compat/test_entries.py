@@ -64,6 +64,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "torch._ops.OpOverload": lambda: torch.ops.aten.add.Tensor,
     "torch._dynamo.OptimizedModule": lambda: torch.compile(nn.Linear(1, 1)),
     "lightning.pytorch.strategies.ParallelStrategy": lightnings("lightning.pytorch.strategies.DDPStrategy"),
+    "lightning.fabric.strategies.ParallelStrategy": lightnings("lightning.fabric.strategies.DDPStrategy"),
     "lightning.pytorch.LightningModule": lightnings("lightning.pytorch.LightningModule"),
     "lightning.pytorch.callbacks.WeightAveraging": lightnings("lightning.pytorch.callbacks.WeightAveraging"),
     "lightning.pytorch.Trainer": lightnings(

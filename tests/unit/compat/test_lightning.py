@@ -2,6 +2,7 @@
 
 import inspect
 import signal
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 
 pl = pytest.importorskip("lightning.pytorch")
 
+from lightning.fabric import Fabric, wrappers  # noqa: E402
+from lightning.fabric.plugins import Precision as FabricPrecision  # noqa: E402
+from lightning.fabric.strategies import DDPStrategy  # noqa: E402
+from lightning.fabric.wrappers import _FabricModule  # noqa: E402
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop  # noqa: E402
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision  # noqa: E402
@@ -101,6 +106,65 @@ def test_the_trainer_gives_a_strategy_its_layer_sync() -> None:
 def test_a_launcher_is_made_of_environment_and_counts() -> None:
     names = list(inspect.signature(private.SubprocessScriptLauncher).parameters)
     assert names[:3] == ["cluster_environment", "num_processes", "num_nodes"]
+
+
+def test_fabrics_launcher_is_made_of_the_same() -> None:
+    names = list(inspect.signature(private.FabricScriptLauncher).parameters)
+    assert names[:3] == ["cluster_environment", "num_processes", "num_nodes"]
+
+
+def test_fabric_asks_a_strategy_for_what_we_keep_there() -> None:
+    seen = []
+
+    class Control(private.BackwardSyncControl):
+        def no_backward_sync(self, module: Any, enabled: bool) -> Any:
+            seen.append(enabled)
+            return nullcontext()
+
+    class Strategy(DDPStrategy):
+        def _set_world_ranks(self) -> None:
+            seen.append("ranks")
+            super()._set_world_ranks()
+
+    strategy = Strategy(precision=FabricPrecision())
+    assert isinstance(strategy._precision, FabricPrecision)
+    strategy._backward_sync_control = Control()
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    assert seen == ["ranks"]
+    with fabric.no_backward_sync(_FabricModule(nn.Linear(1, 1), strategy), enabled=True):
+        assert seen[-1] is True
+
+
+def test_a_method_that_is_called_as_forward_shows_it() -> None:
+    """Fabric puts a function of its own there: the only trace of what is called."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: Any) -> Any:
+            seen.append(self.inner.forward.__module__)
+            return self.inner(*args)
+
+    class Inner(nn.Linear):
+        def training_step(self, x: Tensor) -> Tensor:
+            return self(x).sum()
+
+    seen: list[str] = []
+    inner = Inner(1, 1)
+    module = _FabricModule(Outer(inner), DDPStrategy(), inner)
+    module.training_step(torch.ones(1, 1))
+    module(torch.ones(1, 1))
+    assert seen == [wrappers.__name__, Inner.forward.__module__]
+
+
+def test_an_empty_beginning_is_left_as_it_is() -> None:
+    for enabled in (True, False):
+        with private.EmptyInit(enabled=enabled):
+            value = torch.full((2, 2), 9.0)
+            nn.init.kaiming_uniform_(value)
+        assert bool((value == 9).all()) is enabled
 
 
 def test_a_process_group_is_made_of_environment_and_backend() -> None:

@@ -1,0 +1,126 @@
+"""Where a user's own loop is in a training step.
+
+The Trainer says when a step begins. A loop only calls the model: a forward with gradients begins a training step, or
+goes on with one whose backward has not come yet; one without is an evaluation, or a part of such a step (a target
+that the model computes for itself).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.report.start import StartClock
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """Tells one engine what happens to its model.
+
+    Args:
+        engine: of a model that is sharded.
+        start: measures where the seconds of the start go.
+        show: a line to the user.
+
+    Attributes:
+        begun: there was a training step.
+    """
+
+    def __init__(self, engine: Engine, start: StartClock, show: Callable[[str], None]) -> None:
+        self.engine = engine
+        self.begun = False
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._start = start
+        self._show = show
+        self._inside = False  # of a forward
+        self._awaited = False  # a backward
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the model is a plain one again."""
+        module = self.engine.module
+        return module is None or engine_of(module) is not self.engine
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """That step its parameters, in the order of their setup, which is the same on every rank."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+
+    def add(self, optimizer: Optimizer) -> None:
+        """It steps these parameters from now on."""
+        self._optimizers.append(weakref.ref(optimizer))
+
+    # -- steps
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Surrounds each call of the model.
+
+        Raises:
+            RuntimeError: while an optimizer steps.
+        """
+        if self._inside:  # the model calls itself
+            yield
+            return
+        training = torch.is_grad_enabled() or self._awaited
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                # What is made here must not be an inference tensor, which training could not use afterwards.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            stack.enter_context(self._training() if training else self._evaluation())
+            stack.callback(setattr, self, "_inside", False)
+            self._inside = True
+            yield
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        if not self._awaited and (line := self._start.batch()) is not None:
+            self._show(line)
+        with self.engine.cycle.train_step():
+            self.begun = True
+            try:
+                yield
+            except BaseException:
+                self.drop()
+                raise
+            self._awaited = self._awaited or torch.is_grad_enabled()
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        self.engine.cycle.eval_step()
+        yield
+        self.engine.cycle.after_eval()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surrounds each backward.
+
+        Raises:
+            RuntimeError: while an optimizer steps.
+            UnsupportedError: in place of torch's error, where compiled code is asked for more than it can.
+        """
+        self.engine.cycle.before_backward()
+        try:
+            with self.engine.session.explaining():
+                yield
+        except BaseException:
+            self.drop()
+            raise
+        self._awaited = False
+        self.engine.cycle.after_backward()
+
+    def stepped(self) -> None:
+        """An optimizer has stepped: what was computed before is of older weights."""
+        self._awaited = False
+
+    def drop(self) -> None:
+        """After an exception: what is half done is dropped, and the next step begins anew."""
+        self._awaited = False
+        self.engine.cycle.reset()

@@ -1,0 +1,104 @@
+"""What is done with an optimizer before it steps shards: looked at, told where its parameters are, and given the shards
+of what it had or loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint.full import shard_optimizer_state
+from lightning_zero.compat.lightning_private import optimizer_to_device
+from lightning_zero.engine import Engine
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.integrations.fabric.loop import Loop
+from lightning_zero.sharding.refusals import plainly
+
+__all__ = ["find_loop", "prepare"]
+
+
+def find_loop(optimizer: Optimizer, loops: list[Loop]) -> Loop:
+    """That of the model whose parameters the optimizer has.
+
+    Raises:
+        UnsupportedError: it has others, or those of several models.
+    """
+    name = type(optimizer).__name__
+    if not loops:
+        raise UnsupportedError(
+            f"{name} was set up before its model. Call fabric.setup(model, optimizer), or model = "
+            "fabric.setup_module(model) before optimizer = fabric.setup_optimizers(optimizer)."
+        )
+    for loop in loops:
+        if any(known is optimizer for known in loop.optimizers):
+            return loop
+    found: dict[int, Loop] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            owner = next((loop for loop in loops if loop.engine.sharder.find(param) is not None), None)
+            if owner is None:
+                raise UnsupportedError(_unknown(name, number, position, param))
+            found[id(owner)] = owner
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"{name} has parameters of {len(found)} models that were set up one by one, each with shards of its own. "
+            "Put them into one module (nn.ModuleList) and set that up, or give each an optimizer of its own."
+        )
+    return next(iter(found.values()), loops[-1])
+
+
+def _unknown(name: str, number: int, position: int, param: nn.Parameter) -> str:
+    where = f"Parameter {position} of group {number} in {name} (shape {tuple(param.shape)})"
+    if param.is_meta:
+        return (
+            f"{where} is on the meta device, where it had no value; the model got others in its place when it was set "
+            "up. Create the optimizer from model.parameters() after model = fabric.setup_module(model), then call "
+            "fabric.setup_optimizers(optimizer)."
+        )
+    return (
+        f"{where} belongs to no model that was set up, so its gradients would not be reduced over ranks. Register it "
+        "as a parameter of the model before fabric.setup(model, optimizer), or step it by an optimizer that Fabric "
+        "does not know of."
+    )
+
+
+def prepare(optimizer: Optimizer, loop: Loop) -> None:
+    """Makes an optimizer step shards. Harmless when repeated.
+
+    Raises:
+        UnsupportedError: it needs whole parameters; the message names it.
+    """
+    engine = loop.engine
+    engine.optimizers.check(optimizer)
+    if any(known is optimizer for known in loop.optimizers):
+        return
+    if _has_whole_state(optimizer, engine):  # made with the optimizer, as Adagrad's, or loaded before
+        engine.load_optimizer_state(optimizer, optimizer.state_dict())
+
+    def to_shards(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if not state:
+            raise ValueError(
+                f"There is nothing in the state that {type(optimizer).__name__} is to load: state_dict() of a sharded "
+                "optimizer is empty on all ranks but the first. Write files with fabric.save() and read them with "
+                "fabric.load(), which give every rank its part."
+            )
+        return shard_optimizer_state(state, optimizer, loop.engine.sharder)  # which also keeps the loop
+
+    optimizer.register_load_state_dict_pre_hook(to_shards)
+    optimizer.register_load_state_dict_post_hook(lambda loaded: optimizer_to_device(loaded, engine.device))
+    loop.add(optimizer)
+    engine.optimizers.arrange(loop.optimizers)
+
+
+def _has_whole_state(optimizer: Optimizer, engine: Engine) -> bool:
+    """Whether the optimizer's state is of whole parameters, and not of shards."""
+    whole = False
+    with plainly():
+        for param, entries in optimizer.state.items():
+            record = engine.sharder.find(param)
+            values = [value for value in entries.values() if isinstance(value, Tensor)]
+            if record is None or any(record.is_like_shard(value) for value in values):
+                return False
+            whole = whole or any(value.shape == record.layout.shape for value in values)
+    return whole

@@ -1,0 +1,114 @@
+"""What Lightning's and Fabric's precisions have in common, for sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.amp.grad_scaler import OptState
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.compat.lightning_private import DeviceDtypeModule
+from lightning_zero.config import EngineConfig
+from lightning_zero.engine import Engine
+from lightning_zero.sharding.surgery import is_sharded
+
+__all__ = ["CHOICES", "FlatGradScaler", "computing_in", "flat_scaler", "to_dtype", "true_dtype"]
+
+CHOICES = "Choose '32-true', 'bf16-mixed', 'bf16-true', '16-mixed', '16-true' or '64-true'."
+_TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+def true_dtype(precision: str) -> torch.dtype | None:
+    """The dtype that all floating point parameters have under this precision; None where they keep their own."""
+    return _TRUE.get(precision)
+
+
+def computing_in(precision: str, config: EngineConfig) -> EngineConfig:
+    """The options, and what a precision decides."""
+    if precision == "16-mixed":
+        return replace(config, compute_dtype=torch.float16)
+    if precision == "bf16-mixed":
+        return replace(config, compute_dtype=torch.bfloat16, reduce_dtype=config.reduce_dtype or "bf16")
+    return config
+
+
+def to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Converts a module of which a part is sharded. What was built as shards has this dtype already, and must not be
+    replaced."""
+    for child in module.modules():
+        if not is_sharded(child):
+            for param in child._parameters.values():
+                if param is not None and param.is_floating_point():
+                    param.data = param.data.to(dtype)
+            for key, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    child._buffers[key] = buffer.to(dtype)
+    if isinstance(module, DeviceDtypeModule):
+        module._dtype = dtype
+    return module
+
+
+def flat_scaler(
+    scaler: torch.amp.GradScaler | None, engine: Callable[[Optimizer], Engine], device: str
+) -> torch.amp.GradScaler | None:
+    """Our counterpart of a loss scaler, with its settings; a sharded one stays as it is.
+
+    Raises:
+        MisconfigurationException: a scaler of the user's own.
+    """
+    if scaler is None or isinstance(scaler, ShardedGradScaler):
+        return scaler
+    if type(scaler) is not torch.amp.GradScaler:
+        raise MisconfigurationException(
+            f"The loss scaler {type(scaler).__name__} decides on each rank for itself whether gradients "
+            "overflowed; with sharded "
+            "gradients ranks would disagree. Use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
+        )
+    settings: dict[str, Any] = {"enabled": False}
+    if scaler.is_enabled():
+        settings = {
+            "init_scale": scaler.get_scale(),
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+        }
+    return FlatGradScaler(engine, device, **settings)
+
+
+class FlatGradScaler(ShardedGradScaler):
+    """A loss scaler that unscales the arenas in a few kernels, and leaves it to the device whether the step is skipped
+    where the step allows it. ``engine``: finds that of an optimizer's parameters."""
+
+    def __init__(self, engine: Callable[[Optimizer], Engine], device: str, **settings: Any) -> None:
+        super().__init__(device, **settings)
+        self._engine = engine
+
+    @override
+    def unscale_(self, optimizer: Optimizer) -> None:
+        with self._engine(optimizer).optimizers.stepper(optimizer).flat():
+            super().unscale_(optimizer)
+
+    @override
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine(optimizer)
+        optimizers = engine.optimizers
+        if not self.is_enabled() or not optimizers.stepper(optimizer).may_skip():
+            with optimizers.stepping(optimizer):
+                return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        found = torch.stack([value.to(engine.device) for value in state["found_inf_per_device"].values()]).sum()
+        with optimizers.stepping(optimizer, skip=found):
+            result = optimizer.step(*args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
