@@ -25,9 +25,12 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
-from step_time import Clock, zero_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_zero.bench.clock import Clock, Start
+from lightning_zero.bench.graphed import StepGraph
+from lightning_zero.bench.peers import zero_strategy
 
 
 class Parts(L.LightningModule):
@@ -129,8 +132,7 @@ class Module(L.LightningModule):
             self.embedding, self.encoder, self.head = model.embedding, model.encoder, model.head
         else:
             self.net = model
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.runs = 0
+        self.graph: StepGraph | None = None
 
     def configure_model(self) -> None:
         if self.strategy == "ddp" and not hasattr(self.net, "_compiled"):
@@ -161,39 +163,14 @@ class Module(L.LightningModule):
             x = x.contiguous(memory_format=torch.channels_last) if "conv" in ARGS.model else x
         if self.strategy != "fsdp2_graph":
             return self.loss(x, y)
-        loss = self.replayed(x, y)
+        if self.graph is None:
+            self.graph = StepGraph(lambda batch: self.loss(*batch))
+        loss = self.graph((x, y))
         optimizer = self.optimizers()
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         return loss
-
-    def replayed(self, x: Tensor, y: Tensor) -> Tensor:
-        def run() -> Tensor:
-            loss = self.loss(self.x, self.y)
-            loss.backward()
-            return loss.detach()
-
-        self.runs += 1
-        if self.runs <= 3:
-            if self.runs == 1:
-                self.stream = torch.cuda.Stream()
-            self.x, self.y = x, y
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                loss = run()
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return loss
-        if self.graph is None:
-            torch.cuda.synchronize()
-            self.x, self.y = x.clone(), y.clone()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-                self.out = run()
-        self.x.copy_(x)
-        self.y.copy_(y)
-        self.graph.replay()
-        return self.out.clone()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
@@ -215,27 +192,6 @@ class Data(Dataset):
             return image, torch.randint(1000, (batch,), generator=generator)
         tokens = torch.randint(32000, (batch, self.lengths[index % len(self.lengths)]), generator=generator)
         return tokens, tokens
-
-
-class Start(L.Callback):
-    """When the tenth step has ended on the device; what an engine counted."""
-
-    def __init__(self) -> None:
-        self.begin = time.perf_counter()
-        self.seconds = 0.0
-        self.counters: dict[str, int] = {}
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 10 and not self.seconds:
-            torch.cuda.synchronize()
-            self.seconds = time.perf_counter() - self.begin
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        engine = getattr(trainer.strategy, "_engine", None)
-        if engine is not None:
-            names = ("replayed_graphs", "copied_weights", "eager_gathers", "gathers")
-            counters = engine.executor.counters()
-            self.counters = {name: counters[name] for name in names if name in counters}
 
 
 def strategy_of(name: str) -> Any:

@@ -18,17 +18,14 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from step_time import SIZES, Decoder
+from lightning_zero.bench.decoder import SIZES, Decoder
 
 BYTES = 38
 MAX_NORM = 1.0

@@ -12,96 +12,17 @@ on-cpu` lets the other strategies do so, too, to show what of a difference that 
 import argparse
 import json
 import statistics
-import time
 from contextlib import nullcontext
-from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-import lightning_zero
-from lightning_zero.integrations.trainer.sigterm import ask_on_cpu
-
-SIZES = {  # width, layers, heads, hidden
-    "tiny": (128, 4, 4, 352),
-    "350m": (1024, 24, 16, 2816),
-    "700m": (2048, 11, 16, 5632),  # on two ranks, shards as large as those of "1b" on four
-    "1b": (2048, 24, 16, 5632),
-    "7b": (4096, 32, 32, 11008),
-}
-VOCABULARY = 32000
-LONGEST = 8192
-
-
-class Norm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:]).to(x.dtype) * self.weight.to(x.dtype)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([Norm(width), Norm(width)])
-        self.query, self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        normed = self.norms[0](x)
-        q, k, v = (
-            project(normed).view(batch, length, self.heads, -1).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        mixed = F.scaled_dot_product_attention(turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True)
-        x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, width))
-        normed = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
-
-
-class Decoder(nn.Module):
-    def __init__(self, width: int, layers: int, heads: int, hidden: int) -> None:
-        super().__init__()
-        self.angles = width // heads // 2
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(layers))
-        self.norm = Norm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.register_buffer("cos", torch.empty(LONGEST, self.angles), persistent=False)
-        self.register_buffer("sin", torch.empty(LONGEST, self.angles), persistent=False)
-        if not self.cos.is_meta:
-            self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        rates = 1e4 ** (-torch.arange(self.angles, dtype=torch.float32) / self.angles)
-        table = torch.outer(torch.arange(LONGEST, dtype=torch.float32), rates)
-        self.cos.copy_(table.cos())
-        self.sin.copy_(table.sin())
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+from lightning_zero.bench.clock import Clock
+from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
+from lightning_zero.bench.peers import zero_strategy
 
 
 class Module(L.LightningModule):
@@ -135,89 +56,6 @@ class Module(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")
-
-
-class Tokens(Dataset):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return 1 << 20
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randint(VOCABULARY, (self.length + 1,), generator=torch.Generator().manual_seed(index))
-
-
-class Clock(L.Callback):
-    """From the end of one optimizer step on the device to the end of the next. Nothing waits for the device here, as
-    nothing does in a user's training."""
-
-    def __init__(self, warm: int, ask: bool = False) -> None:
-        self.warm, self.marks, self.loss, self.ask = warm, [], None, ask
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.ask:
-            ask_on_cpu(trainer, torch.distributed.new_group(backend="gloo"))
-        self.begin = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: dict, *_: object) -> None:
-        if trainer.global_step == len(self.marks):
-            return
-        self.marks.append(self.mark())
-        self.loss = outputs["loss"]
-        if len(self.marks) == self.warm:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            self.steady_after = time.perf_counter() - self.begin
-        if (prof := getattr(self, "profiler", None)) is not None:
-            prof.step()
-
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.peak = self.reserved = None
-        if torch.cuda.is_available():
-            # Memory that all ranks can read is not the allocator's, and what CUDA graphs use between kernels is free to
-            # it, but to nobody else.
-            peers = getattr(trainer.strategy, "peer_bytes", 0)
-            self.peak = round((torch.cuda.max_memory_allocated() + of_graphs() + peers) / 2**30, 2)
-            self.reserved = round((torch.cuda.max_memory_reserved() + peers) / 2**30, 2)
-
-    @staticmethod
-    def mark() -> torch.cuda.Event | float:
-        if not torch.cuda.is_available():
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def milliseconds(self) -> list[float]:
-        """Of the steps after warm-up; the first one of them, before which the device was waited for, left out."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        steady = self.marks[self.warm :]
-        return [
-            a.elapsed_time(b) if isinstance(a, torch.cuda.Event) else 1e3 * (b - a)
-            for a, b in zip(steady, steady[1:], strict=False)
-        ]
-
-
-def of_graphs() -> int:
-    """Bytes that belong to CUDA graphs, as far as no tensor holds them."""
-    if not torch.cuda.is_available():
-        return 0
-    segments = (s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0))
-    return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
-
-
-def zero_strategy(name: str, options: list[str]) -> Any:
-    """What a Trainer gets; `options` are ZeroStrategy's, as NAME=VALUE with values in JSON, or tuning.NAME=VALUE."""
-    if not options:
-        return name
-    given = {option: json.loads(value) for option, value in (text.split("=", 1) for text in options)}
-    tuning = {
-        option.removeprefix("tuning."): given.pop(option) for option in list(given) if option.startswith("tuning.")
-    }
-    return lightning_zero.ZeroStrategy(compile=name == "zero3_compile", tuning=lightning_zero.Tuning(**tuning), **given)
 
 
 def main() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_zero.cli.command import Command
+from lightning_zero.cli.show import tell
 from lightning_zero.native.build import LOCK_DEADLINE_S, build, is_built
 
 __all__ = ["BUILD"]
@@ -28,17 +28,13 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> int:
     begun, was_there = time.monotonic(), arguments.cache is None and is_built()
-    path = build(arguments.cache, deadline_s=arguments.deadline, say=_say)
+    path = build(arguments.cache, deadline_s=arguments.deadline, say=tell)
     seconds = round(time.monotonic() - begun, 1)
     if arguments.json:
         print(json.dumps({"path": str(path), "seconds": seconds, "was_built_before": was_there}))
     else:
         print(path)
     return 0
-
-
-def _say(line: str, *values: object) -> None:
-    print(line % values if values else line, file=sys.stderr, flush=True)
 
 
 BUILD = Command("build", "Builds the C++ executor ahead of time, and prints its path.", _add_arguments, _run)

@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import NoReturn
 
+from lightning_zero.cli.bench import BENCH
 from lightning_zero.cli.build import BUILD
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.doctor.command import DOCTOR
@@ -15,7 +16,7 @@ from lightning_zero.errors import NativeBuildError, UnsupportedError
 
 __all__ = ["COMMANDS", "main", "parser_of"]
 
-COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD)
+COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD, BENCH)
 
 
 def parser_of(commands: Sequence[Command]) -> ArgumentParser:

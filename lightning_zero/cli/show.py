@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["in_words", "plain_table", "show_section", "show_table"]
+__all__ = ["in_words", "plain_table", "show_section", "show_table", "tell"]
+
+
+def tell(line: str, *values: object) -> None:
+    """Progress, beside what a command prints; as a logger's methods, a format and what belongs into it."""
+    print(line % values if values else line, file=sys.stderr, flush=True)
 
 
 def show_section(title: str, facts: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_zero.report.memory import MemoryTimeline
 from lightning_zero.report.timeline import Interval, Timeline
 
-__all__ = ["memory_picture", "overlap_picture"]
+__all__ = ["figure", "memory_picture", "overlap_picture", "png"]
 
 BLUE, GREEN, ORANGE, RED = "#4477aa", "#228833", "#ee8866", "#cc3311"
 ROWS = ("compute", "gathers", "reduces")
@@ -21,7 +21,7 @@ ROWS = ("compute", "gathers", "reduces")
 
 def memory_picture(title: str, timeline: MemoryTimeline) -> bytes:
     """Bytes alive over the nodes of a graph, its peak marked."""
-    figure, axes = _figure(title, height=3.2)
+    drawn, axes = figure(title, height=3.2)
     scale, unit = _unit(timeline.peak)
     alive = [point.during / scale for point in timeline.points]
     axes.fill_between(range(len(alive)), alive, step="post", color=BLUE, alpha=0.6, linewidth=0)
@@ -31,12 +31,12 @@ def memory_picture(title: str, timeline: MemoryTimeline) -> bytes:
     axes.set_ylim(0, max(timeline.peak / scale * 1.1, 1e-9))
     axes.set_xlabel("position in the graph, inputs first")
     axes.set_ylabel(f"alive, {unit}")
-    return _png(figure)
+    return png(drawn)
 
 
 def overlap_picture(title: str, timeline: Timeline) -> bytes:
     """The streams of a graph over time; where compute stands idle for a gather is red."""
-    figure, axes = _figure(title, height=2.6)
+    drawn, axes = figure(title, height=2.6)
     rows = (timeline.compute, timeline.gathers, timeline.reduces)
     for row, (intervals, color) in enumerate(zip(rows, (BLUE, GREEN, ORANGE), strict=True)):
         _bars(axes, row, intervals, color, edge="none" if row == 0 else "white")
@@ -46,7 +46,7 @@ def overlap_picture(title: str, timeline: Timeline) -> bytes:
     axes.set_ylim(len(ROWS) - 0.5, -0.5)
     axes.set_xlim(0, max(timeline.seconds * 1e3, 1e-9))
     axes.set_xlabel("ms; red: compute waits for weights")
-    return _png(figure)
+    return png(drawn)
 
 
 def _bars(axes: Any, row: int, intervals: Sequence[Interval], color: str, edge: str) -> None:
@@ -55,22 +55,24 @@ def _bars(axes: Any, row: int, intervals: Sequence[Interval], color: str, edge: 
         axes.broken_barh(spans, (row - 0.35, 0.7), facecolors=color, edgecolors=edge, linewidth=0.5)
 
 
-def _figure(title: str, height: float) -> tuple[Any, Any]:
+def figure(title: str, height: float) -> tuple[Any, Any]:
+    """matplotlib's figure and axes; ``height`` in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    drawn = Figure(figsize=(9, height), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.add_subplot()
     # Names of weights may hold dollars and underscores, which are no formulas here.
     axes.set_title(title, fontsize=10, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return drawn, axes
 
 
-def _png(figure: Any) -> bytes:
+def png(drawn: Any) -> bytes:
+    """A figure as a file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+    drawn.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
     return buffer.getvalue()
 
 

@@ -24,3 +24,23 @@ def test_the_doctor_trains_on_two_ranks_and_is_content(
     assert test["losses"][-1] < test["losses"][0]
     assert set(test["transports"]) == {"weights", "gradients"}
     assert facts["versions"]["torch"]
+
+
+def test_bench_sets_ours_beside_ddp(native_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    few = ["--steps", "6", "--warm", "2", "--length", "16", "--batch", "1", "--backend", "aot_eager", "--limit", "100"]
+    done = run(
+        "-m", "lightning_zero", "bench", "tiny", "--only", "zero3_compile,ddp,fsdp", *few, "--out", "out", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "out" / "bench.json").read_text())
+    ours, ddp, fsdp = found["rows"]
+    for row in (ours, ddp):
+        assert row["failed"] == ""
+        assert row["ms"] > 0
+        assert row["ranks"] == 2
+    assert ours["counters"]["gathers"] > 0
+    assert ours["last_loss"] == pytest.approx(ddp["last_loss"], abs=1e-3), "they train the same model on the same data"
+    assert ours["ratio"] == 1.0
+    assert fsdp["failed"] == "needs GPUs"
+    assert [path.suffix for path in (tmp_path / "out").glob("chart.*")] in (["." + kind] for kind in ("png", "svg"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
@@ -11,7 +10,7 @@ from lightning_zero.cli.command import Command
 from lightning_zero.cli.doctor import machine, software
 from lightning_zero.cli.doctor.self_test import self_test
 from lightning_zero.cli.doctor.verdict import notes, to_mend
-from lightning_zero.cli.show import show_section
+from lightning_zero.cli.show import show_section, tell
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build
 
@@ -60,16 +59,17 @@ def gather() -> dict[str, Any]:
 
 
 def _test(limit_s: float, quiet: bool) -> dict[str, Any]:
-    def say(line: str, *values: object) -> None:
-        if not quiet:
-            print(line % values if values else line, file=sys.stderr, flush=True)
-
+    say = _nothing if quiet else tell
     try:
         build(say=say)  # here, and not within the limit
     except NativeBuildError as error:
         return {"build_error": str(error)}
     say("A tiny model is trained on all devices.")
     return {"self_test": self_test(limit_s), "executor": software.executor()}
+
+
+def _nothing(line: str, *values: object) -> None:
+    pass
 
 
 def _show(facts: dict[str, Any]) -> None:

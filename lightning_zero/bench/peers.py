@@ -1,0 +1,227 @@
+"""Strategies that are measured beside each other, each set up as its own documentation has it: what the Trainer gets,
+and what is done to the model. All have float32 master weights, and with mixed precision bfloat16 on the wire."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from torch import Tensor, nn
+
+from lightning_zero.bench.graphed import StepGraph
+from lightning_zero.bench.job import Job
+from lightning_zero.config import Tuning
+from lightning_zero.integrations.trainer.strategy import ZeroStrategy
+
+__all__ = ["FLOOR", "OURS", "PEERS", "Peer", "repeated", "zero_strategy"]
+
+Module = type[pl.LightningModule]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way of training.
+
+    Attributes:
+        title: in tables and pictures.
+        strategy: made for a job, on every rank.
+        adapt: a class of the model's that does what this way asks of a model.
+        needs_gpus: it does not run on the CPU.
+        package: that must be installed.
+        alone: one rank, whatever there is.
+        own_precision: the Trainer has none: ``adapt`` sees to it.
+        own_clipping: likewise.
+    """
+
+    title: str
+    strategy: Callable[[Job], Any]
+    adapt: Callable[[Module, Job], Module] = lambda module, job: module
+    needs_gpus: bool = False
+    package: str = ""
+    alone: bool = False
+    own_precision: bool = False
+    own_clipping: bool = False
+
+    def why_not(self, gpus: bool) -> str:
+        """Why it cannot run here, in words; empty where it can."""
+        if self.package and find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return "needs GPUs" if self.needs_gpus and not gpus else ""
+
+
+def zero_strategy(name: str, options: Sequence[str], backend: str = "inductor") -> Any:
+    """What a Trainer gets; `options` are ZeroStrategy's, as NAME=VALUE with values in JSON, or tuning.NAME=VALUE."""
+    if not options and backend == "inductor":
+        return name
+    given = {option: json.loads(value) for option, value in (text.split("=", 1) for text in options)}
+    tuning = {
+        option.removeprefix("tuning."): given.pop(option) for option in list(given) if option.startswith("tuning.")
+    }
+    chosen = {"compile_backend": backend} | given
+    return ZeroStrategy(compile=name == "zero3_compile", tuning=Tuning(**tuning), **chosen)
+
+
+# -- what is done to models
+
+
+def repeated(model: nn.Module) -> list[nn.Module]:
+    """The outermost items of lists of modules (a decoder's layers): what FSDP2 compiles and shards one by one."""
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
+                found.extend(item for item in child if any(True for _ in item.parameters()))
+            else:
+                walk(child)
+
+    walk(model)
+    return found
+
+
+def outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """What a training step calls: children, and of lists of modules their items."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from outermost(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def compiled(base: Module, job: Job) -> Module:
+    """Compiles whole children, before they are wrapped."""
+
+    class Compiled(base):  # type: ignore[misc, valid-type]
+        def configure_model(self) -> None:
+            super().configure_model()
+            if not getattr(self, "bench_compiled", False):
+                self.bench_compiled = True
+                for child in outermost(self):
+                    child.compile(backend=job.backend)
+
+    return Compiled
+
+
+def fully_sharded(base: Module, job: Job) -> Module:
+    """``fully_shard`` and ``torch.compile`` on each repeated block, and ``fully_shard`` on the rest."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    class FullySharded(base):  # type: ignore[misc, valid-type]
+        def configure_model(self) -> None:
+            super().configure_model()
+            if any(isinstance(module, FSDPModule) for module in self.modules()):
+                return
+            mixed = torch.bfloat16 if job.precision == "bf16-mixed" else None
+            policy = MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=mixed)
+            mesh = self.device_mesh["data_parallel"]
+            for block in repeated(self):
+                block.compile(backend=job.backend)
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            own = [name for name, _ in self.named_parameters(recurse=False)]
+            if own:
+                raise ValueError(f"FSDP2 shards what is called; the LightningModule itself holds {', '.join(own)}.")
+            for child in outermost(self):
+                if not isinstance(child, FSDPModule):
+                    fully_shard(child, mesh=mesh, mp_policy=policy)
+
+    return FullySharded
+
+
+def graphed(base: Module, job: Job) -> Module:
+    """The same, with forward and backward replayed."""
+
+    class Graphed(fully_sharded(base, job)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self._step: StepGraph | None = None
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            run = super().training_step
+            if self._step is None:
+                self._step = StepGraph(lambda batch: run(batch, index))
+            loss = self._step(batch)
+            optimizer = self.optimizers()
+            if job.clip:
+                nn.utils.clip_grad_norm_(self.parameters(), job.clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            return loss
+
+    return Graphed
+
+
+# -- strategies
+
+STAGE_3 = {"zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
+
+
+def _fsdp(job: Job) -> Any:
+    def blocks(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return recurse or getattr(module, "bench_block", False)
+
+    return FSDPStrategy(auto_wrap_policy=blocks)
+
+
+def _marked(base: Module, job: Job) -> Module:
+    """Repeated blocks are known to FSDP's policy, which sees single modules."""
+
+    class Marked(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            for block in repeated(self):
+                block.bench_block = True  # type: ignore[assignment]
+
+    return Marked
+
+
+def _deepspeed(job: Job) -> Any:
+    return DeepSpeedStrategy(config=STAGE_3)
+
+
+class _DeepCompile(DeepSpeedStrategy):
+    """DeepSpeed's engine compiles itself when it is told to, once it is there."""
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        self.model.compile()  # type: ignore[union-attr, operator]
+
+
+def _deepcompile(job: Job) -> Any:
+    return _DeepCompile(config=STAGE_3 | {"compile": {"deepcompile": True}})
+
+
+def _fsdp2(job: Job) -> Any:
+    return ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
+
+
+def _alone(job: Job) -> Any:
+    return SingleDeviceStrategy("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+OURS, FLOOR = "zero3_compile", "floor"
+PEERS = {
+    FLOOR: Peer("one device, no communication", _alone, compiled, alone=True),
+    OURS: Peer("zero3_compile", lambda job: zero_strategy(OURS, job.options, job.backend)),
+    "ddp": Peer("DDP, compiled", lambda job: DDPStrategy(), compiled),
+    "fsdp": Peer("FSDPStrategy", _fsdp, _marked, needs_gpus=True),
+    "fsdp2": Peer("FSDP2, blocks compiled", _fsdp2, fully_sharded, own_precision=True),
+    "fsdp2_graph": Peer(
+        "FSDP2 in CUDA graphs", _fsdp2, graphed, needs_gpus=True, own_precision=True, own_clipping=True
+    ),
+    "deepspeed": Peer("DeepSpeed ZeRO-3", _deepspeed, needs_gpus=True, package="deepspeed"),
+    "deepcompile": Peer("DeepCompile ZeRO-3", _deepcompile, needs_gpus=True, package="deepspeed"),
+}

@@ -1,0 +1,93 @@
+"""Runs peers one after the other, each in processes of its own: one that fails is a row that says why."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_zero.bench.job import Job
+from lightning_zero.bench.peers import OURS, PEERS
+from lightning_zero.bench.processes import run_ranks
+
+__all__ = ["HEADS", "RANK", "brief", "cells", "compare", "ratios"]
+
+RANK = ("-m", "lightning_zero.bench.rank")
+HEADS = ("", "ms", "ratio", "start s", "peak / reserved / device GiB", "last loss")
+WORDS = 300  # of a reason, in a table; JSON has all
+
+Row = dict[str, Any]
+
+
+def compare(
+    job: Job,
+    names: Sequence[str],
+    ranks: int,
+    gpus: bool,
+    limit_s: float,
+    say: Callable[[str], None],
+    rank: Sequence[str] = RANK,
+) -> list[Row]:
+    """A row for each peer, in that order.
+
+    Args:
+        job: is run by each, with its ``peer`` replaced.
+        names: of peers.
+        ranks: of a job.
+        gpus: whether ranks train on GPUs.
+        limit_s: seconds that each gets.
+        say: shows a line of progress.
+        rank: the program of each rank, which gets the job and the name of the file that rank 0 writes.
+    """
+    rows = []
+    for name in names:
+        peer = PEERS[name]
+        failed = peer.why_not(gpus)
+        row: Row = {"peer": name, "title": peer.title}
+        if not failed:
+            say(f"{name} ...")
+            count = 1 if peer.alone else ranks
+            found, failed, output = _run(replace(job, peer=name), count, gpus, limit_s, rank)
+            row |= found | ({"output": output} if failed else {})
+        row["failed"] = failed
+        say(f"{name}: {brief(failed) or str(row['ms']) + ' ms'}")
+        rows.append(row)
+    return ratios(rows)
+
+
+def _run(job: Job, count: int, gpus: bool, limit_s: float, rank: Sequence[str]) -> tuple[Row, str, str]:
+    # On the CPU ranks share the cores, and a device alone gets as many as one rank does.
+    environment = {} if gpus else {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        end = run_ranks([*rank, job.to_json(), str(file)], count, limit_s, environment)
+        found = json.loads(file.read_text()) if file.exists() else {}
+    failed = end.failed or ("" if found else "rank 0 ended without a result")
+    output = next((text for text, status in zip(end.outputs, end.status, strict=True) if status), end.outputs[0])
+    return ({} if failed else found) | {"seconds": round(end.seconds, 1)}, failed, output
+
+
+def brief(failed: str) -> str:
+    """The end of a reason, which says most."""
+    return "".join(failed.strip().splitlines()[-1:])[:WORDS]
+
+
+def ratios(rows: Sequence[Row]) -> list[Row]:
+    """With each row's time in that of ours, or else of the first that has a time."""
+    timed = [row for row in rows if row.get("ms")]
+    base = next((row for row in timed if row["peer"] == OURS), next(iter(timed), None))
+    return [row | {"ratio": round(row["ms"] / base["ms"], 3) if base and row.get("ms") else None} for row in rows]
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Of a table with ``HEADS``; of a row without ``failed``."""
+    memory = " / ".join(_or_dash(row[key]) for key in ("peak_gib", "reserved_gib", "device_gib"))
+    ratio = _or_dash(row["ratio"])
+    return row["peer"], f"{row['ms']:.1f}", ratio, f"{row['start_s']:.1f}", memory, f"{row['last_loss']:.4f}"
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

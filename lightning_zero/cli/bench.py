@@ -1,0 +1,98 @@
+"""``bench``: this strategy beside others, on one model."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero.bench.chart import draw
+from lightning_zero.bench.job import MODELS, Job, model_class
+from lightning_zero.bench.peers import OURS, PEERS
+from lightning_zero.bench.rows import HEADS, brief, cells, compare
+from lightning_zero.cli.command import Command
+from lightning_zero.cli.show import show_table, tell
+from lightning_zero.native.build import build
+
+__all__ = ["BENCH"]
+
+FEWEST = 3  # measured steps: the first of them is left out, and quantiles need two
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help=f"{', '.join(MODELS)}, or script.py:Module; by default by the device")
+    parser.add_argument("--only", metavar="NAMES", help=f"with commas, of {','.join(PEERS)}; by default all")
+    parser.add_argument("--ranks", type=int, help="by default one for each GPU, or two on the CPU")
+    parser.add_argument("--steps", type=int, default=40, help="of the optimizer (default %(default)s)")
+    parser.add_argument("--warm", type=int, default=15, help="of these not measured (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="samples of a rank, of built-in models")
+    parser.add_argument("--length", type=int, help="tokens of a sample, likewise; by default 2048, or 128 of tiny")
+    parser.add_argument("--precision", help="by default bf16-mixed on GPUs, and 32-true on the CPU")
+    parser.add_argument("--clip", type=float, default=1.0, help="norm of gradients; 0: no clipping")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds that each peer gets")
+    parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager"], help="of torch.compile")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for bench.json and a chart")
+
+
+def _run(arguments: Namespace) -> int:
+    gpus = torch.cuda.is_available()
+    names = list(PEERS) if arguments.only is None else arguments.only.split(",")
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise ValueError(f"There is no peer called {', '.join(unknown)}. Choose of {', '.join(PEERS)}.")
+    if arguments.steps < arguments.warm + FEWEST or arguments.warm < 1:
+        raise ValueError(
+            f"Of --steps {arguments.steps} with --warm {arguments.warm} too few are measured: at least one step warms "
+            f"up, and {FEWEST} more are needed."
+        )
+    job = _job(arguments, gpus)
+    if job.model not in MODELS:
+        model_class(job.model)  # an error in it is shown once, and now
+    ranks = arguments.ranks or (torch.cuda.device_count() if gpus else 2)
+    if OURS in names:
+        build(say=tell)  # here, and not within a limit
+    rows = compare(job, names, ranks, gpus, arguments.limit, tell)
+    title = f"{job.model}, {ranks} x {torch.cuda.get_device_name(0) if gpus else 'CPU'}, {job.precision}"
+    found = {"title": title, "torch": torch.__version__, "ranks": ranks, "job": json.loads(job.to_json()), "rows": rows}
+    if arguments.out is not None:
+        _write(found, arguments.out)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        show_table(title, HEADS, [cells(row) for row in rows if not row["failed"]])
+        for row in rows:
+            if row["failed"]:
+                print(f"{row['peer']}: {brief(row['failed'])}")
+        if found.get("chart"):
+            print(found["chart"])
+    return 0 if all("ms" in row for row in rows if row["peer"] == OURS) else 1
+
+
+def _job(arguments: Namespace, gpus: bool) -> Job:
+    model = arguments.model or ("350m" if gpus else "tiny")
+    return Job(
+        peer=OURS,
+        model=model,
+        batch=arguments.batch,
+        length=arguments.length or (128 if model == "tiny" else 2048),
+        steps=arguments.steps,
+        warm=arguments.warm,
+        precision=arguments.precision or ("bf16-mixed" if gpus else "32-true"),
+        backend=arguments.backend,
+        clip=arguments.clip,
+        options=tuple(arguments.option),
+    )
+
+
+def _write(found: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    chart = draw(found["rows"], found["title"], folder)
+    (folder / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
+    found["chart"] = None if chart is None else str(chart)
+
+
+BENCH = Command("bench", "Trains one model under this strategy and others, and compares.", _add_arguments, _run)
