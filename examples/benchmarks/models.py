@@ -9,7 +9,7 @@ process's Python.
 `fsdp2` is Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each block; `fsdp2_graph` is the
 same with forward and backward in one CUDA graph, captured after three steps, as torchtitan does it; `ddp` compiles the
 whole model. All train from float32 master weights in bfloat16, with fused AdamW and norm clipping at 1.0; gradients are
-averaged in bfloat16, except by `ddp`.
+averaged in bfloat16.
 """
 
 import argparse
@@ -24,8 +24,9 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_zero.bench.clock import Clock, Start
@@ -172,6 +173,12 @@ class Module(L.LightningModule):
         optimizer.zero_grad(set_to_none=False)
         return loss
 
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
+        if self.strategy != "ddp":
+            self.clip_gradients(optimizer, gradient_clip_val, "norm")
+        elif gradient_clip_val:  # Lightning refuses it beside a fused optimizer in mixed precision
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
 
@@ -197,6 +204,8 @@ class Data(Dataset):
 def strategy_of(name: str) -> Any:
     if name.startswith("fsdp2"):
         return ModelParallelStrategy(data_parallel_size=ARGS.devices, tensor_parallel_size=1)
+    if name == "ddp":
+        return DDPStrategy(ddp_comm_hook=bf16_compress_hook)
     return zero_strategy(name, ARGS.option)
 
 

@@ -341,6 +341,7 @@ def lengths_in_one_process(world: int, edited: bool = True) -> list[list[float]]
     return losses
 
 
+@pytest.mark.slow
 def test_ranks_with_batches_of_other_lengths_train(ranks: Ranks) -> None:
     world = 3
     expected, unedited = lengths_in_one_process(world), lengths_in_one_process(world, edited=False)

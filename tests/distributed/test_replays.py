@@ -16,7 +16,10 @@ def both(way: str) -> tuple[Any, Any]:
     return train(way, "aot_eager", emulate_cuda_graph_model=True), train(way, "aot_eager")
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way].emulated])
+EMULATED = [pytest.param(way, marks=[pytest.mark.slow] * WAYS[way].generated) for way in WAYS if WAYS[way].emulated]
+
+
+@pytest.mark.parametrize("way", EMULATED)
 def test_replays_train_like_runs_and_count_like_them(ranks: Ranks, way: str) -> None:
     for (replayed, counters), (plain, expected) in ranks.run(2, both, way, deadline=120):
         if WAYS[way].twice:

@@ -26,6 +26,7 @@ def test_the_doctor_trains_on_two_ranks_and_is_content(
     assert facts["versions"]["torch"]
 
 
+@pytest.mark.slow
 def test_bench_sets_ours_beside_ddp(native_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     few = ["--steps", "6", "--warm", "2", "--length", "16", "--batch", "1", "--backend", "aot_eager", "--limit", "100"]
