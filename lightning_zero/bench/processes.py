@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from torch.distributed import TCPStore
 
 __all__ = ["JobEnd", "run_ranks"]
 
@@ -77,9 +78,10 @@ def run_ranks(
         files = [stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(world_size)]
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes)
-        port = _free_port()
+        # Served here, as torchrun's agent serves it: a port that is only looked up may be taken before rank 0 has it.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, file in enumerate(files):
-            own = _environment(rank, world_size, port) | dict(environment or {})
+            own = _environment(rank, world_size, store.port) | dict(environment or {})
             processes.append(_start(arguments, own, file))
         status = _wait(processes, begun + limit_s)
         _end(processes)
@@ -112,6 +114,8 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "lightning_zero",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
@@ -135,9 +139,3 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def _read(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.engine import engine_of
+from tests.helpers.ports import free_port
 from tests.helpers.readme import snippet
 from tests.ranks.pool import REPO, Ranks
 
@@ -98,10 +98,7 @@ def test_an_exception_in_a_users_loop_is_told_to_the_other_rank(native_library: 
     """Started one by one, so that nobody else ends the other rank first."""
     script = tmp_path / "fails.py"
     script.write_text(textwrap.dedent(FAILS))
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
     common |= {"PYTHONPATH": str(REPO), "GLOO_SOCKET_IFNAME": "lo"}
     started = [
         subprocess.Popen(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from tests.faults import processes, records
 from tests.faults.injector import output_of
 from tests.faults.records import Rank
 from tests.faults.spec import VARIABLE, Fault, Orders, Training
+from tests.helpers.ports import free_port
 from tests.ranks import nursery, report
 from tests.ranks.pool import PRELOAD, REPO
 
@@ -167,7 +167,7 @@ class Job:
     def _start(self) -> None:
         environ = self._environ()
         if self.how == "lightning":
-            self._processes.append(self._execute(0, environ))
+            self._processes.append(self._execute(0, environ | {"MASTER_PORT": str(free_port())}))
         else:
             port = self._port()
             if self.forked:
@@ -205,9 +205,7 @@ class Job:
 
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             return self._store.port
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
+        return free_port()
 
     def _environ(self) -> dict[str, str]:
         left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "PYTEST_CURRENT_TEST")

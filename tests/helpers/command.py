@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ports import free_port
 from tests.ranks.pool import REPO
 
 DEADLINE = 120.0
@@ -16,10 +17,10 @@ DEADLINE = 120.0
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Ends with everything that the command has started, whatever happens."""
-    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "PYTEST_CURRENT_TEST")
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST")
     env = {key: value for key, value in os.environ.items() if key not in left_out}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), env.get("PYTHONPATH")]))
-    env.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    env.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MASTER_PORT=str(free_port()))
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=cwd,

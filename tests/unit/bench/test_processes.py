@@ -22,6 +22,21 @@ print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["X"], importlib.u
     assert [output.split() for output in end.outputs] == [[str(rank), "2", "x", "lightning_zero"] for rank in range(2)]
 
 
+def test_ranks_meet_where_this_process_listens() -> None:
+    """A port that was free a second ago was taken when rank 0 wanted it: others start jobs on the machine, too."""
+    script = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ones = torch.ones(1)
+dist.all_reduce(ones)
+print("met", int(ones), flush=True)
+dist.destroy_process_group()
+"""
+    end = run_ranks(["-c", script], 2, 60.0, {"GLOO_SOCKET_IFNAME": "lo"})
+    assert end.failed == ""
+    assert all("met 2" in output for output in end.outputs)
+
+
 def test_a_rank_that_fails_is_quoted_and_those_who_wait_for_it_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_zero.bench.processes.OTHERS_END_S", 0.2)
     script = """
