@@ -20,15 +20,23 @@ from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.errors import NativeBuildError, RankFailedError, RankMismatchError, UnsupportedError
+from lightning_zero.errors import (
+    CheckpointError,
+    NativeBuildError,
+    RankFailedError,
+    RankMismatchError,
+    UnsupportedError,
+)
 from lightning_zero.integrations.fabric.strategy import FabricZeroStrategy
 from lightning_zero.integrations.trainer.norms import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 from lightning_zero.optim.formulas import Rule, register_rule
 from lightning_zero.report.plan_report import PlanReport
+from lightning_zero.version import __version__
 
 __all__ = [
+    "CheckpointError",
     "Engine",
     "EngineConfig",
     "FabricZeroStrategy",
@@ -43,13 +51,12 @@ __all__ = [
     "Tuning",
     "UnsupportedError",
     "ZeroStrategy",
+    "__version__",
     "full_parameters",
     "grad_norm",
     "register_rule",
     "unshard",
 ]
-
-__version__ = "0.1.0"
 
 
 def full_parameters(module: nn.Module, writeback: bool = True) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
+from lightning_zero.checkpoint.checkpoints import Checkpoints
 from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.session import CompileSession
@@ -29,7 +29,6 @@ from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.record import Role
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.state import StateDictHooks
 from lightning_zero.sharding.surgery import engine_of_class, is_sharded
 from lightning_zero.sharding.unshard import make_plain
 from lightning_zero.step.cycle import StepCycle
@@ -105,7 +104,7 @@ class Engine(NotCopied):
         self.module: nn.Module | None = None
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
         self.buffers.configure(self.config)
-        self._hooks = StateDictHooks(self.sharder)
+        self.checkpoints = Checkpoints(self.sharder, self.watchdog, self._sharded_module)
         compiled = CompiledSteps(self.session, self.replays, self.sharder, self.peers)
         self.cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, mesh.reduce_group, self.cycle, self.config)
@@ -151,7 +150,7 @@ class Engine(NotCopied):
 
     def construction(self) -> AbstractContextManager[None]:
         """Inside, modules are sharded as they are built; see :mod:`lightning_zero.sharding.construct`. Collective."""
-        return sharded_construction(self.sharder, self._hooks)
+        return sharded_construction(self.sharder, self.checkpoints.hooks)
 
     def shard(self, module: nn.Module) -> None:
         """Makes the module's parameters shards, in place; the module, its parameters and their ties keep their
@@ -169,7 +168,7 @@ class Engine(NotCopied):
         self.module = module
         self.buffers.watch(module)
         module.__dict__[_ATTRIBUTE] = self
-        self._hooks.install(module)
+        self.checkpoints.hooks.install(module)
         self.session.attach(module)
         self._copies.guard(module)
 
@@ -179,7 +178,7 @@ class Engine(NotCopied):
         module = self._sharded_module()
         assert self.session.calls is not None
         self.session.calls.restore()
-        self._hooks.remove()
+        self.checkpoints.hooks.remove()
         self._copies.release()
         make_plain(self.sharder, module)
         self.cycle.close()
@@ -200,8 +199,7 @@ class Engine(NotCopied):
     def train_step(self) -> AbstractContextManager[None]:
         """Surrounds the forward (and, in manual optimization, everything else) of a training step.
 
-        The first one runs eagerly and shows which module calls to compile.
-        """
+        The first one runs eagerly and shows which module calls to compile."""
         self._sharded_module()
         return self.cycle.train_step()
 
@@ -224,15 +222,15 @@ class Engine(NotCopied):
 
     def model_state(self) -> dict[str, Any]:
         """Whole values on rank 0's CPU, with the plain module's keys; empty elsewhere. Collective."""
-        return model_state(self._sharded_module(), self._hooks)
+        return self.checkpoints.model_state()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Whole values on rank 0's CPU, in torch's own form; empty elsewhere. Collective."""
-        return optimizer_state(optimizer, self.sharder)
+        return self.checkpoints.optimizer_state(optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads this rank's part of a whole state dict."""
-        optimizer.load_state_dict(shard_optimizer_state(state, optimizer, self.sharder))
+        self.checkpoints.load_optimizer_state(optimizer, state)
 
     def close(self) -> None:
         """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""

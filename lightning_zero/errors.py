@@ -1,6 +1,10 @@
 """Errors that users meet. Each message says what is wrong, where, and what to do next."""
 
-__all__ = ["NativeBuildError", "RankFailedError", "RankMismatchError", "UnsupportedError"]
+__all__ = ["CheckpointError", "NativeBuildError", "RankFailedError", "RankMismatchError", "UnsupportedError"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is incomplete, damaged or of something else, or could not be written."""
 
 
 class NativeBuildError(RuntimeError):

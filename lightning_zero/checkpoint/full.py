@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.inventory import OptimizerInventory, gather_value
+from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
@@ -64,5 +65,10 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
         return {}
     sharded: dict[Any, Any] = dict(state["state"])
     for number, entries in OptimizerInventory(optimizer, sharder).saved(state).items():
-        sharded[number] = {e.key: e.value if e.record is None else e.record.part_of(e.value) for e in entries}
+        sharded[number] = {e.key: _whole(e.value) if e.record is None else e.record.part_of(e.value) for e in entries}
     return {"state": sharded, "param_groups": state["param_groups"]}
+
+
+def _whole(value: Any) -> Any:
+    """What is the same on every rank, in memory of its own where it still lies in a checkpoint."""
+    return value.whole() if isinstance(value, SavedValue) else value

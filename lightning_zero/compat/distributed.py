@@ -1,6 +1,17 @@
-"""Process groups."""
+"""Process groups, and files of torch's distributed checkpoints."""
 
+from torch import serialization
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import filesystem, metadata
 
 # The store that init_process_group() made, over which ranks can say something to each other. (torch 2.11+)
 default_store = distributed_c10d._get_default_store
+
+# Where in which file a piece of a tensor lies: what readers of such a checkpoint look for. (torch 2.11+)
+StorageInfo = filesystem._StorageInfo
+
+# How the metadata of such a checkpoint name a memory format: harmless to unpickle. (torch 2.11+)
+MemoryFormat = metadata._MEM_FORMAT_ENCODING
+
+# What a pickled torch.layout, which stands there, too, is made by. (torch 2.11+)
+get_layout = serialization._get_layout

@@ -36,6 +36,10 @@ tree_leaves = torch.utils._pytree.tree_leaves
 # (torch 2.11+)
 tree_map_only = torch.utils._pytree.tree_map_only
 
+# A tensor that has a shape and a dtype, and asks its class for everything else: what a checkpoint's values are before
+# they are read. torch's notes on extending it name it. (torch 2.11+)
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+
 ATTRIBUTES = {
     # How often a tensor was written to in place: what a saved weight or a captured graph's input is checked by.
     # (torch 2.11+)

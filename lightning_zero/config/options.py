@@ -241,6 +241,13 @@ class Options:
         default=True,
         change=Change.APPLIED,
     )
+    state_dict_type: Literal["full", "sharded"] = option(
+        "as in ``FSDPStrategy``: ``'full'`` saves one file with whole values, as a single process would; ``'sharded'`` "
+        "a folder, into which all ranks write their parts at once. Either can be loaded, whatever is chosen here, on "
+        "any number of ranks",
+        default="full",
+        change=Change.APPLIED,
+    )
     timeout: timedelta | None = option(
         "how long ranks wait for each other", default=default_pg_timeout, change=Change.REFUSED, shown="30 minutes"
     )

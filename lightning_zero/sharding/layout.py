@@ -102,7 +102,10 @@ class ShardLayout:
 
     def write(self, shard: Tensor, full: Tensor, rank: int) -> None:
         """Copies ``rank``'s part of ``full`` (the parameter's shape, any device and dtype) into the 1-D ``shard``; pads
-        with zeros."""
+        with zeros. A tensor that lies in a checkpoint is asked for this part alone: it has ``read_part``."""
+        if (read_part := getattr(full, "read_part", None)) is not None:
+            read_part(shard, self, rank)
+            return
         begin, end = self.range_of(rank)
         shard[: end - begin].copy_(self.stored(full.detach()).reshape(-1)[begin:end])
         shard[end - begin :].zero_()

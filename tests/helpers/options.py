@@ -38,6 +38,7 @@ OTHERS: dict[str, Any] = {
     "activation_memory_budget": 0.5,
     "reduce_dtype": "bf16",
     "broadcast_buffers": False,
+    "state_dict_type": "sharded",
     "timeout": timedelta(seconds=77),
     "process_group_backend": "mpi",
     "resident_mb": 0.02,

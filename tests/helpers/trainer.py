@@ -64,7 +64,9 @@ def make_strategy(kind: str, **options: Any) -> Any:
 
 def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
     """A Trainer on the ranks that call this; its files go to their common working directory."""
-    options = {key: arguments.pop(key) for key in list(arguments) if key.startswith(("reduce_", "gather_"))}
+    options = {
+        key: arguments.pop(key) for key in list(arguments) if key.startswith(("reduce_", "gather_", "state_dict_"))
+    }
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1 if kind == "single" else dist.get_world_size(),

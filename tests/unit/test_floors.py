@@ -13,6 +13,7 @@ FLOORS = {
     "config": 0,
     "errors": 0,
     "mesh": 0,
+    "version": 0,
     "native": 1,
     "sharding": 2,
     "profiling": 3,

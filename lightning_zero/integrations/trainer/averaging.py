@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.inventory import gather_value
+from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.uncompile import (
     keep_compiled_names,
@@ -91,17 +92,21 @@ class _AveragedShards(NotCopied):
         average.__dict__["__reduce_ex__"] = self._reduce
 
     def _gather(self, average: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Whole values on rank 0's CPU, which writes the file; nothing elsewhere. Collective."""
+        """Whole values on rank 0's CPU, which writes the file; nothing elsewhere. For a sharded checkpoint, on every
+        rank its part. Collective."""
         whole: dict[int, Tensor] = {}  # what is tied stays one tensor
+        sharded, rank = self._engine.config.state_dict_type == "sharded", self._engine.rank
         for key, shard in state.items():
             record = self._records.get(plain_name(key[len(prefix) :])) if key.startswith(prefix) else None
             if record is None:
                 continue
+            if sharded:
+                whole.setdefault(record.index, ShardedValue(record.layout, shard, rank))
             if record.index not in whole:
                 value = gather_value(shard, record, self._engine.mesh)
-                whole[record.index] = value.to("cpu", copy=True) if self._engine.rank == 0 else shard
+                whole[record.index] = value.to("cpu", copy=True) if rank == 0 else shard
             state[key] = whole[record.index]
-        if self._engine.rank != 0:
+        if rank != 0 and not sharded:
             state.clear()
 
     def _scatter(self, average: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:

@@ -13,8 +13,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.checkpoint.sharded.opened import is_folder
 from lightning_zero.compat.lightning_private import optimizer_to_device
+from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.integrations.folders import joined, parted
 from lightning_zero.integrations.reading import load_mapped
 from lightning_zero.integrations.trainer.precision import plain
 
@@ -26,12 +29,17 @@ class Saving(ParallelStrategy):
 
     _prepared: bool
     _engine: Engine | None
+    _options: EngineConfig
 
     def _require_engine(self) -> Engine:
         raise NotImplementedError
 
     def _prepare(self, trainer: pl.Trainer) -> None:
         raise NotImplementedError
+
+    @property
+    def _sharded(self) -> bool:
+        return self._options.state_dict_type == "sharded"
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -40,14 +48,33 @@ class Saving(ParallelStrategy):
             return self._require_engine().model_state()  # which says what is missing
         engine = engine_of(module)  # another Trainer's, maybe
         # Before it is sharded every rank holds it whole.
-        return super().lightning_module_state_dict() if engine is None else engine.model_state()
+        if engine is None:
+            return super().lightning_module_state_dict()
+        return engine.checkpoints.model_state(self._sharded)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._require_engine().optimizer_state(plain(optimizer))
+        return self._require_engine().checkpoints.optimizer_state(plain(optimizer), self._sharded)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if not self._sharded:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise MisconfigurationException(
+                "storage_options are for a CheckpointIO, which sharded checkpoints do not go through. Leave them out, "
+                "or save with state_dict_type='full'."
+            )
+        state, rest = parted(checkpoint)
+        self._require_engine().checkpoints.save(filepath, state, rest)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if is_folder(checkpoint_path):
+            return joined(self._require_engine().checkpoints.open(checkpoint_path), weights_only)
         return load_mapped(self.checkpoint_io, checkpoint_path, weights_only)
 
     @override

@@ -1,0 +1,117 @@
+"""All that an engine does with checkpoints: what there is to save of a sharded module and its optimizers, and the
+folders that ranks write and read together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
+from lightning_zero.checkpoint.sharded.opened import OpenedFolder
+from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
+from lightning_zero.checkpoint.sharded.saving import save_sharded
+from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.together import Together
+from lightning_zero.native.watchdog import Watchdog
+from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.state import StateDictHooks
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """Of one engine.
+
+    Args:
+        sharder: who knows the module's parameters.
+        watchdog: is told what this rank does for a checkpoint.
+        module: gives the sharded module, or raises.
+
+    Attributes:
+        hooks: of the module's ``state_dict()``.
+        together: the ranks.
+    """
+
+    def __init__(self, sharder: Sharder, watchdog: Watchdog, module: Callable[[], nn.Module]) -> None:
+        self._sharder, self._module = sharder, module
+        self.hooks = StateDictHooks(sharder)
+        self.together = Together(sharder.mesh, watchdog)
+
+    # -- what there is to save
+
+    def model_state(self, sharded: bool = False) -> dict[str, Any]:
+        """The module's state dict: whole values on rank 0's CPU, and empty elsewhere; or, ``sharded``, on every rank
+        its part of each. Collective."""
+        if not sharded:
+            return model_state(self._module(), self.hooks)
+        parts: dict[int, Tensor] = {}  # tied ones stay one
+
+        def show(record: ShardedParameter) -> Tensor:
+            if record.index not in parts:
+                parts[record.index] = ShardedValue(record.layout, record.shard, self._sharder.mesh.rank)
+            return parts[record.index]
+
+        with self.hooks.showing(show):
+            return self._module().state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, sharded: bool = False) -> dict[str, Any]:
+        """The optimizer's state dict: whole values on rank 0's CPU, in torch's own form, and empty elsewhere; or,
+        ``sharded``, on every rank its part, with parameters by name. Collective."""
+        if sharded:
+            return by_name(optimizer, self._module(), self._sharder)
+        return optimizer_state(optimizer, self._sharder)
+
+    # -- what was saved
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Loads this rank's part of a state dict of either form.
+
+        Raises:
+            ValueError: it was saved for other parameters.
+        """
+        if is_by_name(state):
+            state = by_number(state, optimizer, self._module())
+        optimizer.load_state_dict(shard_optimizer_state(dict(state), optimizer, self._sharder))
+
+    # -- folders
+
+    def save(self, path: str | Path, state: Mapping[str, Any], rest: Any = None) -> None:
+        """Writes a sharded checkpoint, see :func:`~lightning_zero.checkpoint.sharded.saving.save_sharded`. Collective.
+
+        Raises:
+            CheckpointError: on every rank; what stood there is still there.
+        """
+        self._sharder.access.before_reading()
+        save_sharded(path, state, rest, self.together)
+
+    def open(self, path: str | Path) -> OpenedFolder:
+        """Opens a sharded checkpoint. Its files are compared with their checksums first, by all ranks together.
+        Collective.
+
+        Raises:
+            CheckpointError: on every rank: it is no checkpoint, incomplete or damaged.
+        """
+        what = f"open the checkpoint {path}"
+        opened: list[OpenedFolder] = []
+        self.together.each(what, lambda: opened.append(OpenedFolder(str(path))))
+        [folder] = opened
+        if folder.manifest is not None:
+            names = _share(folder.sizes(), self.together.rank, self.together.world_size)
+            self.together.each(what, lambda: folder.check(names))
+        return folder
+
+
+def _share(sizes: Mapping[str, int], rank: int, world_size: int) -> list[str]:
+    """The files that ``rank`` checks, so that all have about the same to read."""
+    loads, mine = [0] * world_size, []
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        least = loads.index(min(loads))
+        loads[least] += size
+        if least == rank:
+            mine.append(name)
+    return mine

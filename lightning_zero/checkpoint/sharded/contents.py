@@ -1,0 +1,102 @@
+"""What each rank writes of a state: its own boxes of what is sharded; rank 0 everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.sharded.boxes import Box, boxes
+from lightning_zero.checkpoint.sharded.metadata import Path
+from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.sharded.writing import Blob, Piece
+
+__all__ = ["flattened", "items_of", "nested"]
+
+PIECE_BYTES = 64 << 20  # so that another world size need not read much more than its part
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
+    """Nested dicts, and lists in which there are dicts or tensors, as one dict: what is where, by its path with dots.
+
+    That is how torch's distributed checkpoints name things.
+
+    Raises:
+        ValueError: two things would have the same name.
+    """
+    found: dict[str, tuple[Path, Any]] = {}
+    for path, value in _leaves((), state):
+        name = ".".join(map(str, path))
+        if name in found:
+            raise ValueError(f"Two entries of the checkpoint have the same name when it is flattened: {name!r}.")
+        found[name] = path, value
+    return found
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Mapping) and (value or not path):
+        for key, inner in value.items():
+            yield from _leaves((*path, str(key)), inner)
+    elif isinstance(value, list) and _is_opened(value):
+        for number, inner in enumerate(value):
+            yield from _leaves((*path, number), inner)
+    else:
+        yield path, value
+
+
+def _is_opened(value: list[Any]) -> bool:
+    return any(isinstance(x, Mapping | Tensor) or (isinstance(x, list) and _is_opened(x)) for x in value)
+
+
+def nested(entries: Mapping[Path, Any]) -> dict[str, Any]:
+    """The inverse of :func:`flattened`, of what stands at each path."""
+    root: dict[str, Any] = {}
+    for path, value in entries.items():
+        place: Any = root
+        for key, following in zip(path, path[1:], strict=False):
+            empty: Any = [] if isinstance(following, int) else {}
+            place = _step(place, key, empty)
+        _step(place, path[-1], value)
+    return root
+
+
+def _step(place: Any, key: str | int, value: Any) -> Any:
+    if isinstance(place, dict):
+        return place.setdefault(key, value)
+    assert isinstance(key, int), f"{key!r} for a list"
+    while len(place) <= key:
+        place.append(None)
+    if place[key] is None:
+        place[key] = value
+    return place[key]
+
+
+def items_of(state: Mapping[str, tuple[Path, Any]], rank: int) -> Iterator[Piece | Blob]:
+    """What ``rank`` writes of a flattened state, in its order. Tied values are written once."""
+    keys: dict[int, list[str]] = {}
+    for key, (_, value) in state.items():
+        keys.setdefault(id(value) if isinstance(value, Tensor) else id(key), []).append(key)
+    for key, (_, value) in state.items():
+        if not isinstance(value, Tensor):
+            if rank == 0:
+                yield Blob((key,), value)
+            continue
+        names = keys.pop(id(value), None)
+        if names is None:
+            continue
+        if isinstance(value, ShardedValue):
+            parts = value.parts(PIECE_BYTES // value.dtype.itemsize)
+        else:
+            parts = _cut(value.detach()) if rank == 0 else []
+        if rank == 0 and not value.numel():  # it has a shape, though
+            parts = [(Box((0,) * value.dim(), tuple(value.shape)), torch.empty(value.shape, dtype=value.dtype))]
+        for box, values in parts:
+            yield Piece(tuple(names), value.shape, box, values)
+
+
+def _cut(value: Tensor) -> list[tuple[Box, Tensor]]:
+    whole = Box((0,) * value.dim(), tuple(value.shape))
+    found = boxes(value.shape, 0, value.numel(), PIECE_BYTES // value.dtype.itemsize)
+    return [(box, value[box.within(whole)]) for box in found]

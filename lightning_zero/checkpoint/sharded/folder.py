@@ -1,0 +1,186 @@
+"""The folder of a checkpoint while it is written: beside the place where it belongs, until one rename puts it there.
+
+Protocol: one rank calls :meth:`~LocalFolder.begin`; then any rank :meth:`~LocalFolder.create`, for files of different
+names; then the one rank :meth:`~LocalFolder.commit`, or :meth:`~LocalFolder.discard`. Whoever dies in between leaves
+what stood there before, and a folder ``NAME.incomplete``, which the next save to the same place removes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+
+__all__ = ["INCOMPLETE", "REPLACED", "Folder", "folder_at", "sync_folder"]
+
+INCOMPLETE = ".incomplete"
+REPLACED = ".replaced"  # what stood there before, where one rename cannot put another folder in its place
+TOKEN = ".save_id"
+
+
+class Folder(Protocol):
+    """Where a checkpoint is written."""
+
+    def begin(self, token: str) -> None:
+        """Makes room for the files of a save, whose id is ``token``. One rank."""
+
+    def sees(self, token: str) -> bool:
+        """Whether this rank sees what :meth:`begin` has made on another."""
+
+    def create(self, name: str) -> BinaryIO:
+        """A new file, open for writing."""
+
+    def commit(self) -> None:
+        """Puts it where it belongs, in place of what stands there. One rank."""
+
+    def discard(self) -> None:
+        """Removes what has been written. One rank."""
+
+
+def folder_at(path: str | Path) -> Folder:
+    """On a local file system, or wherever fsspec reaches."""
+    fs, place = url_to_fs(str(path))
+    return LocalFolder(Path(place)) if isinstance(fs, LocalFileSystem) else RemoteFolder(fs, place)
+
+
+class LocalFolder:
+    """On a file system of this host, or one that all hosts mount."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._work = _beside(path, INCOMPLETE)
+        self._old = _beside(path, REPLACED)
+
+    def begin(self, token: str) -> None:
+        if not os.path.lexists(self._path) and os.path.lexists(self._old):
+            os.rename(self._old, self._path)  # a save died between two renames
+        _remove(self._work)
+        _make_folders(self._path.parent)
+        self._work.mkdir()
+        (self._work / TOKEN).write_text(token)
+
+    def sees(self, token: str) -> bool:
+        with suppress(OSError):
+            return (self._work / TOKEN).read_text() == token
+        return False
+
+    def create(self, name: str) -> BinaryIO:
+        return open(self._work / name, "xb", buffering=0)
+
+    def commit(self) -> None:
+        (self._work / TOKEN).unlink()
+        sync_folder(self._work)
+        parent = self._path.parent
+        if not os.path.lexists(self._path):
+            os.rename(self._work, self._path)
+            sync_folder(parent)
+        elif exchange(self._work, self._path):
+            sync_folder(parent)
+            _remove(self._work)
+        else:
+            _remove(self._old)
+            os.rename(self._path, self._old)
+            os.rename(self._work, self._path)
+            sync_folder(parent)
+            _remove(self._old)
+
+    def discard(self) -> None:
+        _remove(self._work)
+
+
+class RemoteFolder:
+    """In an object store, or on what else has no rename: the manifest, which is written last, makes it a checkpoint.
+    What already stands there is written beside and put in its place by copies."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path.rstrip("/")
+        self._work = self._path
+
+    def begin(self, token: str) -> None:
+        beside = f"{self._path}{INCOMPLETE}"
+        if self._fs.exists(beside):
+            self._fs.rm(beside, recursive=True)
+        if self._fs.exists(f"{self._path}/{TOKEN}"):  # of a save that was killed
+            self._fs.rm(self._path, recursive=True)
+        self._work = beside if self._fs.exists(self._path) else self._path
+        self._fs.makedirs(self._work, exist_ok=True)
+        self._fs.pipe_file(f"{self._work}/{TOKEN}", token.encode())
+
+    def sees(self, token: str) -> bool:
+        self._fs.invalidate_cache()
+        for work in (f"{self._path}{INCOMPLETE}", self._path):
+            with suppress(OSError):
+                if self._fs.cat_file(f"{work}/{TOKEN}") == token.encode():
+                    self._work = work
+                    return True
+        return False
+
+    def create(self, name: str) -> BinaryIO:
+        file: BinaryIO = self._fs.open(f"{self._work}/{name}", "wb")
+        return file
+
+    def commit(self) -> None:
+        self._fs.rm_file(f"{self._work}/{TOKEN}")
+        if self._work == self._path:
+            return
+        self._fs.rm(self._path, recursive=True)
+        self._fs.invalidate_cache()
+        names = [entry.rsplit("/", 1)[-1] for entry in self._fs.ls(self._work, detail=False)]
+        for name in sorted(names, key=lambda name: name == MANIFEST):
+            self._fs.copy(f"{self._work}/{name}", f"{self._path}/{name}")
+        self._fs.rm(self._work, recursive=True)
+
+    def discard(self) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm(self._work, recursive=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Lets two names of a file system change places at once; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    if rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def sync_folder(path: Path) -> None:
+    """Brings the names in a folder to the disk; the files themselves are their writers' business."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
+
+
+def _make_folders(path: Path) -> None:
+    missing = [path, *path.parents]
+    missing = missing[: next(number for number, folder in enumerate(missing) if folder.is_dir())]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,100 @@
+"""Checksums of files: XXH3 with 128 bits, which finds damage, and is no proof against somebody who forges it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from io import RawIOBase, UnsupportedOperation
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import xxhash
+
+__all__ = ["FileSum", "HashedFile", "digest_of", "sum_of"]
+
+BLOCK = 4 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file must be.
+
+    Attributes:
+        bytes: its size.
+        xxh3_128: its checksum, in hexadecimal digits.
+    """
+
+    bytes: int
+    xxh3_128: str
+
+    as_dict = asdict
+
+
+class HashedFile(RawIOBase):
+    """A file that is written from its beginning to its end, and summed up meanwhile. When it is closed without an
+    error, its bytes are on the disk, and not only in the system's memory, where there is a disk.
+
+    Args:
+        file: open for writing; closed with this object.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = xxhash.xxh3_128()
+        self._bytes = 0
+
+    def write(self, data: Any) -> int:
+        """All of ``data``, which has the buffer protocol."""
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        written = 0
+        while written < len(view):
+            written += self._file.write(view[written:])
+        self._bytes += len(view)
+        return len(view)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._bytes
+
+    @property
+    def sum(self) -> FileSum:
+        return FileSum(self._bytes, self._hash.hexdigest())
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._file.flush()
+                with suppress(UnsupportedOperation, AttributeError):  # a file in memory, or in an object store
+                    os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def sum_of(file: BinaryIO, read: Callable[[int], None] = lambda count: None) -> FileSum:
+    """Of a whole file, open for reading.
+
+    Args:
+        file: is read to its end.
+        read: is told after each block how many bytes it had.
+    """
+    found, size, block = xxhash.xxh3_128(), 0, memoryview(bytearray(BLOCK))
+    while count := file.readinto(block):  # type: ignore[attr-defined]
+        found.update(block[:count])
+        size += count
+        read(count)
+    return FileSum(size, found.hexdigest())
+
+
+def digest_of(data: bytes) -> str:
+    """The checksum of ``data``, in hexadecimal digits."""
+    return xxhash.xxh3_128(data).hexdigest()

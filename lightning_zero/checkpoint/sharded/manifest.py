@@ -1,0 +1,84 @@
+"""What a folder of a checkpoint must hold: names, sizes and checksums of its files, in ``manifest.json``.
+
+The manifest is written last. A folder that we wrote and that has none, or one that does not fit, is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+
+import torch
+
+from lightning_zero.checkpoint.sharded.hashed import FileSum, digest_of
+from lightning_zero.errors import CheckpointError
+from lightning_zero.version import __version__
+
+__all__ = ["FORMAT", "MANIFEST", "Manifest"]
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Of one folder.
+
+    Attributes:
+        save_id: of the save that wrote all files; ``.metadata`` names it, too.
+        world_size: number of ranks that wrote them.
+        files: all but the manifest itself, by their names in the folder.
+        written_by: this package's name and version.
+        torch: version of torch.
+        format: of the folder; a reader knows those up to its own.
+    """
+
+    save_id: str
+    world_size: int
+    files: Mapping[str, FileSum]
+    written_by: str = f"lightning_zero {__version__}"
+    torch: str = torch.__version__
+    format: int = FORMAT
+
+    def to_bytes(self) -> bytes:
+        """As JSON, with a checksum over itself."""
+        body = asdict(self) | {"files": {name: found.as_dict() for name, found in sorted(self.files.items())}}
+        return json.dumps(body | {"xxh3_128": digest_of(_canonical(body))}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """The inverse of :meth:`to_bytes`.
+
+        Args:
+            data: the file's contents.
+            where: its path, for errors.
+
+        Raises:
+            CheckpointError: it is damaged, of a later format, or names files outside of its folder.
+        """
+        try:
+            body = json.loads(data)
+            told = body.pop("xxh3_128")
+            whole = told == digest_of(_canonical(body))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            whole = False
+        if not whole:
+            raise CheckpointError(f"{where} is damaged: its own checksum does not fit. Use another checkpoint.")
+        if body["format"] > FORMAT:
+            raise CheckpointError(
+                f"{where} says format {body['format']}, written by {body['written_by']}; this version "
+                f"({__version__}) knows formats up to {FORMAT}. Update lightning_zero."
+            )
+        files = {name: FileSum(**entry) for name, entry in body.pop("files").items()}
+        for name in files:
+            if PurePosixPath(name).name != name or name in (".", "..") or "\\" in name:
+                raise CheckpointError(
+                    f"{where} names {name!r}, which is not a file of its folder. It was not written by us."
+                )
+        return cls(files=files, **body)
+
+
+def _canonical(body: Mapping[str, object]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

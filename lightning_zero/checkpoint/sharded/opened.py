@@ -1,0 +1,225 @@
+"""A sharded checkpoint that is read: its files, and what they say about themselves. Ours, and others' in the same
+format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from io import RawIOBase
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+
+import torch
+from fsspec.core import url_to_fs
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from lightning_zero.checkpoint.sharded.boxes import Box
+from lightning_zero.checkpoint.sharded.contents import nested
+from lightning_zero.checkpoint.sharded.hashed import sum_of
+from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
+from lightning_zero.checkpoint.sharded.metadata import METADATA, read_metadata
+from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
+from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["OpenedFolder", "is_folder"]
+
+
+def is_folder(path: Any) -> bool:
+    """Whether ``path`` is a folder, here or where fsspec reaches; a file object is none."""
+    if not isinstance(path, str) and not hasattr(path, "__fspath__"):
+        return False
+    fs, place = url_to_fs(str(path))
+    return bool(fs.isdir(place))
+
+
+class OpenedFolder:
+    """Reads no tensor until it is asked for one.
+
+    Args:
+        path: of the folder, or its URL.
+
+    Attributes:
+        path: as given.
+        manifest: None where somebody else wrote the checkpoint.
+        metadata: what ``.metadata`` says.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or not a whole one.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fs, self._place = url_to_fs(path)
+        self.manifest = self._read_manifest()
+        if not self._has(METADATA):
+            raise CheckpointError(
+                f"{path} holds no sharded checkpoint: it has no file {METADATA!r}. It may be what a save that was "
+                "killed has left, or a folder of something else."
+            )
+        if self.manifest is not None:
+            self.check([METADATA])
+        with self.open(METADATA) as file:
+            self.metadata = read_metadata(file, self._named(METADATA))
+        said = getattr(getattr(self.metadata, "storage_meta", None), "save_id", None) or ""
+        if self.manifest is None and said.startswith(SAVED_BY):
+            raise CheckpointError(
+                f"{path} is not complete: its {MANIFEST!r} is missing, which is written last. The save was killed, or "
+                "a copy of the folder was. Use another checkpoint."
+            )
+        if self.manifest is not None and said != self.manifest.save_id:
+            raise CheckpointError(
+                f"{self._named(METADATA)} and {self._named(MANIFEST)} were written by different saves. Use another "
+                "checkpoint."
+            )
+
+    # -- files
+
+    def open(self, name: str) -> BinaryIO:
+        """A file of the folder, for reading."""
+        try:
+            file: BinaryIO = self._fs.open(f"{self._place}/{name}", "rb")
+        except FileNotFoundError:
+            raise CheckpointError(f"{self._named(name)} is missing. Use another checkpoint.") from None
+        return file
+
+    def _has(self, name: str) -> bool:
+        return bool(self._fs.exists(f"{self._place}/{name}"))
+
+    def _named(self, name: str) -> str:
+        return f"{self.path.rstrip('/')}/{name}"
+
+    def _read_manifest(self) -> Manifest | None:
+        if not self._has(MANIFEST):
+            return None
+        with self.open(MANIFEST) as file:
+            return Manifest.from_bytes(file.read(), self._named(MANIFEST))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files that the checkpoint consists of, as far as it says."""
+        if self.manifest is not None:
+            return {name: found.bytes for name, found in self.manifest.files.items()}
+        return {name: int(self._fs.size(f"{self._place}/{name}")) for name in sorted(self._named_files())}
+
+    def check(self, names: Iterable[str], read: Callable[[int], None] = lambda count: None) -> None:
+        """Compares files with what the manifest says of them.
+
+        Raises:
+            CheckpointError: one is missing, has another size, or other contents.
+        """
+        assert self.manifest is not None, "a foreign checkpoint has no checksums"
+        for name in names:
+            wanted = self.manifest.files.get(name)
+            if wanted is None:
+                raise CheckpointError(f"{self._named(name)} is not of this checkpoint: its manifest does not name it.")
+            if not self._has(name):
+                raise CheckpointError(f"{self._named(name)} is missing. Use another checkpoint.")
+            size = int(self._fs.size(f"{self._place}/{name}"))
+            if size != wanted.bytes:
+                raise CheckpointError(
+                    f"{self._named(name)} is damaged: it has {size:,} bytes, and had {wanted.bytes:,} when it was "
+                    "saved. Use another checkpoint."
+                )
+            with self.open(name) as file:
+                found = sum_of(file, read)
+            if found != wanted:
+                raise CheckpointError(
+                    f"{self._named(name)} is damaged: its checksum is {found.xxh3_128}, and was {wanted.xxh3_128} "
+                    "when it was saved. Use another checkpoint."
+                )
+
+    # -- what is in them
+
+    def rest(self, weights_only: bool | None = None) -> Any:
+        """What was saved as one object; None where nothing was. Unpickles only what is harmless, unless
+        ``weights_only=False`` says that the file is to be trusted."""
+        if not self._has(REST):
+            return None
+        with self.open(REST) as file:
+            return torch.load(file, map_location="cpu", weights_only=weights_only is not False)
+
+    def state(self, within: str = "") -> dict[str, Any]:
+        """The nested state: :class:`~lightning_zero.checkpoint.sharded.values.SavedValue` for each tensor, and other
+        things as they are.
+
+        Args:
+            within: only what is under this key, with the key itself.
+        """
+        paths = self.metadata.planner_data or {}
+        found = {}
+        for key, entry in self.metadata.state_dict_metadata.items():
+            path = tuple(paths.get(key, (key,)))
+            if within and path[0] != within:
+                continue
+            found[path] = self._saved(key, entry) if isinstance(entry, TensorStorageMetadata) else self._other(key)
+        return nested(found)
+
+    def _saved(self, key: str, entry: TensorStorageMetadata) -> SavedValue:
+        chunks = []
+        for number, chunk in enumerate(entry.chunks):
+            index = MetadataIndex(key, chunk.offsets, number)
+            read = partial(self._tensor, self._info(index), key, torch.Size(chunk.sizes))
+            chunks.append((Box(tuple(chunk.offsets), tuple(chunk.sizes)), read))
+        return SavedValue(key, torch.Size(entry.size), entry.properties.dtype, chunks)
+
+    def _info(self, index: MetadataIndex) -> Any:
+        info = self.metadata.storage_data.get(index)
+        if info is None or PurePosixPath(info.relative_path).name != info.relative_path:
+            raise CheckpointError(f"{self._named(METADATA)} does not say in which file {index.fqn!r} lies.")
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{self.path} was saved with extensions of torch's format ({info.transform_descriptors}), which are "
+                "not known here. Save it again without them."
+            )
+        return info
+
+    def _tensor(self, info: Any, key: str, sizes: torch.Size) -> Tensor:
+        value = self._load(info, key)
+        if not isinstance(value, Tensor) or value.shape != sizes:
+            raise CheckpointError(f"{self._named(info.relative_path)} holds something else where {key!r} should be.")
+        return value
+
+    def _other(self, key: str) -> Any:
+        return self._load(self._info(MetadataIndex(key)), key)
+
+    def _load(self, info: Any, key: str) -> Any:
+        with self.open(info.relative_path) as file:
+            part: Any = _Part(file, info.offset, info.length)
+            try:
+                return torch.load(part, map_location="cpu", weights_only=True)
+            except Exception as error:  # damage may show as anything
+                raise CheckpointError(
+                    f"{self._named(info.relative_path)} is damaged where {key!r} lies: {error}. Use another checkpoint."
+                ) from error
+
+    def _named_files(self) -> set[str]:
+        names = {info.relative_path for info in self.metadata.storage_data.values()} | {METADATA}
+        return names | ({REST} if self._has(REST) else set())
+
+
+class _Part(RawIOBase):
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        self._file.seek(self._offset + self._at)
+        count: int = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return count

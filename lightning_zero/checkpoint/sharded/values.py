@@ -1,0 +1,144 @@
+"""Tensors that are whole only in a checkpoint: what a rank is about to save of one, and what it may read of one.
+
+Both stand in state dicts where the whole values stand in a full checkpoint, with the whole shape, so that hooks which
+rename, add and remove entries need not know the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.sharded.boxes import Box, boxes, overlap
+from lightning_zero.compat.tensors import make_wrapper_subclass, tree_map_only
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.layout import ShardLayout, inverse
+
+__all__ = ["SavedValue", "ShardedValue"]
+
+
+class ShardedValue(Tensor):
+    """This rank's part of a tensor that is cut like a parameter.
+
+    Attributes:
+        cut: its layout.
+        shard: 1-D, this rank's elements and padding; not a copy.
+        rank: this one.
+    """
+
+    cut: ShardLayout
+    shard: Tensor
+    rank: int
+
+    @staticmethod
+    def __new__(cls, layout: ShardLayout, shard: Tensor, rank: int) -> ShardedValue:
+        made = make_wrapper_subclass(cls, layout.shape, dtype=shard.dtype, device=shard.device)
+        made.cut, made.shard, made.rank = layout, shard.detach().reshape(-1), rank
+        return made
+
+    def parts(self, most: int) -> list[tuple[Box, Tensor]]:
+        """Boxes of the whole tensor, each with at most so many elements or a row, and this rank's values of them: views
+        of the shard. None of the padding."""
+        begin, end = self.cut.range_of(self.rank)
+        order = self.cut.order
+        found, position = [], 0
+        for box in boxes(self.cut.stored_shape, begin, end, most):
+            values = self.shard[position : position + box.numel].view(box.sizes)
+            position += box.numel
+            if order is not None:
+                box, values = box.permuted(inverse(order)), values.permute(inverse(order))
+            found.append((box, values))
+        return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise UnsupportedError(
+            f"{func} was called on a tensor that is about to be saved in a sharded checkpoint; no rank has all of its "
+            "values. Rename, add or leave out entries of the state dict as you like; to compute with whole values, do "
+            "it inside lightning_zero.full_parameters(module), or save with state_dict_type='full'."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedValue({tuple(self.shape)}, {self.dtype}, rank {self.rank} of {self.cut.world_size})"
+
+
+class SavedValue(Tensor):
+    """A tensor of a checkpoint that is open, read only when it is wanted: a rank's part of it by
+    :meth:`read_part`, all of it where torch computes with it.
+
+    Attributes:
+        chunks: the boxes in which it lies in files, and how to read each: a tensor of the box's sizes.
+        key: its own, for errors.
+    """
+
+    chunks: Sequence[tuple[Box, Callable[[], Tensor]]]
+    key: str
+
+    @staticmethod
+    def __new__(
+        cls, key: str, shape: torch.Size, dtype: torch.dtype, chunks: Sequence[tuple[Box, Callable[[], Tensor]]]
+    ) -> SavedValue:
+        made = make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        made.key, made.chunks = key, chunks
+        return made
+
+    def whole(self) -> Tensor:
+        """All of it, in memory of its own."""
+        value = torch.empty(self.shape, dtype=self.dtype)
+        everything = Box((0,) * value.dim(), tuple(value.shape))
+        self._read([(everything, value)])
+        return value
+
+    def read_part(self, shard: Tensor, layout: ShardLayout, rank: int) -> None:
+        """Writes ``rank``'s elements into the 1-D ``shard``, any device and dtype, and zeros into its padding."""
+        begin, end = layout.range_of(rank)
+        order = layout.order
+        wanted, position = [], 0
+        for box in boxes(layout.stored_shape, begin, end):
+            values = shard[position : position + box.numel].view(box.sizes)
+            position += box.numel
+            if order is not None:
+                box, values = box.permuted(inverse(order)), values.permute(inverse(order))
+            wanted.append((box, values))
+        self._read(wanted)
+        shard[end - begin :].zero_()
+
+    def _read(self, wanted: Sequence[tuple[Box, Tensor]]) -> None:
+        for held, read in self.chunks:
+            shared = [(common, box, target) for box, target in wanted if (common := overlap(held, box)) is not None]
+            if not shared:
+                continue
+            values = read()
+            for common, box, target in shared:
+                target[common.within(box)].copy_(values[common.within(held)])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func._schema.is_mutable and _written(func, args, kwargs or {}):
+            raise UnsupportedError(
+                f"{func} would change a value of a checkpoint in place, where it would not stay. Put a new tensor into "
+                "the state dict instead: state[key] = state[key] * 2, say."
+            )
+        args, kwargs = tree_map_only(SavedValue, SavedValue.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SavedValue({self.key!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether one of those that ``func`` writes to is a checkpoint's."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    writes = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return any(isinstance(given.get(name), SavedValue) for name in writes)

@@ -1,0 +1,94 @@
+"""Tensors that are whole only in a checkpoint."""
+
+import pytest
+import torch
+
+from lightning_zero.checkpoint.sharded.boxes import Box
+from lightning_zero.checkpoint.sharded.values import SavedValue, ShardedValue
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.layout import ShardLayout, memory_order
+
+SHAPES = [(), (5,), (7, 5), (130, 3, 2), (8, 4, 3, 3), (0, 4)]
+
+
+def _whole(shape: tuple[int, ...], channels_last: bool = False) -> torch.Tensor:
+    values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    return values.to(memory_format=torch.channels_last) if channels_last else values
+
+
+CASES = [_whole(shape) for shape in SHAPES] + [_whole((8, 4, 3, 3), channels_last=True)]
+
+
+def _saved(whole: torch.Tensor, writers: int, most: int, read: list[Box]) -> SavedValue:
+    """As it lies in a checkpoint that so many ranks have written."""
+    layout = ShardLayout.of(whole.shape, whole.dtype, writers, memory_order(whole))
+    chunks = []
+    for rank in range(writers):
+        for box, values in ShardedValue(layout, layout.part(whole, rank), rank).parts(most):
+
+            def load(box: Box = box, values: torch.Tensor = values) -> torch.Tensor:
+                read.append(box)
+                return values
+
+            chunks.append((box, load))
+    return SavedValue("w", whole.shape, whole.dtype, chunks)
+
+
+@pytest.mark.parametrize("whole", CASES, ids=lambda value: f"{tuple(value.shape)}{value.stride()}")
+@pytest.mark.parametrize("most", [10, 1 << 20])
+def test_any_number_of_ranks_reads_what_any_number_has_written(whole: torch.Tensor, most: int) -> None:
+    for writers in (1, 2, 3):
+        saved = _saved(whole, writers, most, [])
+        assert torch.equal(saved.whole(), whole)
+        for readers in (1, 2, 5):
+            layout = ShardLayout.of(whole.shape, whole.dtype, readers, memory_order(whole))
+            for rank in range(readers):
+                assert torch.equal(layout.part(saved, rank), layout.part(whole, rank)), (writers, readers, rank)
+
+
+def test_no_more_is_read_than_what_holds_the_part() -> None:
+    whole = _whole((130, 32))
+    read: list[Box] = []
+    saved = _saved(whole, 2, 10 * 32, read)
+    layout = ShardLayout.of(whole.shape, whole.dtype, 4)
+    layout.part(saved, 1)
+    begin, end = layout.range_of(1)
+    assert sum(box.numel for box in read) <= end - begin + 2 * 10 * 32
+    assert len(read) == len(set(read))
+
+
+def test_another_dtype_is_converted() -> None:
+    saved = _saved(_whole((7, 5)), 2, 100, [])
+    layout = ShardLayout.of(saved.shape, torch.bfloat16, 2)
+    shard = torch.empty(layout.shard_numel, dtype=torch.bfloat16)
+    layout.write(shard, saved, 0)
+    assert torch.equal(shard[:35], _whole((7, 5)).flatten().bfloat16()[: layout.shard_numel])
+
+
+def test_hooks_may_compute_with_what_was_saved() -> None:
+    whole = _whole((7, 5))
+    saved = _saved(whole, 2, 10, [])
+    assert torch.equal(saved[:3] * 2, whole[:3] * 2)
+    assert torch.equal(torch.cat([saved, torch.zeros(1, 5)]), torch.cat([whole, torch.zeros(1, 5)]))
+    target = torch.zeros(7, 5)
+    target.copy_(saved)
+    assert torch.equal(target, whole)
+    assert torch.nn.Parameter(torch.empty(7, 5)).data.copy_(saved).sum() == whole.sum()
+    assert repr(saved) == "SavedValue('w', (7, 5), torch.float32)"
+
+
+def test_an_edit_that_would_be_lost_is_refused() -> None:
+    saved = _saved(_whole((7, 5)), 1, 100, [])
+    with pytest.raises(UnsupportedError, match=r"change a value of a checkpoint in place.*state\[key\]"):
+        saved.mul_(2)
+    with pytest.raises(UnsupportedError, match="in place"):
+        torch.add(torch.ones(7, 5), 1, out=saved)
+
+
+def test_nobody_computes_with_a_part_that_looks_whole() -> None:
+    layout = ShardLayout.of(torch.Size((7, 5)), torch.float32, 2)
+    part = ShardedValue(layout, torch.zeros(layout.shard_numel), 1)
+    assert part.shape == (7, 5)
+    assert part.detach() is part
+    with pytest.raises(UnsupportedError, match=r"about to be saved.*full_parameters.*state_dict_type='full'"):
+        part * 2
