@@ -68,15 +68,15 @@ class Checkpoints:
 
     # -- what was saved
 
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Loads this rank's part of a state dict of either form.
+    def optimizer_part(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a state dict of either form, as the optimizer of shards takes it. Not collective.
 
         Raises:
             ValueError: it was saved for other parameters.
         """
         if is_by_name(state):
             state = by_number(state, optimizer, self._module())
-        optimizer.load_state_dict(shard_optimizer_state(dict(state), optimizer, self._sharder))
+        return shard_optimizer_state(dict(state), optimizer, self._sharder)
 
     # -- folders
 

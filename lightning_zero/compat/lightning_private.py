@@ -3,6 +3,7 @@
 from lightning.fabric.strategies import strategy
 from lightning.fabric.strategies.launchers import subprocess_script as fabric_script
 from lightning.fabric.utilities import device_dtype_mixin, distributed, init, optimizer
+from lightning.pytorch.plugins.io import wrapper
 from lightning.pytorch.strategies.launchers import subprocess_script
 
 # Modules that know their dtype (the LightningModule), which must be told when shards are converted. (lightning 2.6+)
@@ -32,7 +33,17 @@ BackwardSyncControl = strategy._BackwardSyncControl
 # Leaves out what torch.nn.init does, for init_module(empty_init=True). (lightning 2.6+)
 EmptyInit = init._EmptyInit
 
+# Replaces modules and optimizers in what Fabric saves by their states. (lightning 2.6+)
+convert_state = strategy.Strategy._convert_stateful_objects_in_state
+
+# A CheckpointIO around another one, AsyncCheckpointIO is such: whoever has none inside gets ours. (lightning 2.6+)
+WrappingCheckpointIO = wrapper._WrappingCheckpointIO
+
 ATTRIBUTES = {
+    # Where a strategy keeps its CheckpointIO: by default ours. (lightning 2.6+)
+    "lightning.pytorch.strategies.ParallelStrategy._checkpoint_io",
+    # The same of Fabric's. (lightning 2.6+)
+    "lightning.fabric.strategies.ParallelStrategy._checkpoint_io",
     # Overridden: which launcher starts processes. (lightning 2.6+)
     "lightning.pytorch.strategies.ParallelStrategy._configure_launcher",
     # Where that launcher is kept. (lightning 2.6+)

@@ -7,29 +7,27 @@ in the list that full checkpoints have.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 
-from torch import Tensor
-
 from lightning_zero.checkpoint.sharded.opened import OpenedFolder
+from lightning_zero.checkpoint.sharded.optimizers import is_by_name
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["joined", "parted"]
+__all__ = ["as_trainers", "joined", "parted"]
 
 MODEL = ("state_dict", "model")  # the second is FSDPStrategy's
 STATES = "optimizer_states"
 
 
 def parted(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What goes into tensors' files, and what is saved as one object: Lightning's own entries, and users'."""
+    """What goes into tensors' files, and what is saved as one object: all that has no shards in it."""
     state: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for key, value in checkpoint.items():
         if key == STATES:
             state.update({f"optimizer_{number}": one for number, one in enumerate(value)})
-        elif key == MODEL[0] or _holds_shards(value):
+        elif key in MODEL or _holds_shards(value) or (isinstance(value, Mapping) and is_by_name(value)):
             state[key] = value
         else:
             rest[key] = value
@@ -40,23 +38,28 @@ def joined(folder: OpenedFolder, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint as one dict. Tensors are read when they are wanted.
 
     Raises:
-        CheckpointError: the folder holds tensors, and nothing that a Trainer could go on from.
+        CheckpointError: the folder holds tensors, and nothing that a loop could go on from.
     """
-    rest, state = folder.rest(weights_only), folder.state()
+    rest = folder.rest(weights_only)
     if not isinstance(rest, dict):
         raise CheckpointError(
-            f"{folder.path} holds tensors, and no file 'meta.pt' in which a Trainer has saved its own state: it was "
-            "not written by a Trainer. Make one file of it with "
+            f"{folder.path} holds tensors, and no file 'meta.pt' with the state of a Trainer or a loop: neither has "
+            "written it. Make one file of it with "
             "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(), and load that into the module."
         )
-    if MODEL[0] not in state and MODEL[1] in state:
-        state[MODEL[0]] = state.pop(MODEL[1])
-    states: list[Any] = []
-    for number in count():
-        if f"optimizer_{number}" not in state:
-            break
-        states.append(state.pop(f"optimizer_{number}"))
-    return rest | state | {STATES: states}
+    return rest | folder.state()
+
+
+def as_trainers(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """With the names that a Trainer knows. Also of a file that Lightning's tool has made of a folder."""
+    if MODEL[0] not in checkpoint and MODEL[1] in checkpoint:
+        checkpoint[MODEL[0]] = checkpoint.pop(MODEL[1])
+    if STATES not in checkpoint:
+        states: list[Any] = []
+        while (state := checkpoint.pop(f"optimizer_{len(states)}", None)) is not None:
+            states.append(state)
+        checkpoint[STATES] = states
+    return checkpoint
 
 
 def _holds_shards(value: Any) -> bool:
@@ -64,4 +67,4 @@ def _holds_shards(value: Any) -> bool:
         return any(_holds_shards(inner) for inner in value.values())
     if isinstance(value, list | tuple):
         return any(_holds_shards(inner) for inner in value)
-    return isinstance(value, Tensor) and isinstance(value, ShardedValue)
+    return isinstance(value, ShardedValue)

@@ -7,10 +7,7 @@ what stood there before, and a folder ``NAME.incomplete``, which the next save t
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -18,12 +15,19 @@ from typing import Any, BinaryIO, Protocol
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_zero.checkpoint.places import (
+    INCOMPLETE,
+    REPLACED,
+    beside,
+    make_folders,
+    put_in_place,
+    remove,
+    sync_folder,
+)
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
 
-__all__ = ["INCOMPLETE", "REPLACED", "Folder", "folder_at", "sync_folder"]
+__all__ = ["Folder", "folder_at"]
 
-INCOMPLETE = ".incomplete"
-REPLACED = ".replaced"  # what stood there before, where one rename cannot put another folder in its place
 TOKEN = ".save_id"
 
 
@@ -57,14 +61,14 @@ class LocalFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._work = _beside(path, INCOMPLETE)
-        self._old = _beside(path, REPLACED)
+        self._work = beside(path, INCOMPLETE)
+        self._old = beside(path, REPLACED)
 
     def begin(self, token: str) -> None:
         if not os.path.lexists(self._path) and os.path.lexists(self._old):
             os.rename(self._old, self._path)  # a save died between two renames
-        _remove(self._work)
-        _make_folders(self._path.parent)
+        remove(self._work)
+        make_folders(self._path.parent)
         self._work.mkdir()
         (self._work / TOKEN).write_text(token)
 
@@ -79,22 +83,10 @@ class LocalFolder:
     def commit(self) -> None:
         (self._work / TOKEN).unlink()
         sync_folder(self._work)
-        parent = self._path.parent
-        if not os.path.lexists(self._path):
-            os.rename(self._work, self._path)
-            sync_folder(parent)
-        elif exchange(self._work, self._path):
-            sync_folder(parent)
-            _remove(self._work)
-        else:
-            _remove(self._old)
-            os.rename(self._path, self._old)
-            os.rename(self._work, self._path)
-            sync_folder(parent)
-            _remove(self._old)
+        put_in_place(self._work, self._path)
 
     def discard(self) -> None:
-        _remove(self._work)
+        remove(self._work)
 
 
 class RemoteFolder:
@@ -142,45 +134,3 @@ class RemoteFolder:
     def discard(self) -> None:
         with suppress(FileNotFoundError):
             self._fs.rm(self._work, recursive=True)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Lets two names of a file system change places at once; False where the system cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
-    if rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
-        return False
-    raise OSError(number, os.strerror(number), str(one), None, str(other))
-
-
-def sync_folder(path: Path) -> None:
-    """Brings the names in a folder to the disk; the files themselves are their writers' business."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def _beside(path: Path, ending: str) -> Path:
-    return path.with_name(path.name + ending)
-
-
-def _make_folders(path: Path) -> None:
-    missing = [path, *path.parents]
-    missing = missing[: next(number for number, folder in enumerate(missing) if folder.is_dir())]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync_folder(folder.parent)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.boxes import Box, boxes, overlap
-from lightning_zero.compat.tensors import make_wrapper_subclass, tree_map_only
+from lightning_zero.compat.tensors import disabled_torch_function, make_wrapper_subclass, tree_map_only
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout, inverse
 
@@ -32,6 +32,8 @@ class ShardedValue(Tensor):
     cut: ShardLayout
     shard: Tensor
     rank: int
+    # Results are plain tensors.
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, layout: ShardLayout, shard: Tensor, rank: int) -> ShardedValue:
@@ -80,6 +82,8 @@ class SavedValue(Tensor):
 
     chunks: Sequence[tuple[Box, Callable[[], Tensor]]]
     key: str
+    # Results are plain tensors.
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.full import shard_optimizer_state
 from lightning_zero.compat.lightning_private import optimizer_to_device
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
@@ -83,7 +82,7 @@ def prepare(optimizer: Optimizer, loop: Loop) -> None:
                 "optimizer is empty on all ranks but the first. Write files with fabric.save() and read them with "
                 "fabric.load(), which give every rank its part."
             )
-        return shard_optimizer_state(state, optimizer, loop.engine.sharder)  # which also keeps the loop
+        return loop.engine.checkpoints.optimizer_part(optimizer, state)  # which also keeps the loop
 
     optimizer.register_load_state_dict_pre_hook(to_shards)
     optimizer.register_load_state_dict_post_hook(lambda loaded: optimizer_to_device(loaded, engine.device))

@@ -14,26 +14,53 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.checkpoint.checkpoints import Checkpoints
+from lightning_zero.checkpoint.sharded.opened import OpenedFolder, is_folder
+from lightning_zero.compat.lightning_private import convert_state
+from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.fabric.module import unwrapped
-from lightning_zero.integrations.reading import load_mapped
+from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations.folders import joined, parted
 
 __all__ = ["Saving"]
 
 
-class _Mapping(TorchCheckpointIO):
-    """Reads by :func:`load_mapped`."""
+class _Lazy(TorchCheckpointIO):
+    """Gives a checkpoint, either kind, of which tensors are read when they are wanted."""
 
-    def __init__(self, io: CheckpointIO) -> None:
-        self._io = io
+    def __init__(self, io: CheckpointIO, checkpoints: Checkpoints | None) -> None:
+        self._io, self._checkpoints = io, checkpoints
 
     @override
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return load_mapped(self._io, path, weights_only)
+        together = None if self._checkpoints is None else self._checkpoints.together
+        if not is_folder(path):
+            return load_file(self._io, path, weights_only, together)
+        folder = OpenedFolder(str(path)) if self._checkpoints is None else self._checkpoints.open(path)
+        return joined(folder, weights_only)
 
 
 class Saving(ParallelStrategy):
-    """For a strategy, which knows the engine of an optimizer."""
+    """For a strategy, which knows the engine of an optimizer, and the one that was set up last."""
+
+    _engine: Engine | None
+    _options: EngineConfig
+
+    @property
+    def _sharded(self) -> bool:
+        return self._options.state_dict_type == "sharded"
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FileIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     def engine_of_optimizer(self, optimizer: Optimizer) -> Engine | None:
         """None for an optimizer that was not set up."""
@@ -41,10 +68,13 @@ class Saving(ParallelStrategy):
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Whole values: of a model that was set up on rank 0's CPU, and empty elsewhere. Collective."""
+        """Whole values: of a model that was set up on rank 0's CPU, and empty elsewhere. For a sharded checkpoint, on
+        every rank its part. Collective."""
         module = unwrapped(module)
         engine = engine_of(module)
-        return module.state_dict() if engine is None or engine.module is not module else engine.model_state()
+        if engine is None or engine.module is not module:
+            return module.state_dict()
+        return engine.checkpoints.model_state(self._sharded)
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -60,18 +90,43 @@ class Saving(ParallelStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole values on rank 0's CPU, in torch's own form; empty elsewhere. Collective."""
+        """Whole values on rank 0's CPU, in torch's own form, and empty elsewhere. For a sharded checkpoint, on every
+        rank its part, with parameters by name. Collective."""
         engine = self.engine_of_optimizer(optimizer)
-        return super().get_optimizer_state(optimizer) if engine is None else engine.optimizer_state(optimizer)
+        if engine is None:
+            return super().get_optimizer_state(optimizer)
+        return engine.checkpoints.optimizer_state(optimizer, self._sharded)
+
+    @override
+    def save_checkpoint(
+        self, path: str | Path, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
+    ) -> None:
+        """Writes what ``state`` holds: whole values into one file, or, with ``state_dict_type="sharded"``, a folder.
+        Collective.
+
+        Raises:
+            CheckpointError: on every rank, when it could not be written; what stood there is still there.
+        """
+        checkpoint = convert_state(self, state, filter or {})
+        if self._engine is None:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        checkpoints = self._engine.checkpoints
+        if self._sharded:
+            checkpoints.save(path, *parted(checkpoint))
+            return
+        checkpoints.together.first(
+            f"save the checkpoint {path}",
+            lambda: self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options),
+        )
 
     @override
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if not state:  # what users get is theirs, and read whole
-            return super().load_checkpoint(path, state, strict, weights_only)
         io = self.checkpoint_io
-        self.checkpoint_io = _Mapping(io)
+        self.checkpoint_io = _Lazy(io, None if self._engine is None else self._engine.checkpoints)
         try:
             left = super().load_checkpoint(path, state, strict, weights_only)
         finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -14,11 +15,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint.sharded.opened import is_folder
-from lightning_zero.compat.lightning_private import optimizer_to_device
+from lightning_zero.compat.lightning_private import WrappingCheckpointIO, optimizer_to_device
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.folders import joined, parted
-from lightning_zero.integrations.reading import load_mapped
+from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations.folders import as_trainers, joined, parted
 from lightning_zero.integrations.trainer.precision import plain
 
 __all__ = ["Saving"]
@@ -56,26 +57,45 @@ class Saving(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._require_engine().checkpoints.optimizer_state(plain(optimizer), self._sharded)
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FileIO()
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = FileIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if not self._sharded:
+        engine = self._engine
+        if engine is None:  # not sharded yet: every rank holds all of it
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        if storage_options is not None:
+        elif not self._sharded:
+            engine.checkpoints.together.first(
+                f"save the checkpoint {filepath}",
+                lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options),
+            )
+        elif storage_options is not None:
             raise MisconfigurationException(
                 "storage_options are for a CheckpointIO, which sharded checkpoints do not go through. Leave them out, "
                 "or save with state_dict_type='full'."
             )
-        state, rest = parted(checkpoint)
-        self._require_engine().checkpoints.save(filepath, state, rest)
+        else:
+            engine.checkpoints.save(filepath, *parted(checkpoint))
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoints = self._require_engine().checkpoints
         if is_folder(checkpoint_path):
-            return joined(self._require_engine().checkpoints.open(checkpoint_path), weights_only)
-        return load_mapped(self.checkpoint_io, checkpoint_path, weights_only)
+            return as_trainers(joined(checkpoints.open(checkpoint_path), weights_only))
+        return as_trainers(load_file(self.checkpoint_io, checkpoint_path, weights_only, checkpoints.together))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

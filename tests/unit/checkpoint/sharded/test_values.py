@@ -69,6 +69,7 @@ def test_hooks_may_compute_with_what_was_saved() -> None:
     whole = _whole((7, 5))
     saved = _saved(whole, 2, 10, [])
     assert torch.equal(saved[:3] * 2, whole[:3] * 2)
+    assert all(type(value) is torch.Tensor for value in (saved * 2, saved.clone(), saved[0], saved.t()))
     assert torch.equal(torch.cat([saved, torch.zeros(1, 5)]), torch.cat([whole, torch.zeros(1, 5)]))
     target = torch.zeros(7, 5)
     target.copy_(saved)

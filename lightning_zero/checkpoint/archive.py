@@ -1,0 +1,78 @@
+"""Single files as ``torch.save`` writes them: written so that none is ever half there, and compared, before anybody
+believes them, with the checksums that the format holds of each of its parts (they are zip archives)."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from lightning_zero.checkpoint.places import INCOMPLETE, beside, make_folders, put_in_place, remove
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["check_archive", "write_archive"]
+
+BLOCK = 4 << 20  # bytes
+
+
+def write_archive(value: Any, path: Path, save: Callable[[Any, BinaryIO], None] = torch.save) -> None:  # type: ignore[assignment]
+    """Saves ``value`` at ``path``, in place of what stands there: a file, a link or a folder.
+
+    Args:
+        value: what ``torch.save`` takes.
+        path: on a file system of this host, or one that it mounts.
+        save: writes it into an open file.
+    """
+    work = beside(path, INCOMPLETE)
+    make_folders(path.parent)
+    remove(work)
+    try:
+        with open(work, "xb") as file:
+            save(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        put_in_place(work, path)
+    except BaseException:
+        remove(work)
+        raise
+
+
+def check_archive(path: Path, part: int = 0, parts: int = 1) -> None:
+    """Compares one of ``parts`` about equal parts of a file with its checksums. A file in torch's older format, which
+    has none, passes.
+
+    Raises:
+        CheckpointError: the file is damaged; says where.
+    """
+    if not _is_archive(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in _share(archive.infolist(), part, parts):
+                with archive.open(entry) as file:
+                    while file.read(BLOCK):
+                        pass
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}. It was cut off or changed after it was saved. Use another checkpoint."
+        ) from error
+
+
+def _is_archive(path: Path) -> bool:
+    """Also a part of one: its directory stands at the end, where a file that was cut off has lost it."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _share(entries: Sequence[zipfile.ZipInfo], part: int, parts: int) -> list[zipfile.ZipInfo]:
+    loads, mine = [0] * parts, []
+    for entry in sorted(entries, key=lambda entry: (-entry.file_size, entry.filename)):
+        least = loads.index(min(loads))
+        loads[least] += entry.file_size
+        if least == part:
+            mine.append(entry)
+    return mine
