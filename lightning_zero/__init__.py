@@ -28,6 +28,7 @@ from lightning_zero.errors import (
     UnsupportedError,
 )
 from lightning_zero.integrations.fabric.strategy import FabricZeroStrategy
+from lightning_zero.integrations.trainer.finding import install
 from lightning_zero.integrations.trainer.norms import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
@@ -97,3 +98,5 @@ for _name, _compile, _description in (
     for _registry, _strategy in ((StrategyRegistry, ZeroStrategy), (FabricRegistry, FabricZeroStrategy)):
         if _name not in _registry:
             _registry.register(_name, _strategy, description=_description, compile=_compile)
+
+install()

@@ -42,17 +42,21 @@ def write_archive(value: Any, path: Path, save: Callable[[Any, BinaryIO], None] 
 
 
 def check_archive(path: Path, part: int = 0, parts: int = 1) -> None:
-    """Compares one of ``parts`` about equal parts of a file with its checksums. A file in torch's older format, which
-    has none, passes.
+    """Compares one of ``parts`` about equal parts of a file with its checksums. A file that has none passes: in torch's
+    older format, or saved after ``torch.serialization.set_crc32_options(False)``.
 
     Raises:
         CheckpointError: the file is damaged; says where.
     """
+    if not path.stat().st_size:
+        raise CheckpointError(f"{path} is empty. Use another checkpoint.")
     if not _is_archive(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            for entry in _share(archive.infolist(), part, parts):
+            entries = archive.infolist()
+            summed = any(entry.CRC for entry in entries)
+            for entry in _share(entries, part, parts) if summed else ():
                 with archive.open(entry) as file:
                     while file.read(BLOCK):
                         pass

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder
+from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_of
 from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.checkpoint.together import Together
+from lightning_zero.errors import CheckpointError
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
@@ -88,6 +89,21 @@ class Checkpoints:
         """
         self._sharder.access.before_reading()
         save_sharded(path, state, rest, self.together)
+
+    def is_folder(self, path: str | Path) -> bool:
+        """Whether the checkpoint there is sharded. Collective.
+
+        Raises:
+            CheckpointError: on every rank, when they see different things there.
+        """
+        seen = self.together.each(f"look at {path}", lambda: kind_of(path))
+        if len(set(seen)) > 1:
+            other = next(rank for rank, kind in enumerate(seen) if kind != seen[0])
+            raise CheckpointError(
+                f"Ranks see different things at {path}: {seen[0]} on rank 0, {seen[other]} on rank {other}. "
+                "Checkpoints must lie where all hosts see the same files; copy it to each, or share the folder."
+            )
+        return seen[0] == "folder"
 
     def open(self, path: str | Path) -> OpenedFolder:
         """Opens a sharded checkpoint. Its files are compared with their checksums first, by all ranks together.

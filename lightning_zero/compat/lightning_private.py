@@ -5,6 +5,7 @@ from lightning.fabric.strategies.launchers import subprocess_script as fabric_sc
 from lightning.fabric.utilities import device_dtype_mixin, distributed, init, optimizer
 from lightning.pytorch.plugins.io import wrapper
 from lightning.pytorch.strategies.launchers import subprocess_script
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 # Modules that know their dtype (the LightningModule), which must be told when shards are converted. (lightning 2.6+)
 DeviceDtypeModule = device_dtype_mixin._DeviceDtypeModuleMixin
@@ -39,7 +40,14 @@ convert_state = strategy.Strategy._convert_stateful_objects_in_state
 # A CheckpointIO around another one, AsyncCheckpointIO is such: whoever has none inside gets ours. (lightning 2.6+)
 WrappingCheckpointIO = wrapper._WrappingCheckpointIO
 
+# Finds the checkpoint of a run that ckpt_path="last" or "best" means, or an empty ckpt_path. (lightning 2.6+)
+CheckpointConnector = checkpoint_connector._CheckpointConnector
+
 ATTRIBUTES = {
+    # Where a Trainer keeps that. (lightning 2.6+)
+    "lightning.pytorch.Trainer._checkpoint_connector",
+    # Its method, surrounded to remember whether the user named a file: a word may mean another one. (lightning 2.6+)
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._parse_ckpt_path",
     # Where a strategy keeps its CheckpointIO: by default ours. (lightning 2.6+)
     "lightning.pytorch.strategies.ParallelStrategy._checkpoint_io",
     # The same of Fabric's. (lightning 2.6+)

@@ -7,6 +7,7 @@ in the list that full checkpoints have.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint.sharded.opened import OpenedFolder
@@ -14,7 +15,7 @@ from lightning_zero.checkpoint.sharded.optimizers import is_by_name
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["as_trainers", "joined", "parted"]
+__all__ = ["as_trainers", "joined", "parted", "read_whole"]
 
 MODEL = ("state_dict", "model")  # the second is FSDPStrategy's
 STATES = "optimizer_states"
@@ -50,11 +51,19 @@ def joined(folder: OpenedFolder, weights_only: bool | None) -> dict[str, Any]:
     return rest | folder.state()
 
 
+def read_whole(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+    """The same for one process by itself, after comparing all files with their checksums."""
+    folder = OpenedFolder(str(path))
+    if folder.manifest is not None:
+        folder.check(folder.manifest.files)
+    return joined(folder, weights_only)
+
+
 def as_trainers(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """With the names that a Trainer knows. Also of a file that Lightning's tool has made of a folder."""
     if MODEL[0] not in checkpoint and MODEL[1] in checkpoint:
         checkpoint[MODEL[0]] = checkpoint.pop(MODEL[1])
-    if STATES not in checkpoint:
+    if STATES not in checkpoint and "lr_schedulers" in checkpoint:  # else it was saved with weights_only=True
         states: list[Any] = []
         while (state := checkpoint.pop(f"optimizer_{len(states)}", None)) is not None:
             states.append(state)

@@ -62,3 +62,69 @@ def test_lightnings_tool_makes_one_file_of_them(
     moments = whole["optimizer_0"]["state"]["net.0.weight"]
     assert moments["exp_avg"].shape == state["net.0.weight"].shape
     assert moments["step"] == 4
+
+
+def test_a_plain_module_loads_them(folders: dict[tuple[str, int], tuple[str, dict]]) -> None:
+    for world_size in WRITERS:
+        path, state = folders["Scheduled", world_size]
+        module = MODULES["Scheduled"].load_from_checkpoint(path, map_location="cpu", note="mine")
+        assert module.hparams["note"] == "mine"
+        assert dict(module.state_dict()).keys() == state.keys()
+        for key, value in module.state_dict().items():
+            assert torch.equal(value, state[key]), key
+
+
+def _turned(kind: str, home: str) -> Any:
+    """Saves in the other format, to the same place, and goes on from it."""
+    results = []
+    for state_dict_type in ("full", "sharded", "full"):
+        module, trainer = MODULES["Scheduled"](), make_trainer("eager", state_dict_type=state_dict_type)
+        trainer.fit(module, make_loader("eager"))
+        trainer.save_checkpoint(f"{home}/same.ckpt")
+        results.append(Path(home, "same.ckpt").is_dir())
+        close(module)
+    return (
+        results,
+        sorted(path.name for path in Path(home).iterdir()),
+        _resume("eager", "Scheduled", [f"{home}/same.ckpt"]),
+    )
+
+
+def test_one_kind_takes_the_place_of_the_other(ranks: Ranks, tmp_path: Path) -> None:
+    for kinds, names, _ in ranks.run(2, _turned, "eager", str(tmp_path)):
+        assert kinds == [False, True, False]
+        assert names == ["same.ckpt"]
+
+
+class Edited(MODULES["Scheduled"]):  # type: ignore[misc]
+    """Renames on the way out, and on the way in renames back and doubles a weight."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {f"old.{key}": value for key, value in checkpoint["state_dict"].items()}
+        checkpoint["mine"] = {"tensor": torch.arange(3), "words": ["a"]}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["mine"]["tensor"].tolist() == [0, 1, 2]
+        state = {key.removeprefix("old."): value for key, value in checkpoint["state_dict"].items()}
+        state["net.0.weight"] = state["net.0.weight"] * 2
+        checkpoint["state_dict"] = state
+
+
+def _edited(path: str) -> tuple[dict, dict]:
+    module, trainer = Edited(), make_trainer("eager", state_dict_type="sharded")
+    trainer.fit(module, make_loader("eager"))
+    trainer.save_checkpoint(path)
+    before = whole_state(module)
+    close(module)
+    module, trainer = Edited(), make_trainer("eager")
+    trainer.validate(module, make_loader("eager"), ckpt_path=path, verbose=False)
+    after = whole_state(module)
+    close(module)
+    return before, after
+
+
+def test_hooks_edit_them(ranks: Ranks, tmp_path: Path) -> None:
+    for before, after in ranks.run(2, _edited, str(tmp_path / "x.ckpt")):
+        assert torch.equal(after.pop("net.0.weight"), 2 * before.pop("net.0.weight"))
+        before.pop("calls"), after.pop("calls")
+        assert_close_relative(after, before, 0)

@@ -23,15 +23,16 @@ from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["OpenedFolder", "is_folder"]
+__all__ = ["OpenedFolder", "kind_of"]
 
 
-def is_folder(path: Any) -> bool:
-    """Whether ``path`` is a folder, here or where fsspec reaches; a file object is none."""
+def kind_of(path: Any) -> str:
+    """What is at ``path``, here or where fsspec reaches: a ``"folder"``, a ``"file"``, or ``"nothing"``. A file object
+    is a file."""
     if not isinstance(path, str) and not hasattr(path, "__fspath__"):
-        return False
+        return "file"
     fs, place = url_to_fs(str(path))
-    return bool(fs.isdir(place))
+    return "folder" if fs.isdir(place) else "file" if fs.exists(place) else "nothing"
 
 
 class OpenedFolder:

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder, is_folder
+from lightning_zero.checkpoint.sharded.opened import kind_of
 from lightning_zero.compat.lightning_private import convert_state
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.fabric.module import unwrapped
 from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.integrations.folders import joined, parted
+from lightning_zero.integrations.folders import joined, parted, read_whole
 
 __all__ = ["Saving"]
 
@@ -34,11 +34,14 @@ class _Lazy(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        together = None if self._checkpoints is None else self._checkpoints.together
-        if not is_folder(path):
-            return load_file(self._io, path, weights_only, together)
-        folder = OpenedFolder(str(path)) if self._checkpoints is None else self._checkpoints.open(path)
-        return joined(folder, weights_only)
+        own = self._checkpoints
+        if own is None:  # nothing is set up
+            return (
+                read_whole(path, weights_only) if kind_of(path) == "folder" else load_file(self._io, path, weights_only)
+            )
+        if own.is_folder(path):
+            return joined(own.open(path), weights_only)
+        return load_file(self._io, path, weights_only, own.together)
 
 
 class Saving(ParallelStrategy):

@@ -14,12 +14,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint.sharded.opened import is_folder
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO, optimizer_to_device
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO, load_file
 from lightning_zero.integrations.folders import as_trainers, joined, parted
+from lightning_zero.integrations.trainer.finding import named_by_word, newest_first
 from lightning_zero.integrations.trainer.precision import plain
 
 __all__ = ["Saving"]
@@ -92,10 +93,29 @@ class Saving(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Either kind. Where the user named no file, but asked for the last or the best one, and that one is no good,
+        the newest other one beside it that is whole."""
+        try:
+            return self._load(checkpoint_path, weights_only)
+        except (CheckpointError, FileNotFoundError) as error:
+            assert self.lightning_module is not None
+            if not named_by_word(self.lightning_module.trainer):
+                raise
+            together = self._require_engine().checkpoints.together
+            for other in together.first("look for another checkpoint", lambda: newest_first(checkpoint_path)):
+                try:
+                    found = self._load(other, weights_only)
+                except (CheckpointError, FileNotFoundError):
+                    continue
+                rank_zero_warn(f"{error} Going on from {other} instead, the newest other checkpoint that is whole.")
+                return found
+            raise
+
+    def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         checkpoints = self._require_engine().checkpoints
-        if is_folder(checkpoint_path):
-            return as_trainers(joined(checkpoints.open(checkpoint_path), weights_only))
-        return as_trainers(load_file(self.checkpoint_io, checkpoint_path, weights_only, checkpoints.together))
+        if checkpoints.is_folder(path):
+            return as_trainers(joined(checkpoints.open(path), weights_only))
+        return as_trainers(load_file(self.checkpoint_io, path, weights_only, checkpoints.together))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,0 +1,80 @@
+"""What users mean by ``ckpt_path`` and ``load_from_checkpoint``: Lightning knows neither folders with tensors, nor what
+to do when the last checkpoint is no good.
+
+:func:`install` puts both into Lightning when this package is imported; for other strategies nothing changes, but that
+``load_from_checkpoint`` reads folders.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from fsspec.core import url_to_fs
+from lightning.pytorch.core import saving
+
+from lightning_zero.checkpoint.sharded.opened import kind_of
+from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.compat.lightning_private import CheckpointConnector
+from lightning_zero.integrations.folders import as_trainers, read_whole
+
+__all__ = ["install", "named_by_word", "newest_first"]
+
+WORDS = (None, "last", "best", "hpc")  # None: Lightning chooses
+
+
+def install() -> None:
+    """Harmless when repeated."""
+    if not hasattr(saving.pl_load, "__wrapped__"):
+        saving.pl_load = _reads_folders(saving.pl_load)
+        CheckpointConnector._parse_ckpt_path = _remembers(CheckpointConnector._parse_ckpt_path)  # type: ignore[method-assign]
+
+
+def named_by_word(trainer: pl.Trainer) -> bool:
+    """Whether the user has asked for ``"last"`` or ``"best"``, or left it to Lightning, and not for a certain file."""
+    return getattr(trainer._checkpoint_connector, "_zero_asked", "a file") in WORDS
+
+
+def newest_first(path: str | Path) -> list[str]:
+    """The other checkpoints beside one that is no good, whole or not."""
+    fs, place = url_to_fs(str(path))
+    home = os.path.dirname(place)
+    entries = fs.ls(home, detail=False) if fs.isdir(home) else []
+    named = {entry: os.path.basename(entry) for entry in entries}
+    others = [entry for entry, name in named.items() if name.endswith(".ckpt") and name != os.path.basename(place)]
+    found = sorted(others, key=fs.modified, reverse=True)
+    return [fs.unstrip_protocol(entry) if "://" in str(path) else entry for entry in found]
+
+
+def _remembers(parse: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(parse)
+    def parsed(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        self._zero_asked = ckpt_path
+        return parse(self, state_fn, ckpt_path, *args, **kwargs)
+
+    return parsed
+
+
+def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def loaded(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if kind_of(path) != "folder":
+            return load(path, map_location=map_location, weights_only=weights_only)
+        checkpoint = as_trainers(read_whole(path, weights_only))
+        state = {key: _whole(value, map_location) for key, value in checkpoint.get("state_dict", {}).items()}
+        return checkpoint | {"state_dict": state}
+
+    return loaded
+
+
+def _whole(value: Any, map_location: Any) -> Any:
+    if not isinstance(value, SavedValue):
+        return value
+    if isinstance(map_location, dict):
+        map_location = map_location.get("cpu", "cpu")
+    return value.whole().to(map_location) if isinstance(map_location, str | torch.device) else value.whole()
