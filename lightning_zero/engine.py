@@ -234,6 +234,7 @@ class Engine(NotCopied):
 
     def close(self) -> None:
         """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""
+        self.checkpoints.saver.close()
         self.replays.close()
         self.executor.close()
         self.watchdog.close()

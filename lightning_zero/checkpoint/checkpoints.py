@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.checkpoint.background.saver import BackgroundSaver
 from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
 from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_of
 from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
@@ -36,12 +37,15 @@ class Checkpoints:
     Attributes:
         hooks: of the module's ``state_dict()``.
         together: the ranks.
+        saver: of saves that go on beside training.
     """
 
     def __init__(self, sharder: Sharder, watchdog: Watchdog, module: Callable[[], nn.Module]) -> None:
         self._sharder, self._module = sharder, module
-        self.hooks = StateDictHooks(sharder)
         self.together = Together(sharder.mesh, watchdog)
+        self.hooks = StateDictHooks(sharder)
+        self.saver = BackgroundSaver(sharder.mesh, self.together)
+        sharder.access.beside = self.saver.before_writing
 
     # -- what there is to save
 
@@ -81,14 +85,20 @@ class Checkpoints:
 
     # -- folders
 
-    def save(self, path: str | Path, state: Mapping[str, Any], rest: Any = None) -> None:
-        """Writes a sharded checkpoint, see :func:`~lightning_zero.checkpoint.sharded.saving.save_sharded`. Collective.
+    def save(self, path: str | Path, state: Mapping[str, Any], rest: Any = None, background: bool = False) -> None:
+        """Writes a sharded checkpoint, see :func:`~lightning_zero.checkpoint.sharded.saving.save_sharded`; with
+        ``background``, beside what comes next, until :attr:`saver` finishes it or saves again. Collective.
 
         Raises:
-            CheckpointError: on every rank; what stood there is still there.
+            CheckpointError: on every rank, when it, or the one before, could not be written; what stood there is still
+                there.
         """
         self._sharder.access.before_reading()
-        save_sharded(path, state, rest, self.together)
+        if background:
+            self.saver.save(path, state, rest)
+        else:
+            self.saver.finish()
+            save_sharded(path, state, rest, self.together)
 
     def is_folder(self, path: str | Path) -> bool:
         """Whether the checkpoint there is sharded. Collective.

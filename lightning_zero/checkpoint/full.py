@@ -21,16 +21,24 @@ def model_state(module: nn.Module, hooks: StateDictHooks) -> dict[str, Any]:
     """The module's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective."""
     here = hooks.sharder.mesh.rank == 0
     tied: dict[int, Tensor | None] = {}  # they stay one tensor, as in a plain module's state dict
+    whole: set[int] = set()
 
     def show(record: ShardedParameter) -> Tensor | None:
         value = tied[record.index] if record.index in tied else whole_on_cpu(record, here)
         if len(record.owners) > 1:
             tied[record.index] = value
+        whole.add(id(value))  # which the state dict keeps
         return value
 
     with hooks.showing(show):
         state = module.state_dict()
-    return state if here else {}
+    if not here:
+        return {}
+    copies: dict[int, Tensor] = {}  # of buffers, too: a file may be written while they change
+    for key, value in state.items():
+        if isinstance(value, Tensor) and id(value) not in whole:
+            state[key] = copies.setdefault(id(value), value.detach().to("cpu", copy=True))
+    return state
 
 
 @on_plain_tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from lightning_zero.errors import CheckpointError
@@ -32,6 +33,10 @@ class Together:
     @property
     def world_size(self) -> int:
         return self._mesh.world_size
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Surrounds what may take its time on this rank."""
+        return self._watchdog.busy(what)
 
     def each(self, what: str, attempt: Callable[[], T]) -> list[T]:
         """What ``attempt`` gives on each rank, in their order; it may be pickled. Collective.

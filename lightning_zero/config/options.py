@@ -248,6 +248,12 @@ class Options:
         default="full",
         change=Change.APPLIED,
     )
+    async_save: bool = option(
+        "save checkpoints beside training: a copy in the host's memory is made beside the next forward and backward, "
+        "and another process writes it. One at a time; errors show at the next save and at the end of ``fit``",
+        default=False,
+        change=Change.APPLIED,
+    )
     timeout: timedelta | None = option(
         "how long ranks wait for each other", default=default_pg_timeout, change=Change.REFUSED, shown="30 minutes"
     )

@@ -7,6 +7,8 @@ whoever writes waits for the readers first, and lets them go on afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning_zero.native import Executor
 
 __all__ = ["ShardAccess"]
@@ -17,6 +19,7 @@ class ShardAccess:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self.beside: Callable[[], None] | None = None  # waits for whoever copies shards beside training
 
     def before_reading(self) -> None:
         """Edits of gathered weights are in the shards from here on."""
@@ -34,6 +37,8 @@ class ShardAccess:
     def before_writing(self) -> None:
         """Shards are about to change: ranks that still read them are waited for. Harmless when repeated. The next
         gather on this rank ends it, if :meth:`done_writing` does not."""
+        if self.beside is not None:
+            self.beside()
         self._executor.weights.begin_writing()
 
     def done_writing(self) -> None:

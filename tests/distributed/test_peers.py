@@ -21,7 +21,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.estimate import NOMINAL
 from lightning_zero.sharding.peers import PeerMemory, gradients, weights
 from lightning_zero.sharding.peers import memory as peer_memory
-from lightning_zero.sharding.peers.shared_memory import mapped
+from lightning_zero.sharding.shared_memory import mapped
 from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import assert_close_relative, assert_same_bits, shard_batch
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.sharding.peers import shared_memory
+from lightning_zero.sharding import shared_memory
 from tests.faults.injector import Injector, output_of
 from tests.faults.model import VALIDATION_BATCHES, Trained, loaders
 from tests.faults.points import POINTS

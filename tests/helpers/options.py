@@ -39,6 +39,7 @@ OTHERS: dict[str, Any] = {
     "reduce_dtype": "bf16",
     "broadcast_buffers": False,
     "state_dict_type": "sharded",
+    "async_save": True,
     "timeout": timedelta(seconds=77),
     "process_group_backend": "mpi",
     "resident_mb": 0.02,

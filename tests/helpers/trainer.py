@@ -65,7 +65,9 @@ def make_strategy(kind: str, **options: Any) -> Any:
 def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
     """A Trainer on the ranks that call this; its files go to their common working directory."""
     options = {
-        key: arguments.pop(key) for key in list(arguments) if key.startswith(("reduce_", "gather_", "state_dict_"))
+        key: arguments.pop(key)
+        for key in list(arguments)
+        if key.startswith(("reduce_", "gather_", "state_dict_", "async_"))
     }
     defaults: dict[str, Any] = {
         "accelerator": "cpu",

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.boxes import Box, boxes
-from lightning_zero.checkpoint.sharded.metadata import Path
+from lightning_zero.checkpoint.sharded.metadata import Keys
 from lightning_zero.checkpoint.sharded.values import ShardedValue
-from lightning_zero.checkpoint.sharded.writing import Blob, Piece
+from lightning_zero.checkpoint.sharded.writing import Blob, Piece, packed
 
 __all__ = ["flattened", "items_of", "nested"]
 
 PIECE_BYTES = 64 << 20  # so that another world size need not read much more than its part
 
 
-def flattened(state: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
+def flattened(state: Mapping[str, Any]) -> dict[str, tuple[Keys, Any]]:
     """Nested dicts, and lists in which there are dicts or tensors, as one dict: what is where, by its path with dots.
 
     That is how torch's distributed checkpoints name things.
@@ -26,7 +26,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
     Raises:
         ValueError: two things would have the same name.
     """
-    found: dict[str, tuple[Path, Any]] = {}
+    found: dict[str, tuple[Keys, Any]] = {}
     for path, value in _leaves((), state):
         name = ".".join(map(str, path))
         if name in found:
@@ -35,7 +35,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
     return found
 
 
-def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _leaves(path: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
     if isinstance(value, Mapping) and (value or not path):
         for key, inner in value.items():
             yield from _leaves((*path, str(key)), inner)
@@ -50,7 +50,7 @@ def _is_opened(value: list[Any]) -> bool:
     return any(isinstance(x, Mapping | Tensor) or (isinstance(x, list) and _is_opened(x)) for x in value)
 
 
-def nested(entries: Mapping[Path, Any]) -> dict[str, Any]:
+def nested(entries: Mapping[Keys, Any]) -> dict[str, Any]:
     """The inverse of :func:`flattened`, of what stands at each path."""
     root: dict[str, Any] = {}
     for path, value in entries.items():
@@ -73,7 +73,7 @@ def _step(place: Any, key: str | int, value: Any) -> Any:
     return place[key]
 
 
-def items_of(state: Mapping[str, tuple[Path, Any]], rank: int) -> Iterator[Piece | Blob]:
+def items_of(state: Mapping[str, tuple[Keys, Any]], rank: int) -> Iterator[Piece | Blob]:
     """What ``rank`` writes of a flattened state, in its order. Tied values are written once."""
     keys: dict[int, list[str]] = {}
     for key, (_, value) in state.items():
@@ -81,7 +81,7 @@ def items_of(state: Mapping[str, tuple[Path, Any]], rank: int) -> Iterator[Piece
     for key, (_, value) in state.items():
         if not isinstance(value, Tensor):
             if rank == 0:
-                yield Blob((key,), value)
+                yield Blob((key,), packed(value))
             continue
         names = keys.pop(id(value), None)
         if names is None:

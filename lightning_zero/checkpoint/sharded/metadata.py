@@ -28,12 +28,12 @@ from lightning_zero.checkpoint.sharded.writing import Placed
 from lightning_zero.compat.distributed import MemoryFormat, StorageInfo, get_layout
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["METADATA", "Path", "metadata_of", "read_metadata"]
+__all__ = ["METADATA", "Keys", "metadata_of", "read_metadata"]
 
 METADATA = ".metadata"
 VERSION = "1.0.0"  # of torch's format
 
-Path = tuple[str | int, ...]  # the keys of nested dicts and lists on the way to a value
+Keys = tuple[str | int, ...]  # the keys of nested dicts and lists on the way to a value
 
 ALLOWED = {
     (known.__module__, known.__qualname__)
@@ -55,7 +55,7 @@ ALLOWED = {
 }
 
 
-def metadata_of(placed: Iterable[Placed], paths: Mapping[str, Path], save_id: str) -> Metadata:
+def metadata_of(placed: Iterable[Placed], paths: Mapping[str, Keys], save_id: str) -> Metadata:
     """As torch's own saving would make it.
 
     Args:

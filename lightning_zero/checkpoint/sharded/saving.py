@@ -4,26 +4,62 @@ from __future__ import annotations
 
 import pickle
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lightning_zero.checkpoint.sharded.contents import flattened, items_of
 from lightning_zero.checkpoint.sharded.folder import Folder, folder_at
 from lightning_zero.checkpoint.sharded.hashed import FileSum, HashedFile
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
-from lightning_zero.checkpoint.sharded.metadata import METADATA, metadata_of
-from lightning_zero.checkpoint.sharded.writing import RankFiles, write_pieces
+from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, metadata_of
+from lightning_zero.checkpoint.sharded.writing import RankFiles, packed, write_pieces
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["REST", "SAVED_BY", "save_sharded"]
+__all__ = ["REST", "SAVED_BY", "Save", "begin_save", "finish_save", "paths_of", "save_sharded"]
 
 REST = "meta.pt"  # as Lightning's own sharded strategies name it
 SAVED_BY = "lightning_zero-"  # save ids begin so: whoever reads one knows that there must be a manifest
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save that has begun: every rank sees the folder.
+
+    Attributes:
+        path: the same on every rank.
+        save_id: its own.
+        folder: where it is written.
+        what: ranks do, for errors.
+    """
+
+    path: str
+    save_id: str
+    folder: Folder
+    what: str
+
+
+def begin_save(path: str | Path, together: Together) -> Save:
+    """Makes the folder, beside ``path``. Collective.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    mine = str(path), f"{SAVED_BY}{uuid.uuid4().hex}"
+    place, save_id = together.first(f"save a checkpoint to {path}", lambda: mine)
+    what = f"save a checkpoint to {place}"
+    folder = folder_at(place)
+    together.first(what, lambda: folder.begin(save_id))
+    try:
+        together.each(what, lambda: _look(folder, save_id, place))
+    except BaseException:
+        if together.rank == 0:
+            folder.discard()
+        raise
+    return Save(place, save_id, folder, what)
 
 
 def save_sharded(
@@ -42,27 +78,51 @@ def save_sharded(
             other things, with the same keys on every rank. Rank 0 writes what is not sharded.
         rest: is saved as one object, by rank 0.
         together: the ranks.
-        wrote: is told, from several threads, how many bytes of tensors more this rank has written.
+        wrote: is told, from several threads, how many bytes more this rank has written.
 
     Raises:
         CheckpointError: on every rank, when one could not do its part; what stood at ``path`` is still there.
     """
-    save_id = f"{SAVED_BY}{uuid.uuid4().hex}"
-    path, save_id = together.first(f"save a checkpoint to {path}", lambda: (str(path), save_id))
-    what = f"save a checkpoint to {path}"
-    folder = folder_at(path)
-    together.first(what, lambda: folder.begin(save_id))
+    save = begin_save(path, together)
     try:
-        together.each(what, lambda: _look(folder, save_id, path))
         flat = flattened(state)
         items = list(items_of(flat, together.rank))
-        ranks = together.each(what, lambda: write_pieces(items, together.rank, folder.create, wrote))
-        paths = {key: place for key, (place, _) in flat.items()}
-        together.first(what, lambda: _finish(folder, ranks, paths, rest, save_id))
+        ranks = together.each(save.what, lambda: write_pieces(items, together.rank, save.folder.create, wrote))
+        together.first(save.what, lambda: finish_save(save, ranks, paths_of(flat), packed(rest)))
     except BaseException:
         if together.rank == 0:
-            folder.discard()
+            save.folder.discard()
         raise
+
+
+def paths_of(flat: Mapping[str, tuple[Keys, Any]]) -> dict[str, Keys]:
+    """Where each entry of a flattened state stood."""
+    return {key: keys for key, (keys, _) in flat.items()}
+
+
+def finish_save(save: Save, ranks: Sequence[RankFiles], paths: Mapping[str, Keys], rest: bytes) -> None:
+    """Makes a checkpoint of what all ranks have written. On rank 0.
+
+    Args:
+        save: that was begun.
+        ranks: what each rank has written.
+        paths: see :func:`paths_of`.
+        rest: what is saved as one object, packed.
+    """
+    sums: dict[str, FileSum] = {}
+    for files in ranks:
+        sums.update(files.sums)
+    metadata = metadata_of(chain.from_iterable(files.placed for files in ranks), paths, save.save_id)
+    for name, data in ((REST, rest), (METADATA, pickle.dumps(metadata))):
+        sums[name] = _write(save.folder, name, data)
+    _write(save.folder, MANIFEST, Manifest(save.save_id, len(ranks), sums).to_bytes())
+    save.folder.commit()
+
+
+def _write(folder: Folder, name: str, data: bytes) -> FileSum:
+    with HashedFile(folder.create(name)) as file:
+        file.write(data)
+    return file.sum
 
 
 def _look(folder: Folder, save_id: str, path: str) -> None:
@@ -71,20 +131,3 @@ def _look(folder: Folder, save_id: str, path: str) -> None:
             f"this rank does not see the folder that rank 0 has made at {path}. Sharded checkpoints need a place that "
             "all hosts share; give one, or save with state_dict_type='full'."
         )
-
-
-def _finish(folder: Folder, ranks: list[RankFiles], paths: Mapping[str, Any], rest: Any, save_id: str) -> None:
-    sums: dict[str, FileSum] = {}
-    for files in ranks:
-        sums.update(files.sums)
-    metadata = metadata_of(chain.from_iterable(files.placed for files in ranks), paths, save_id)
-    with HashedFile(folder.create(REST)) as file:
-        torch.save(rest, file)  # type: ignore[arg-type]
-    sums[REST] = file.sum
-    with HashedFile(folder.create(METADATA)) as file:
-        file.write(pickle.dumps(metadata))
-    sums[METADATA] = file.sum
-    manifest = Manifest(save_id, len(ranks), sums)
-    with HashedFile(folder.create(MANIFEST)) as file:
-        file.write(manifest.to_bytes())
-    folder.commit()

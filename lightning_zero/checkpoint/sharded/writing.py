@@ -3,6 +3,7 @@ tensors one after another, each as ``torch.save`` writes it."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.hashed import FileSum, HashedFile
 
-__all__ = ["Blob", "Piece", "Placed", "RankFiles", "file_name", "write_pieces"]
+__all__ = ["Blob", "Piece", "Placed", "RankFiles", "file_name", "packed", "write_pieces"]
 
 MOST_FILES = 4  # of one rank, each written by a thread of its own
 FILE_BYTES = 64 << 20  # less is not worth another file
@@ -43,12 +44,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Blob:
-    """What is not a tensor, as ``torch.save`` writes it."""
+    """What is not a tensor, as :func:`packed` makes it."""
 
     keys: tuple[str, ...]
-    value: Any
+    data: bytes
 
-    bytes = 0
+    @property
+    def bytes(self) -> int:
+        return len(self.data)
+
+
+def packed(value: Any) -> bytes:
+    """As ``torch.save`` writes it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,7 @@ def _write_file(
                 whole, dtype, box = item.shape, item.values.dtype, item.box
                 torch.save(_alone(item.values), file)  # type: ignore[arg-type]
             else:
-                torch.save(item.value, file)  # type: ignore[arg-type]
+                file.write(item.data)
             placed.append(Placed(item.keys, name, begin, file.tell() - begin, whole, dtype, box))
             wrote(item.bytes)
     return file.sum, placed

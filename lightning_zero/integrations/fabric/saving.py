@@ -20,7 +20,7 @@ from lightning_zero.compat.lightning_private import convert_state
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.fabric.module import unwrapped
-from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file
 from lightning_zero.integrations.folders import joined, parted, read_whole
 
 __all__ = ["Saving"]
@@ -58,7 +58,7 @@ class Saving(ParallelStrategy):
     @override
     def checkpoint_io(self) -> CheckpointIO:
         if self._checkpoint_io is None:
-            self._checkpoint_io = FileIO()
+            self._checkpoint_io = BackgroundFileIO() if self._options.async_save else FileIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -117,7 +117,7 @@ class Saving(ParallelStrategy):
             return
         checkpoints = self._engine.checkpoints
         if self._sharded:
-            checkpoints.save(path, *parted(checkpoint))
+            checkpoints.save(path, *parted(checkpoint), background=self._options.async_save)
             return
         checkpoints.together.first(
             f"save the checkpoint {path}",
@@ -128,6 +128,8 @@ class Saving(ParallelStrategy):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        if self._engine is not None:
+            self._engine.checkpoints.saver.finish()
         io = self.checkpoint_io
         self.checkpoint_io = _Lazy(io, None if self._engine is None else self._engine.checkpoints)
         try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -18,7 +20,7 @@ from lightning_zero.compat.lightning_private import WrappingCheckpointIO, optimi
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file
 from lightning_zero.integrations.folders import as_trainers, joined, parted
 from lightning_zero.integrations.trainer.finding import named_by_word, newest_first
 from lightning_zero.integrations.trainer.precision import plain
@@ -43,6 +45,10 @@ class Saving(ParallelStrategy):
     def _sharded(self) -> bool:
         return self._options.state_dict_type == "sharded"
 
+    @property
+    def _in_background(self) -> bool:
+        return self._options.async_save or isinstance(self._checkpoint_io, AsyncCheckpointIO)
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module = self.lightning_module
@@ -61,8 +67,8 @@ class Saving(ParallelStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = FileIO()
+        if self._checkpoint_io is None or type(self._checkpoint_io) is AsyncCheckpointIO:
+            self._checkpoint_io = BackgroundFileIO() if self._in_background else FileIO()
         elif isinstance(self._checkpoint_io, WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
             self._checkpoint_io.checkpoint_io = FileIO()
         return self._checkpoint_io
@@ -89,7 +95,30 @@ class Saving(ParallelStrategy):
                 "or save with state_dict_type='full'."
             )
         else:
-            engine.checkpoints.save(filepath, *parted(checkpoint))
+            engine.checkpoints.save(filepath, *parted(checkpoint), background=self._in_background)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Not before the one that is being saved, for which it makes room, is there."""
+        remove = partial(super().remove_checkpoint, filepath)
+        if self._engine is None:
+            remove()
+        else:
+            self._engine.checkpoints.saver.afterwards(remove)
+
+    def _finish_saving(self) -> None:
+        """Waits for what is saved beside training, and raises on every rank what went wrong. After an exception ranks
+        cannot do that together any more: what went wrong is then only said."""
+        if self._engine is None:
+            self.checkpoint_io.teardown()
+            return
+        checkpoints = self._engine.checkpoints
+        if self._engine.watchdog.failed:
+            checkpoints.saver.give_up()
+            self.checkpoint_io.teardown()
+            return
+        checkpoints.saver.finish()
+        checkpoints.together.first("save the last checkpoint", self.checkpoint_io.teardown)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

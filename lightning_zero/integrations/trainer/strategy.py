@@ -322,6 +322,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         # The module stays sharded and on its device, so that another stage, save_checkpoint() or state_dict() can
         # follow.
         self._show_start(self._start.ends())
+        self._finish_saving()
         if self._ask_again is not None:
             self._ask_again()
         if self._engine is not None:
@@ -331,7 +332,6 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-        self.checkpoint_io.teardown()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._engine or 'not set up'})"

@@ -18,7 +18,7 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.links import uuid_of, why_no_atomics
 from lightning_zero.sharding.peers.probe import barrier_waits
-from lightning_zero.sharding.peers.shared_memory import Claim, mapped
+from lightning_zero.sharding.shared_memory import Claim, mapped
 
 __all__ = ["PeerMemory"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.sharding.peers import shared_memory
-from lightning_zero.sharding.peers.shared_memory import Claim, mapped
+from lightning_zero.sharding import shared_memory
+from lightning_zero.sharding.shared_memory import Claim, mapped
 
 
 @pytest.fixture(autouse=True)

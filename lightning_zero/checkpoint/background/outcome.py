@@ -1,0 +1,99 @@
+"""How a save that goes on beside training ends, the same on every rank: threads of the ranks tell each other through
+the key-value store."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from lightning_zero.checkpoint.sharded.saving import Save
+from lightning_zero.checkpoint.sharded.writing import RankFiles
+from lightning_zero.errors import CheckpointError
+from lightning_zero.mesh import Mesh
+
+__all__ = ["Outcome"]
+
+TO_PART_S = 10.0
+POLL_S = 0.05  # a wait in the store would keep others from it
+
+
+class Outcome:
+    """Of one save.
+
+    Args:
+        mesh: of the ranks, whose timeout is how long they wait for each other.
+        store: over a connection that no other thread uses.
+        save: that has begun.
+    """
+
+    def __init__(self, mesh: Mesh, store: dist.Store, save: Save) -> None:
+        self._mesh, self._store, self._save = mesh, store, save
+
+    def of(self, write: Callable[[], RankFiles], finish: Callable[[Sequence[RankFiles]], None]) -> str | None:
+        """Does this rank's part, and waits for the others'.
+
+        Args:
+            write: this rank's files.
+            finish: makes a checkpoint of what all ranks have written; only rank 0's is called.
+
+        Returns:
+            Why there is no checkpoint; None where there is one.
+        """
+        mine: RankFiles | str
+        try:
+            mine = write()
+        except Exception as error:
+            mine = _text(error)
+        self._tell(self._mesh.rank, mine)
+        if self._mesh.rank == 0:
+            self._tell("end", self._end(finish))
+        found = self._wait("end")
+        self._part()
+        return found if isinstance(found, str) else None
+
+    def _part(self) -> None:
+        """Rank 0 stays until the others know: with it ends the store."""
+        self._tell(f"knows {self._mesh.rank}", True)
+        if self._mesh.rank == 0:
+            deadline = time.monotonic() + TO_PART_S
+            others = [self._key(f"knows {rank}") for rank in range(1, self._mesh.world_size)]
+            while others and not self._store.check(others) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+
+    def _end(self, finish: Callable[[Sequence[RankFiles]], None]) -> str | None:
+        ends = [self._wait(rank) for rank in range(self._mesh.world_size)]
+        ranks = [end for end in ends if isinstance(end, RankFiles)]
+        if len(ranks) < len(ends):
+            failed = "; ".join(f"rank {rank}: {end}" for rank, end in enumerate(ends) if not isinstance(end, RankFiles))
+            self._save.folder.discard()
+            return f"Could not {self._save.what}: {failed}"
+        try:
+            finish(ranks)
+        except Exception as error:
+            self._save.folder.discard()
+            return f"Could not {self._save.what}: rank 0: {_text(error)}"
+        for rank in range(self._mesh.world_size):
+            self._store.delete_key(self._key(rank))
+        return None
+
+    def _tell(self, who: object, what: object) -> None:
+        self._store.set(self._key(who), pickle.dumps(what))  # type: ignore[arg-type]
+
+    def _wait(self, who: object) -> object:
+        """What ranks have put there for each other: this program's own pickles."""
+        deadline = time.monotonic() + self._mesh.timeout_s
+        while not self._store.check([self._key(who)]):
+            if time.monotonic() > deadline:
+                return f"it did not end within {self._mesh.timeout_s:.0f} s"
+            time.sleep(POLL_S)
+        return pickle.loads(self._store.get(self._key(who)))
+
+    def _key(self, who: object) -> str:
+        return f"{self._save.save_id}/{who}"
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

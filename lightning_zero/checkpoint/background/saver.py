@@ -1,0 +1,179 @@
+"""Saves that go on beside training, one at a time.
+
+In :meth:`BackgroundSaver.save` ranks make the folder together and each begins its snapshot; then they train on. A
+thread of each rank waits for its copies and its writer process; they tell each other how that ended through the
+key-value store, over connections of their own, so that no collective of a thread comes between those of training. Rank
+0's thread commits. All ranks have the same outcome: :meth:`BackgroundSaver.finish` raises it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_zero.checkpoint.background.outcome import Outcome
+from lightning_zero.checkpoint.background.process import WriterProcess
+from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
+from lightning_zero.checkpoint.background.writer import Order
+from lightning_zero.checkpoint.sharded.contents import flattened, items_of
+from lightning_zero.checkpoint.sharded.saving import begin_save, finish_save, paths_of
+from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, packed
+from lightning_zero.checkpoint.together import Together
+from lightning_zero.errors import CheckpointError
+from lightning_zero.mesh import Mesh
+
+__all__ = ["BackgroundSaver"]
+
+log = logging.getLogger(__name__)
+
+TO_END_S = 30.0
+
+
+class BackgroundSaver:
+    """Of one rank.
+
+    Args:
+        mesh: of the ranks.
+        together: the same ranks, step by step.
+    """
+
+    def __init__(self, mesh: Mesh, together: Together) -> None:
+        self._mesh, self._together = mesh, together
+        self._snapshot = Snapshot(mesh.device)
+        self._writer = WriterProcess()
+        self._store: dist.Store | None = None
+        self._saving: _Saving | None = None
+        # A program may end without a word. This must not keep the saver alive.
+        atexit.register(_end, weakref.ref(self))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save goes on."""
+        return self._saving is not None and self._saving.is_alive()
+
+    def save(self, path: str | Path, state: Mapping[str, Any], rest: Any) -> None:
+        """Begins a save, see :func:`~lightning_zero.checkpoint.sharded.saving.save_sharded`; waits for the one before.
+        Collective.
+
+        Raises:
+            CheckpointError: on every rank: the one before has failed, or this one could not begin.
+        """
+        self.finish()
+        save = begin_save(path, self._together)
+        flat = flattened(state)
+        kept: list[Kept | Blob] = []
+        rests: list[bytes] = []
+
+        def copy() -> None:
+            kept.extend(self._snapshot.take(items_of(flat, self._mesh.rank)))
+            rests.append(packed(rest) if self._mesh.rank == 0 else b"")
+
+        try:
+            self._together.each(save.what, copy)
+        except BaseException:
+            if self._mesh.rank == 0:
+                save.folder.discard()
+            raise
+        order = Order(save.path, save.save_id, self._mesh.rank, self._snapshot.memory, kept)
+        if self._store is None:
+            self._store = self._mesh.store("checkpoints").clone()  # type: ignore[attr-defined]
+        outcome = Outcome(self._mesh, self._store, save)
+        paths, [packed_rest] = paths_of(flat), rests
+        self._saving = _Saving(
+            lambda: outcome.of(lambda: self._write(order), lambda ranks: finish_save(save, ranks, paths, packed_rest))
+        )
+        self._saving.start()
+
+    def before_writing(self) -> None:
+        """Must come before shards change: the device then waits for the copies that go on."""
+        self._snapshot.before_writing()
+
+    def afterwards(self, job: Callable[[], None]) -> None:
+        """Does ``job``, on this rank, once the save that goes on is committed; now, where none goes on. Not at all
+        where it fails."""
+        if self._saving is None or not self._saving.queue(job):
+            job()
+
+    def finish(self) -> None:
+        """Waits for the save that goes on, if there is one.
+
+        Raises:
+            CheckpointError: the same on every rank, once: the save has failed; what stood there is still there.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        with self._together.busy("finishes a save that goes on beside training"):
+            saving.join()
+        if saving.error is not None:
+            raise CheckpointError(saving.error)
+
+    def give_up(self, within_s: float = TO_END_S) -> None:
+        """After something has failed: what goes on may end well yet, if it does so soon. How it ended is only said."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.join(within_s)
+        if saving.is_alive():
+            log.error("A checkpoint that was being saved when training failed was given up after %g s.", within_s)
+        elif saving.error is not None:
+            log.error("%s", saving.error)
+
+    def close(self) -> None:
+        """Gives memory and process back."""
+        self.give_up()
+        self._snapshot.close()
+        self._writer.close()
+
+    def _write(self, order: Order) -> RankFiles:
+        self._writer.start()
+        self._snapshot.wait()
+        return self._writer.write(order)
+
+
+def _end(reference: weakref.ref[BackgroundSaver]) -> None:
+    saver = reference()
+    if saver is not None:
+        saver.close()
+
+
+class _Saving(threading.Thread):
+    """Attributes:
+    error: why it has failed, once it is over.
+    """
+
+    def __init__(self, save: Callable[[], str | None]) -> None:
+        super().__init__(name="lightning_zero-checkpoint", daemon=True)
+        self.error: str | None = None
+        self._save = save
+        self._lock = threading.Lock()
+        self._jobs: list[Callable[[], None]] | None = []
+
+    def queue(self, job: Callable[[], None]) -> bool:
+        """False when it is over, and the job nobody's."""
+        with self._lock:
+            if self._jobs is None:
+                return self.error is not None  # then it is not to be done
+            self._jobs.append(job)
+            return True
+
+    def run(self) -> None:
+        try:
+            self.error = self._save()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+        with self._lock:
+            jobs, self._jobs = self._jobs or [], None
+        if self.error is None:
+            for job in jobs:
+                try:
+                    job()
+                except Exception as error:
+                    log.warning("After a checkpoint was saved: %s: %s", type(error).__name__, error)

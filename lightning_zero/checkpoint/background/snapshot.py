@@ -1,0 +1,142 @@
+"""A copy of what a rank is about to save, in memory that its writer process maps, too, and that is used again.
+
+On a GPU the copies go on a stream of their own, beside the next forward and backward; whoever writes shards next waits
+for them on the device (:meth:`Snapshot.before_writing`), and the host never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.sharded.boxes import Box
+from lightning_zero.checkpoint.sharded.writing import Blob, Piece
+from lightning_zero.sharding.shared_memory import Claim, mapped
+
+__all__ = ["Kept", "Memory", "Snapshot"]
+
+ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where another process finds it.
+
+    Attributes:
+        path: to be opened.
+        identity: by which it knows the right one.
+        bytes: its size.
+    """
+
+    path: str
+    identity: tuple[int, int]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A piece of a tensor, in the snapshot's memory, see :class:`~lightning_zero.checkpoint.sharded.writing.Piece`."""
+
+    keys: tuple[str, ...]
+    shape: torch.Size
+    box: Box
+    dtype: torch.dtype
+    offset: int
+
+    def piece(self, memory: Tensor) -> Piece:
+        """Of the 1-D uint8 ``memory``: a view."""
+        count = self.box.numel * self.dtype.itemsize
+        values = memory[self.offset : self.offset + count].view(self.dtype).view(self.box.sizes)
+        return Piece(self.keys, self.shape, self.box, values)
+
+
+class Snapshot:
+    """One rank's.
+
+    Args:
+        device: on which the values live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._claim: Claim | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        self._held: list[Tensor] = []  # until they are copied: their memory must not serve something else
+
+    @property
+    def memory(self) -> Memory:
+        """Of the last snapshot."""
+        assert self._claim is not None, "no snapshot was taken"
+        return Memory(self._claim.path, self._claim.identity, self._memory.numel())
+
+    def take(self, items: Iterable[Piece | Blob]) -> list[Kept | Blob]:
+        """Starts the copies of all pieces. Their values may change after :meth:`before_writing`.
+
+        Raises:
+            OSError: the host has not so much memory.
+        """
+        self.wait()
+        items = list(items)
+        offsets, end = [], 0
+        for item in items:
+            offsets.append(end)
+            end += -(-item.bytes // ALIGNMENT) * ALIGNMENT if isinstance(item, Piece) else 0
+        self._reserve(end)
+        kept: list[Kept | Blob] = []
+        if self._stream is None:
+            kept += [self._keep(item, offset) for item, offset in zip(items, offsets, strict=True)]
+            return kept
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            kept += [self._keep(item, offset) for item, offset in zip(items, offsets, strict=True)]
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+        self._held = [item.values for item in items if isinstance(item, Piece)]
+        return kept
+
+    def _keep(self, item: Piece | Blob, offset: int) -> Kept | Blob:
+        if isinstance(item, Blob):
+            return item
+        kept = Kept(item.keys, item.shape, item.box, item.values.dtype, offset)
+        kept.piece(self._memory).values.copy_(item.values.detach(), non_blocking=True)
+        return kept
+
+    def before_writing(self) -> None:
+        """What comes next on the current stream comes after the copies. Harmless when repeated."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Until all copies are in the memory; the host waits."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._copied, self._held = None, []
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.wait()
+        self._release()
+
+    def _reserve(self, count: int) -> None:
+        if self._claim is not None and self._memory.numel() >= count:
+            return
+        self._release()
+        self._claim = Claim.of(count)
+        self._memory = mapped(self._claim.path, self._claim.identity, max(count, 1), torch.uint8)
+        if self._stream is not None:
+            # Copies into memory that may be swapped out go through a small buffer, and the host waits for them.
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), count, 0))
+
+    def _release(self) -> None:
+        if self._claim is None:
+            return
+        if self._stream is not None:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._claim.release()
+        self._claim = None

@@ -1,0 +1,83 @@
+"""The process that writes a rank's files: ``main()`` takes orders from its standard input until that ends.
+
+It imports little, so that it is there soon and takes little memory, and leaves SIGINT and SIGTERM to the rank: what was
+begun is written to its end.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+
+from lightning_zero.checkpoint.background.snapshot import Kept, Memory
+from lightning_zero.checkpoint.sharded.folder import folder_at
+from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, write_pieces
+from lightning_zero.errors import CheckpointError
+from lightning_zero.sharding.shared_memory import mapped
+
+__all__ = ["Order", "main"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be written.
+
+    Attributes:
+        path: of the checkpoint.
+        save_id: of the save, which has made the folder.
+        rank: whose files they are.
+        memory: where the values lie.
+        items: the values, and what is no tensor.
+    """
+
+    path: str
+    save_id: str
+    rank: int
+    memory: Memory
+    items: Sequence[Kept | Blob]
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    orders, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever is printed is no reply
+    serve(orders, replies)
+
+
+def serve(orders: BinaryIO, replies: BinaryIO) -> None:
+    """Answers each order with a :class:`~lightning_zero.checkpoint.sharded.writing.RankFiles`, or with words."""
+    known: tuple[Memory, torch.Tensor] | None = None
+    while True:
+        try:
+            order: Order = pickle.load(orders)
+        except EOFError:  # the rank has ended
+            return
+        try:
+            if known is None or known[0] != order.memory:
+                known = None
+                where = order.memory
+                known = where, mapped(where.path, where.identity, max(where.bytes, 1), torch.uint8)
+            reply: Any = _write(order, known[1])
+        except Exception as error:
+            reply = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        try:
+            pickle.dump(reply, replies)
+            replies.flush()
+        except BrokenPipeError:
+            return
+
+
+def _write(order: Order, memory: torch.Tensor) -> RankFiles:
+    folder = folder_at(order.path)
+    if not folder.sees(order.save_id):
+        raise CheckpointError(f"the folder of the save to {order.path} is gone")
+    items = [item.piece(memory) if isinstance(item, Kept) else item for item in order.items]
+    return write_pieces(items, order.rank, folder.create, lambda count: None)

@@ -1,0 +1,150 @@
+"""``async_save=True``: what is saved is what was there when it was asked for, and errors surface."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from lightning_zero import CheckpointError
+from lightning_zero.checkpoint.background.process import WriterProcess
+from lightning_zero.integrations.files import BackgroundFileIO
+from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import RTOL, close, make_loader, make_trainer, whole_state
+from tests.ranks.pool import Ranks
+from tests.trainer.test_full_checkpoints import MODULES, _resume, _uninterrupted
+
+KINDS = ["sharded", "full"]
+
+
+class Stopped(pl.Callback):
+    """Holds writers back until the next optimizer step is over, so that a snapshot that is no copy shows."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.where)
+
+
+def _slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is written before two more steps have been made."""
+    import time
+
+    for cls, name in ((WriterProcess, "write"), (BackgroundFileIO, "_save")):
+        real = getattr(cls, name)
+
+        def slow(self: Any, *args: Any, real: Any = real, **kwargs: Any) -> Any:
+            time.sleep(0.5)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, name, slow)
+
+
+def _train(kind: str, name: str, path: str, plugin: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"plugins": [AsyncCheckpointIO()]} if plugin else {"async_save": True}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _slowly(monkeypatch)
+        module = MODULES[name]()
+        trainer = make_trainer("eager", state_dict_type=kind, max_epochs=2, callbacks=[Stopped(path)], **options)
+        trainer.fit(module, make_loader("eager"))
+        there = os.path.exists(path)
+    state = whole_state(module)
+    close(module)
+    return {"there": there, "state": state, "left": sorted(p.name for p in Path(path).parent.iterdir())}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plugin", [False, True], ids=["async_save", "AsyncCheckpointIO"])
+def test_training_goes_on_as_from_the_moment_of_the_save(ranks: Ranks, tmp_path: Path, kind: str, plugin: bool) -> None:
+    path = str(tmp_path / "x.ckpt")
+    name = "Scheduled"
+    wanted = ranks.run(1, _uninterrupted, name)[0]
+    for found in ranks.run(2, _train, kind, name, path, plugin):
+        assert found["there"]
+        assert found["left"] == ["x.ckpt"]
+        assert_close_relative(found["state"], wanted[1], 5 * RTOL)
+    for world_size in (1, 2):
+        for resumed in ranks.run(world_size, _resume, "eager", name, [path]):
+            assert_close_relative(resumed[path][0], wanted[0], RTOL)
+            assert_close_relative(resumed[path][1], wanted[1], 5 * RTOL)
+
+
+def _fails(kind: str, home: str, again: bool) -> dict[str, Any]:
+    """The first save cannot be written: the second one says so, or the end of fit."""
+    os.makedirs(f"{home}/gone", exist_ok=True)
+    seen: list[str] = []
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(f"{home}/x.ckpt")
+            elif trainer.global_step == 3 and again:
+                try:
+                    trainer.save_checkpoint(f"{home}/y.ckpt")
+                except CheckpointError as error:
+                    seen.append(str(error))
+                trainer.save_checkpoint(f"{home}/z.ckpt")
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        rank = torch.distributed.get_rank()
+        if kind == "sharded" and rank == 1:
+            real = WriterProcess.write
+            monkeypatch.setattr(
+                WriterProcess, "write", lambda self, order: full() if "x.ckpt" in order.path else real(self, order)
+            )
+        if kind == "full":
+            save = BackgroundFileIO._save
+            monkeypatch.setattr(
+                BackgroundFileIO,
+                "_save",
+                lambda self, value, path, *a: full() if "x.ckpt" in str(path) else save(self, value, path, *a),
+            )
+        module = MODULES["Scheduled"]()
+        trainer = make_trainer("eager", state_dict_type=kind, async_save=True, callbacks=[Saves()])
+        end = ""
+        try:
+            trainer.fit(module, make_loader("eager"))
+        except CheckpointError as error:
+            end = str(error)
+    close(module)
+    return {"seen": seen, "end": end, "left": sorted(p.name for p in Path(home).iterdir())}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("again", [True, False])
+def test_errors_show_on_every_rank_at_the_next_save_or_the_end(
+    ranks: Ranks, tmp_path: Path, kind: str, again: bool
+) -> None:
+    for found in ranks.run(2, _fails, kind, str(tmp_path), again):
+        said = found["seen"][0] if again else found["end"]
+        assert "No space left on device" in said
+        assert ("rank 1" if kind == "sharded" else "rank 0") in said
+        assert found["end"] == "" or not again
+        assert found["left"] == (["gone", "z.ckpt"] if again else ["gone"])
+
+
+def _kept(kind: str, home: str) -> list[str]:
+    module = MODULES["Scheduled"]()
+    keeps = ModelCheckpoint(
+        home, "{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=1, save_last="link"
+    )
+    trainer = make_trainer("eager", state_dict_type=kind, async_save=True, callbacks=[keeps], enable_checkpointing=True)
+    trainer.fit(module, make_loader("eager"))
+    close(module)
+    return sorted(p.name for p in Path(home).iterdir())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_checkpoint_keeps_what_it_is_told_to(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    for found in ranks.run(2, _kept, kind, str(tmp_path)):
+        assert found == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    assert (tmp_path / "last.ckpt").resolve() == tmp_path / "step=4.ckpt"
