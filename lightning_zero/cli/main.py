@@ -10,13 +10,14 @@ from typing import NoReturn
 
 from lightning_zero.cli.bench import BENCH
 from lightning_zero.cli.build import BUILD
+from lightning_zero.cli.checkpoint.command import CHECKPOINT
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.doctor.command import DOCTOR
-from lightning_zero.errors import NativeBuildError, UnsupportedError
+from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
 
 __all__ = ["COMMANDS", "main", "parser_of"]
 
-COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD, BENCH)
+COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD, BENCH, CHECKPOINT)
 
 
 def parser_of(commands: Sequence[Command]) -> ArgumentParser:
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         return chosen.run(chosen)
-    except (NativeBuildError, UnsupportedError, ValueError) as error:
+    except (CheckpointError, NativeBuildError, UnsupportedError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.contents import nested
 from lightning_zero.checkpoint.sharded.hashed import sum_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
-from lightning_zero.checkpoint.sharded.metadata import METADATA, read_metadata
+from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, read_metadata
 from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
@@ -148,12 +148,17 @@ class OpenedFolder:
             within: only what is under this key, with the key itself.
         """
         paths = self.metadata.planner_data or {}
-        found = {}
+        found: dict[Keys, Any] = {}
+        known: dict[Any, SavedValue] = {}  # tied ones lie in the same place, and are one
         for key, entry in self.metadata.state_dict_metadata.items():
             path = tuple(paths.get(key, (key,)))
             if within and path[0] != within:
                 continue
-            found[path] = self._saved(key, entry) if isinstance(entry, TensorStorageMetadata) else self._other(key)
+            if isinstance(entry, TensorStorageMetadata):
+                saved = self._saved(key, entry)
+                found[path] = known.setdefault(self._places(key, entry) or path, saved)
+            else:
+                found[path] = self._other(key)
         return nested(found)
 
     def _saved(self, key: str, entry: TensorStorageMetadata) -> SavedValue:
@@ -163,6 +168,10 @@ class OpenedFolder:
             read = partial(self._tensor, self._info(index), key, torch.Size(chunk.sizes))
             chunks.append((Box(tuple(chunk.offsets), tuple(chunk.sizes)), read))
         return SavedValue(key, torch.Size(entry.size), entry.properties.dtype, chunks)
+
+    def _places(self, key: str, entry: TensorStorageMetadata) -> tuple[Any, ...]:
+        infos = [self._info(MetadataIndex(key, chunk.offsets, number)) for number, chunk in enumerate(entry.chunks)]
+        return tuple((info.relative_path, info.offset) for info in infos)
 
     def _info(self, index: MetadataIndex) -> Any:
         info = self.metadata.storage_data.get(index)

@@ -15,7 +15,7 @@ from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
 
-__all__ = ["by_name", "by_number", "is_by_name"]
+__all__ = ["by_name", "by_number", "is_by_name", "numbered"]
 
 
 @on_plain_tensors
@@ -65,6 +65,17 @@ def by_number(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, module
         begin += len(own)
     return {
         "state": {numbers[name]: dict(entries) for name, entries in state["state"].items() if name in numbers},
+        "param_groups": groups,
+    }
+
+
+def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same state dict with the numbers that the parameters had in the optimizer that was saved."""
+    names = list(chain.from_iterable(group["params"] for group in state["param_groups"]))
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {
+        "state": {numbers[name]: dict(state["state"][name]) for name in names if name in state["state"]},
         "param_groups": groups,
     }
 
