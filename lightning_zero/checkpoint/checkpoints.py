@@ -3,7 +3,8 @@ folders that ranks write and read together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
 
 __all__ = ["Checkpoints"]
+
+ROOM = 64 << 20  # bytes: for buffers, and between values
 
 
 class Checkpoints:
@@ -114,6 +117,16 @@ class Checkpoints:
                 "Checkpoints must lie where all hosts see the same files; copy it to each, or share the folder."
             )
         return seen[0] == "folder"
+
+    def prepare(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Begins to have memory ready for the first save beside training: for the shards, and for what the optimizers
+        keep once they have stepped. Harmless when repeated."""
+        if self.saver.prepared:
+            return
+        kept = chain.from_iterable(entries.values() for o in optimizers for entries in o.state.values())
+        held = [record.shard for record in self._sharder.live]
+        held += [value for value in kept if isinstance(value, Tensor)]
+        self.saver.prepare(sum(value.nbytes for value in held) + ROOM)
 
     def open(self, path: str | Path) -> OpenedFolder:
         """Opens a sharded checkpoint. Its files are compared with their checksums first, by all ranks together.

@@ -50,13 +50,32 @@ class BackgroundSaver:
         self._writer = WriterProcess()
         self._store: dist.Store | None = None
         self._saving: _Saving | None = None
+        self._prepared: threading.Thread | None = None
         # A program may end without a word. This must not keep the saver alive.
         atexit.register(_end, weakref.ref(self))
+
+    @property
+    def prepared(self) -> bool:
+        """Whether :meth:`prepare` was called."""
+        return self._prepared is not None
 
     @property
     def busy(self) -> bool:
         """Whether a save goes on."""
         return self._saving is not None and self._saving.is_alive()
+
+    def prepare(self, count: int) -> None:
+        """Begins to have memory for ``count`` bytes ready, so that the first save does not wait for it. Once."""
+        if self._prepared is None:
+            self._prepared = threading.Thread(target=self._reserve, args=(count,), daemon=True)
+            self._prepared.start()
+
+    def _reserve(self, count: int) -> None:
+        try:
+            self._writer.start()
+            self._snapshot.reserve(count)
+        except OSError as error:  # the save itself will say so, on every rank
+            log.info("No memory for a copy of what is to be saved yet: %s", error)
 
     def save(self, path: str | Path, state: Mapping[str, Any], rest: Any) -> None:
         """Begins a save, see :func:`~lightning_zero.checkpoint.sharded.saving.save_sharded`; waits for the one before.
@@ -72,6 +91,8 @@ class BackgroundSaver:
         rests: list[bytes] = []
 
         def copy() -> None:
+            if self._prepared is not None:
+                self._prepared.join()
             kept.extend(self._snapshot.take(items_of(flat, self._mesh.rank)))
             rests.append(packed(rest) if self._mesh.rank == 0 else b"")
 
@@ -129,6 +150,8 @@ class BackgroundSaver:
     def close(self) -> None:
         """Gives memory and process back."""
         self.give_up()
+        if self._prepared is not None:
+            self._prepared.join()
         self._snapshot.close()
         self._writer.close()
 

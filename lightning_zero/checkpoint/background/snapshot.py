@@ -86,7 +86,7 @@ class Snapshot:
         for item in items:
             offsets.append(end)
             end += -(-item.bytes // ALIGNMENT) * ALIGNMENT if isinstance(item, Piece) else 0
-        self._reserve(end)
+        self.reserve(end)
         kept: list[Kept | Blob] = []
         if self._stream is None:
             kept += [self._keep(item, offset) for item, offset in zip(items, offsets, strict=True)]
@@ -122,7 +122,12 @@ class Snapshot:
         self.wait()
         self._release()
 
-    def _reserve(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
+        """Has so many bytes ready, which takes seconds for many: pages are cleared, and bound where they are.
+
+        Raises:
+            OSError: the host has not so much memory.
+        """
         if self._claim is not None and self._memory.numel() >= count:
             return
         self._release()

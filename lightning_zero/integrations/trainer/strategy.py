@@ -305,9 +305,12 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         **kwargs: Any,
     ) -> Any:
         try:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         except UnsupportedError as error:
             raise MisconfigurationException(str(error)) from error
+        if self._sharded and self._in_background:
+            self._require_engine().checkpoints.prepare(self.optimizers)
+        return result
 
     @override
     def on_exception(self, exception: BaseException) -> None:
