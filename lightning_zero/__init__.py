@@ -33,11 +33,13 @@ from lightning_zero.integrations.trainer.norms import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 from lightning_zero.optim.formulas import Rule, register_rule
+from lightning_zero.report.comm_monitor import CommMonitor
 from lightning_zero.report.plan_report import PlanReport
 from lightning_zero.version import __version__
 
 __all__ = [
     "CheckpointError",
+    "CommMonitor",
     "Engine",
     "EngineConfig",
     "FabricZeroStrategy",

@@ -1,6 +1,7 @@
 """Tensors, their subclasses, and containers of them."""
 
 import torch
+import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch._subclasses import fake_tensor, functional_tensor
 
@@ -39,6 +40,10 @@ tree_map_only = torch.utils._pytree.tree_map_only
 # A tensor that has a shape and a dtype, and asks its class for everything else: what a checkpoint's values are before
 # they are read. torch's notes on extending it name it. (torch 2.11+)
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+
+# Sees every op that runs eagerly inside of it, in backward passes, too. torch's notes on extending it name it.
+# (torch 2.11+)
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 ATTRIBUTES = {
     # How often a tensor was written to in place: what a saved weight or a captured graph's input is checked by.

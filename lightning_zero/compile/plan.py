@@ -33,6 +33,8 @@ class Gather:
         used: name of the first node that reads one of the weights.
         until: what ends the weights' life: ``"last use"``, ``"backward"`` (kept for it) or ``"step"`` (kept until the
             optimizer steps).
+        started_s, waited_s: estimated seconds of compute before these two places; see :attr:`GraphPlan.compute_s`.
+        transfer_s: estimated seconds of the transfer.
     """
 
     weights: tuple[str, ...]
@@ -43,26 +45,35 @@ class Gather:
     waited: int
     used: str
     until: str = "last use"
+    started_s: float = 0.0
+    waited_s: float = 0.0
+    transfer_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """One gradient handed over to the reduce buckets, or several at once. ``bytes``: of the whole gradients."""
+    """One gradient handed over to the reduce buckets, or several at once. ``bytes``: of the whole gradients; ``at_s``:
+    estimated seconds of compute before it; ``transfer_s``: of its transfer."""
 
     weights: tuple[str, ...]
     dtype: str
     bytes: int
     at: int
+    at_s: float = 0.0
+    transfer_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """The plan of one graph: ``kind`` is ``"forward"`` or ``"backward"``; ``nodes``, how many nodes the graph has."""
+    """The plan of one graph: ``kind`` is ``"forward"`` or ``"backward"``; ``nodes``, how many nodes the graph has;
+    ``compute_s``, estimated seconds of its compute. Seconds are 0 where nothing was measured to estimate them by (on
+    CPUs, on one rank, without ``prefetch``); a graph out of a cache has those of the run that compiled it."""
 
     kind: str
     nodes: int
     gathers: tuple[Gather, ...]
     reduces: tuple[Reduce, ...]
+    compute_s: float = 0.0
 
     def collectives(self) -> tuple[str, ...]:
         """A line for each collective, in order: what must be the same on every rank."""
@@ -92,7 +103,7 @@ class GraphPlan:
             return tuple(kind(**{**entry, "weights": tuple(entry["weights"])}) for entry in entries)
 
         gathers, reduces = made(Gather, data["gathers"]), made(Reduce, data["reduces"])
-        return cls(data["kind"], data["nodes"], gathers, reduces)
+        return cls(data["kind"], data["nodes"], gathers, reduces, data.get("compute_s", 0.0))
 
     def __str__(self) -> str:
         gathered, reduced = (sum(entry.bytes for entry in entries) for entries in (self.gathers, self.reduces))

@@ -38,7 +38,7 @@ from lightning_zero.profiling.tensors import (
     viewed,
 )
 
-__all__ = ["DeviceSpeed", "NodeCost", "graph_costs", "node_flops"]
+__all__ = ["DeviceSpeed", "NodeCost", "graph_costs", "node_flops", "op_flops"]
 
 _aten = torch.ops.aten
 # Ops that torch has no formula for, next to those that take the same arguments first and do the same.
@@ -113,21 +113,32 @@ def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
 
 def node_flops(node: Node) -> int:
     """Floating-point operations of a node by torch's formula for its op; 0 where there is none."""
-    target = node.target
-    packet = target.overloadpacket if isinstance(target, ops.OpOverload) else target
-    formula = flop_registry.get(packet)
-    if formula is None and isinstance(target, ops.OpOverload):
-        formula = flop_registry.get(_SAME_FORMULA.get(packet))
-    if formula is None:
+    if _formula(node.target) is None:
         return 0
     # Formulas compare sizes, and a comparison of symbolic sizes would add a guard.
     args, kwargs, value = tree_map_only(
         Tensor, _concrete, (*map_arg((node.args, dict(node.kwargs)), _value), node.meta.get("val"))
     )
+    return op_flops(node.target, args, kwargs, value)
+
+
+def op_flops(op: Any, args: Any, kwargs: Any, value: Any) -> int:
+    """The same of one call of an op, which gave ``value``."""
+    formula = _formula(op)
+    if formula is None:
+        return 0
     try:
         return int(formula(*args, **kwargs, out_val=value))
-    except Exception:  # a formula that does not know this use of its op must not end a compilation
+    except Exception:  # a formula that does not know this use of its op must end neither a compilation nor a step
         return 0
+
+
+def _formula(op: Any) -> Callable[..., Any] | None:
+    packet = op.overloadpacket if isinstance(op, ops.OpOverload) else op
+    formula = flop_registry.get(packet)
+    if formula is None and isinstance(op, ops.OpOverload):
+        formula = flop_registry.get(_SAME_FORMULA.get(packet))
+    return formula
 
 
 def _alone(node: Node, held: dict[Node, tuple[Storage | None, ...]], speed: DeviceSpeed) -> NodeCost:

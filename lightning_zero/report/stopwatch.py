@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -12,6 +11,7 @@ import torch
 
 from lightning_zero.profiling.headroom import MemoryGauge
 from lightning_zero.report.correction import Measured
+from lightning_zero.report.moments import Moments
 
 __all__ = ["Stopwatch"]
 
@@ -41,7 +41,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, gathered: Callable[[], int], gauge: MemoryGauge | None = None) -> None:
-        self._device = device
+        self._moments = Moments(device)
         self._gathered = gathered
         self._gauge = gauge or MemoryGauge(device)
         self._batches: list[_Batch] = []
@@ -61,19 +61,19 @@ class Stopwatch:
         if self._gauge.exists:
             self._gauge.start()
             resident = self._gauge.read().resident
-        self._running = _Batch(self._mark(), self._gathered(), resident)
+        self._running = _Batch(self._moments.now(), self._gathered(), resident)
 
     def backward_ends(self) -> None:
         batch = self._running
         if batch is not None:
             batch.backwards += 1
-            batch.passed = self._mark()
+            batch.passed = self._moments.now()
             batch.peak = self._gauge.read().allocated if self._gauge.exists else None
 
     def end(self) -> None:
         batch, self._running = self._running, None
         if batch is not None:
-            batch.ended = self._mark()
+            batch.ended = self._moments.now()
             batch.gathered = self._gathered() - batch.gathered
             self._batches.append(batch)
 
@@ -82,22 +82,9 @@ class Stopwatch:
         single = all(batch.backwards == 1 for batch in self._batches)
         highest = max(self._batches, key=lambda batch: (batch.peak or 0) - (batch.resident or 0))
         return Measured(
-            median(self._between(batch.begun, batch.passed) for batch in self._batches) if single else None,
-            median(self._between(batch.begun, batch.ended) for batch in self._batches),
+            median(self._moments.between(batch.begun, batch.passed) for batch in self._batches) if single else None,
+            median(self._moments.between(batch.begun, batch.ended) for batch in self._batches),
             int(median(batch.gathered for batch in self._batches)),
             highest.peak,
             highest.resident,
         )
-
-    def _mark(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, begun: Any, ended: Any) -> float:
-        if self._device.type == "cpu":
-            return ended - begun
-        ended.synchronize()
-        return begun.elapsed_time(ended) / 1e3

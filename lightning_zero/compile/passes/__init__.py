@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
@@ -16,6 +17,7 @@ from lightning_zero.compile.passes.resident import use_resident
 from lightning_zero.compile.passes.saved import SavedLimits
 from lightning_zero.compile.passes.sink import sink_gathers
 from lightning_zero.compile.passes.split import split_gathers
+from lightning_zero.profiling.estimate import NOMINAL
 
 __all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "run_passes", "saved_for_backward"]
 
@@ -84,7 +86,7 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
             requires=frozenset({"handed over"}),
         ),
         *([BORROW] if context.borrow_gradients else []),
-        ANNOUNCE,
+        ANNOUNCE if context.costs is NOMINAL else replace(ANNOUNCE, apply=partial(announce_plan, costs=context.costs)),
     )
 
 

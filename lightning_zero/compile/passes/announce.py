@@ -6,6 +6,9 @@ length, or taken from a cache that an earlier process filled.
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,18 +19,24 @@ from lightning_zero.compile.graph import first_call, is_reduce, is_start, kind_o
 from lightning_zero.compile.passes.grouping import dtype_name
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
 from lightning_zero.native.ops import Op, declare, nothing, op_of
+from lightning_zero.profiling.estimate import Costs
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["announce_plan", "read_plan"]
+
+log = logging.getLogger(__name__)
 
 declare(Op("check_plan", shards=0, fake=nothing, has_effect=True))
 
 _PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)  # how a weight is cut out of its group
 
 
-def announce_plan(graph: Graph) -> Graph:
-    """Puts ``check_plan(shard, digest, plan)`` in front of the first collective, in place."""
+def announce_plan(graph: Graph, costs: Costs | None = None) -> Graph:
+    """Puts ``check_plan(shard, digest, plan)`` in front of the first collective, in place. ``costs``: what was
+    measured, by which the plan is given its seconds."""
     plan = read_plan(graph)
+    if costs is not None and (plan.gathers or plan.reduces):
+        plan = _timed(plan, graph, costs)
     first = next((node for node in graph.nodes if is_start(node) or is_reduce(node)), None)
     if first is None:
         return graph
@@ -43,12 +52,41 @@ def announce_plan(graph: Graph) -> Graph:
 
 def read_plan(graph: Graph) -> GraphPlan:
     """The plan of a graph that passes have gone over."""
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    nodes = [node for node in nodes if node.target is not ops("check_plan")]
+    nodes = [node for node in graph.nodes if _counts(node)]
     position = {node: number for number, node in enumerate(nodes)}
     gathers = tuple(_gather(node, nodes, position) for node in nodes if is_start(node))
     reduces = tuple(_reduce(node, position) for node in nodes if is_reduce(node))
     return GraphPlan(kind_of(graph), len(nodes), gathers, reduces)
+
+
+def _counts(node: Node) -> bool:
+    return node.op not in ("placeholder", "get_attr", "output") and node.target is not ops("check_plan")
+
+
+def _timed(plan: GraphPlan, graph: Graph, costs: Costs) -> GraphPlan:
+    """With its seconds. Gradients travel in buckets: each has its share of one large transfer."""
+    try:
+        each = zip(graph.nodes, costs.node_seconds(graph), strict=True)
+        clock = [0.0, *accumulate(seconds for node, seconds in each if _counts(node))]
+    except Exception as error:  # an op that the estimate does not understand must not end a compilation
+        log.info("A graph's plan is not timed: %s: %s", type(error).__name__, error)
+        return plan
+    reduced = sum(reduce.bytes for reduce in plan.reduces)
+    per_byte = costs.gather_seconds(reduced) / reduced if reduced else 0.0
+    gathers = [
+        replace(
+            gather,
+            started_s=clock[gather.started],
+            waited_s=clock[gather.waited],
+            # Resident weights that are there already travel nowhere; those that are not are the first pass's alone.
+            transfer_s=0.0 if gather.until == "step" else costs.gather_seconds(gather.bytes),
+        )
+        for gather in plan.gathers
+    ]
+    reduces = [
+        replace(reduce, at_s=clock[reduce.at + 1], transfer_s=reduce.bytes * per_byte) for reduce in plan.reduces
+    ]
+    return replace(plan, gathers=tuple(gathers), reduces=tuple(reduces), compute_s=clock[-1])
 
 
 def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather:

@@ -81,8 +81,13 @@ class Replays:
             raise _refusal(config.named("cuda_graph_model"), self.objection(config))
 
     def _enabled(self, config: EngineConfig) -> bool:
-        emulated = config.tuning.emulate_cuda_graph_model
-        return emulated or (bool(config.cuda_graph_model) and not self.objection(config))
+        return not self._why_off(config)
+
+    def _why_off(self, config: EngineConfig) -> str:
+        if config.tuning.emulate_cuda_graph_model:
+            return ""
+        chosen = "" if config.cuda_graph_model else f"{config.named('cuda_graph_model')}=False"
+        return chosen or self.objection(config)
 
     def objection(self, config: EngineConfig) -> str:
         """Why nothing is ever replayed here with these options, in words; empty where it may be."""
@@ -98,10 +103,25 @@ class Replays:
             self._impossible = impossible
         emulated = config.tuning.emulate_cuda_graph_model
         self.pair: type[CapturedPair] | type[EmulatedPair] = EmulatedPair if emulated else CapturedPair
-        self.enabled = self._enabled(config)
+        self._off = self._why_off(config)
         self._must = config.cuda_graph_model is True
         self._option = config.named("cuda_graph_model")
         self.check(config)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether what can be replayed is."""
+        return not self._off
+
+    def why_not(self) -> str:
+        """Why nothing is replayed, or why something was found that cannot be, in words; empty where nothing is known
+        against it."""
+        return self._off or "; ".join(sorted(self._said))
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that captures hold."""
+        return sum(call.nbytes for call in self._calls)
 
     @property
     def wrap(self) -> Callable[[Compiled], Compiled]:

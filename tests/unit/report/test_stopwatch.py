@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
-from lightning_zero.report import stopwatch
+from lightning_zero.report import moments
 from lightning_zero.report.stopwatch import BATCHES, Stopwatch
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(moments.time, "perf_counter", lambda: self.now)
 
 
 @pytest.fixture

@@ -1,0 +1,247 @@
+"""What a training's steps cost and move, as numbers for any logger.
+
+Nothing waits for the device: times are between events, and a window of steps is logged once the device has come to its
+end, which is at one of the next steps, under the number of its own last step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ThroughputMonitor
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.integrations.trainer.lookup import zero_strategy
+from lightning_zero.report.flops import FlopCount
+from lightning_zero.report.peaks import Peak, peak_of
+from lightning_zero.report.values import window_values
+from lightning_zero.report.window import Counts, Tally, Window
+
+__all__ = ["CommMonitor"]
+
+SizeOf = Callable[[Any], int]
+
+
+class CommMonitor(Callback):
+    """Logs, every few optimizer steps, means over the steps since the last time:
+
+    * ``throughput/step_ms``, ``throughput/samples_per_sec`` and, with a ``length_fn``, ``throughput/tokens_per_sec`` of
+      all ranks together, without validation between the steps;
+    * ``throughput/tflops_per_device``, and ``throughput/mfu``: its share of the device's peak in dense products of the
+      dtype that is computed in. Operations are the module's ``flops_per_batch``, as for Lightning's
+      ``ThroughputMonitor``, or counted in the first training step, which runs eagerly (on rank 0; what activation
+      checkpointing computes twice counts twice), and scaled by the size of batches. One line says which peak was taken;
+    * ``comm/gathered_mib``, ``comm/reduced_mib``: of whole weights and gradients' buckets, per step, on each rank;
+    * ``comm/exposed_ms_estimated``: per step, how long compute stands idle for transfers. Nothing can measure that in a
+      replayed step: it comes from the plan and from measured speeds of device and links, corrected by the time that a
+      pass really takes, as in ``PlanReport``. Not on CPUs, and not where a pass runs something else than each of its
+      graphs once;
+    * ``memory/peak_mib``, ``memory/reserved_mib``: of the device's allocator (peaks since torch's own statistics were
+      last reset, which this leaves alone), and ``memory/master_shard_mib``, ``gradient``, ``compute_copy``,
+      ``optimizer_state``, ``captures``, ``peers`` (read by other ranks; outside of the allocator) and so on: by what it
+      is for;
+    * ``replays/forward_backward``, ``replays/optimizer_step``: 1 where graphs of the device were replayed in these
+      steps, else 0, and one line says why not.
+
+    Steps in which something was compiled are left out of times and rates. The numbers are rank 0's; other ranks do
+    nothing.
+
+    Args:
+        every_n_steps: optimizer steps between two times; by default the Trainer's ``log_every_n_steps``.
+        batch_size_fn: gives the number of samples in a batch. By default that of a ``ThroughputMonitor`` among the
+            callbacks, or what Lightning takes for the size of a batch.
+        length_fn: gives the number of tokens in a batch. By default that of a ``ThroughputMonitor``, or none.
+        peak_flops: of one device, in floating-point operations per second; by default looked up by its name.
+
+    Attributes:
+        values: what was logged last.
+
+    Raises:
+        MisconfigurationException: ``every_n_steps`` is not positive, or (in ``setup``) the strategy is no
+            ``ZeroStrategy``.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        batch_size_fn: SizeOf | None = None,
+        length_fn: SizeOf | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise MisconfigurationException(f"CommMonitor(every_n_steps={every_n_steps}): pass at least 1.")
+        self._every = every_n_steps
+        self._size_of, self._length_of = batch_size_fn, length_fn
+        self._peak = None if peak_flops is None else Peak(peak_flops, "the given peak_flops")
+        self._engine: Engine | None = None  # on rank 0, while training
+        self._window: Window | None = None
+        self._ended: deque[tuple[int, int, Window]] = deque()  # not logged yet: first and last step
+        self._first_step = 0
+        self._count: FlopCount | None = None  # while the first step runs
+        self._flops: tuple[float, int] | None = None  # of a batch, and its size
+        self._said: set[str] = set()
+        self.values: dict[str, float] = {}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        zero_strategy(trainer, "observe_graphs", "CommMonitor looks at the engine of ZeroStrategy")
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for other in (callback for callback in callbacks if isinstance(callback, ThroughputMonitor)):
+            self._size_of = self._size_of or other.batch_size_fn
+            self._length_of = self._length_of or other.length_fn
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._engine = engine_of(pl_module) if trainer.is_global_zero else None
+        self._ended.clear()
+        self._begin(trainer)
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        engine = self._engine
+        if engine is not None:
+            self._first_step = trainer.global_step
+            self._window = Window(engine.device, lambda: _counts(engine, trainer.optimizers))
+
+    # -- a batch
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
+        if self._engine is None or self._window is None:
+            return
+        eager = self._engine.session.discovers or not self._engine.config.compiled.enabled
+        if self._flops is None and eager and not hasattr(pl_module, "flops_per_batch"):
+            self._count = FlopCount()
+            self._count.__enter__()
+        self._window.pass_begins()
+
+    @override
+    def on_after_backward(self, *args: Any) -> None:
+        if self._window is not None:
+            self._window.pass_ends()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        counted = self._stop_counting()
+        if self._window is None:
+            return
+        self._add(self._window.tally, pl_module, batch, counted)
+        step, every = trainer.global_step, self._every or getattr(trainer, "log_every_n_steps", 0) or 1
+        if step > self._first_step and step % every == 0:
+            self._window.end()
+            self._ended.append((self._first_step, step, self._window))
+            self._begin(trainer)
+        while self._ended and self._ended[0][-1].over:
+            self._log(trainer, *self._ended.popleft())
+
+    def _add(self, tally: Tally, module: pl.LightningModule, batch: Any, counted: int | None) -> None:
+        size = self._size_of(batch) if self._size_of else extract_batch_size(batch)
+        length = self._length_of(batch) if self._length_of else 0
+        tally.batches += 1
+        tally.samples += size
+        tally.lengths += length
+        if counted:
+            self._flops = float(counted), length or size
+        given = getattr(module, "flops_per_batch", None)
+        if given is not None:
+            tally.flops += given
+        elif self._flops is not None and self._flops[1]:
+            tally.flops += self._flops[0] * (length or size) / self._flops[1]
+
+    def _stop_counting(self) -> int | None:
+        count, self._count = self._count, None
+        if count is None:
+            return None
+        count.__exit__(None, None, None)
+        return count.total
+
+    # -- what interrupts
+
+    @override
+    def on_validation_start(self, *args: Any) -> None:
+        if self._window is not None:
+            self._window.pause()
+
+    @override
+    def on_validation_end(self, *args: Any) -> None:
+        if self._window is not None:
+            self._window.resume()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        while self._ended:
+            self._log(trainer, *self._ended.popleft())  # the training is over: now it may wait
+        self._engine = self._window = None
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop_counting()
+        self._ended.clear()
+        self._engine = self._window = None
+
+    # -- what is logged
+
+    def _log(self, trainer: pl.Trainer, first: int, last: int, window: Window) -> None:
+        engine = self._engine
+        assert engine is not None
+        self._find_peak(engine, window)
+        values, why = window_values(engine, trainer.optimizers, window, last - first, self._peak)
+        for what in why:
+            self._say(what)
+        self.values = values
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=last - 1)  # where Lightning logs what was logged in that step
+
+    def _find_peak(self, engine: Engine, window: Window) -> None:
+        if not window.tally.flops:
+            self._say(
+                "CommMonitor logs no MFU: no step ran eagerly in which operations could be counted. Give the "
+                "LightningModule a flops_per_batch."
+            )
+            return
+        if self._peak is None:
+            self._peak = _peak_of(engine)
+        if self._peak is None:
+            self._say(
+                "CommMonitor logs no MFU: the peak of this device is not known. Pass CommMonitor(peak_flops=...)."
+            )
+        else:
+            per_batch = window.tally.flops / window.tally.batches
+            self._say(
+                f"CommMonitor: MFU is a share of {self._peak.what}.", f" A batch takes {per_batch / 1e9:.4g} GFLOP."
+            )
+
+    def _say(self, line: str, once: str = "") -> None:
+        """Once; the second part may change."""
+        if line not in self._said:
+            self._said.add(line)
+            rank_zero_info(line + once)
+
+
+def _counts(engine: Engine, optimizers: list[torch.optim.Optimizer]) -> Counts:
+    counters = engine.executor.counters()
+    return Counts(
+        counters.get("gather_bytes", 0),
+        counters.get("reduce_bytes", 0),
+        counters.get("replayed_graphs", 0),
+        sum(engine.optimizers.stepper(optimizer).replays for optimizer in optimizers),
+        engine.session.progress.compiled,
+    )
+
+
+def _peak_of(engine: Engine) -> Peak | None:
+    if engine.device.type != "cuda" or engine.module is None:
+        return None
+    dtypes = [param.dtype for param in engine.module.parameters() if param.dtype.is_floating_point]
+    dtype = engine.config.compute_dtype or (dtypes[0] if dtypes else torch.float32)
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_of(torch.cuda.get_device_name(engine.device), dtype, tf32)

@@ -1,0 +1,30 @@
+"""Counts the floating-point operations of code that runs eagerly, by torch's own formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_zero.compat.tensors import TorchDispatchMode
+from lightning_zero.profiling.cost import op_flops
+
+__all__ = ["FlopCount"]
+
+
+class FlopCount(TorchDispatchMode):
+    """Counts while it is entered, also what backward passes do in threads of their own.
+
+    Attributes:
+        total: operations so far, on this rank: a multiplication and an addition are two.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.total += op_flops(func, args, kwargs or {}, result)
+        return result

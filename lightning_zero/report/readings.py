@@ -1,0 +1,44 @@
+"""What an engine says of itself: memory by what it is for, and what is not replayed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_zero.engine import Engine
+from lightning_zero.sharding.record import Role
+from lightning_zero.sharding.refusals import plainly
+
+__all__ = ["memory_by_role", "why_not_replayed"]
+
+FORWARD_BACKWARD, OPTIMIZER = "forward_backward", "optimizer_step"
+
+
+def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, int]:
+    """Bytes of this rank. What peers read is also counted by what it is for, and ``peers`` is memory that the device's
+    allocator knows nothing of."""
+    memory = engine.sharder.memory
+    with plainly():
+        found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.holds(role)) for role in Role}
+        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+        found["optimizer_state"] = _bytes([value for value in states if isinstance(value, torch.Tensor)])
+    found["reduce_buckets"] = engine.executor.counters().get("bucket_bytes", 0)
+    found["captures"] = engine.replays.nbytes
+    found["peers"] = engine.peers.nbytes
+    return found
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def why_not_replayed(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, str]:
+    """Of ``forward_backward`` and ``optimizer_step``: why they are not replayed as graphs of the device, in words;
+    empty where nothing is known against it."""
+    compiled = engine.config.compiled.enabled
+    steps = [engine.optimizers.stepper(optimizer).why_eager for optimizer in optimizers]
+    return {
+        FORWARD_BACKWARD: engine.replays.why_not() if compiled else "nothing is compiled",
+        OPTIMIZER: "; ".join(sorted({reason for reason in steps if reason})),
+    }

@@ -1,0 +1,50 @@
+"""The waiting in a pass, from the plans of its graphs."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
+from lightning_zero.report.exposed import exposed_seconds, plan_streams, step_plans
+
+
+def gather(name: str, size: int, started_s: float, waited_s: float, transfer_s: float) -> Gather:
+    return Gather((name,), "float32", size, 0, "", 0, "", "last use", started_s, waited_s, transfer_s)
+
+
+# The first weight comes with nothing to hide it; the second is started at 1 s, waited for at 3 s and takes 3 s.
+FORWARD = GraphPlan("forward", 9, (gather("a", 8, 0.0, 0.0, 0.5), gather("b", 16, 1.0, 3.0, 3.0)), (), 4.0)
+# A gradient that leaves when 1 of 2 s of compute are over and takes 1.5 s, and one at the very end.
+BACKWARD = GraphPlan(
+    "backward", 9, (), (Reduce(("a",), "float32", 8, 4, 1.0, 1.5), Reduce(("b",), "float32", 8, 8, 2.0, 0.25)), 2.0
+)
+
+
+def test_compute_waits_for_what_it_cannot_hide() -> None:
+    assert exposed_seconds([FORWARD]) == pytest.approx(0.5 + 1.0)
+    assert exposed_seconds([BACKWARD]) == pytest.approx(0.5 + 0.25)  # the second one queues behind the first
+    assert exposed_seconds([FORWARD, BACKWARD]) == pytest.approx(2.25)
+
+
+def test_a_slower_pass_hides_more() -> None:
+    streams = plan_streams(FORWARD)
+    assert streams is not None
+    assert exposed_seconds([FORWARD], streams.run(2.0).seconds) == pytest.approx(0.5)
+    assert exposed_seconds([FORWARD], 0.1) == pytest.approx(1.5), "no factor makes it as fast as that"
+
+
+def test_a_plan_without_seconds_says_nothing() -> None:
+    assert exposed_seconds([replace(FORWARD, compute_s=0.0)]) is None
+    assert exposed_seconds([FORWARD, replace(BACKWARD, compute_s=0.0)]) is None
+    assert exposed_seconds([]) is None
+
+
+def test_seconds_travel_with_the_plan() -> None:
+    assert GraphPlan.from_json(BACKWARD.to_json()) == BACKWARD
+    assert FORWARD.digest == replace(FORWARD, compute_s=9.0).digest, "ranks need not have measured the same"
+
+
+def test_a_pass_runs_the_last_graphs_for_the_same_weights() -> None:
+    newer = replace(FORWARD, compute_s=5.0)
+    assert step_plans(Plan((FORWARD, BACKWARD, newer)), 24) == [newer, BACKWARD]
+    assert step_plans(Plan((FORWARD, BACKWARD)), 48) is None, "each of them twice, or others"
