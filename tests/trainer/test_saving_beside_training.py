@@ -1,6 +1,7 @@
 """``async_save=True``: what is saved is what was there when it was asked for, and errors surface."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,28 @@ def test_model_checkpoint_keeps_what_it_is_told_to(ranks: Ranks, tmp_path: Path,
     for found in ranks.run(2, _kept, kind, str(tmp_path)):
         assert found == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
     assert (tmp_path / "last.ckpt").resolve() == tmp_path / "step=4.ckpt"
+
+
+def _goes_on(home: str) -> int:
+    """After a kill: the link that Lightning has made leads to what was never finished."""
+    if torch.distributed.get_rank() == 0:
+        Path(home, "last.ckpt").unlink()
+        Path(home, "last.ckpt").symlink_to("step=9.ckpt")
+    torch.distributed.barrier()
+    module = MODULES["Scheduled"]()
+    keeps = ModelCheckpoint(home, "{step}", save_last="link")
+    trainer = make_trainer("eager", callbacks=[keeps], enable_checkpointing=True, max_epochs=2)
+    begun: list[int] = []
+    module.on_train_start = lambda: begun.append(trainer.global_step)  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, make_loader("eager"), ckpt_path="last")
+    wanted = "was not saved to its end. Going on from"
+    assert torch.distributed.get_rank() or any(wanted in str(warning.message) for warning in said)
+    close(module)
+    return begun[0]
+
+
+def test_a_link_that_leads_nowhere_is_no_new_beginning(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, _kept, "sharded", str(tmp_path))
+    assert ranks.run(2, _goes_on, str(tmp_path)) == [4, 4]

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from fsspec.core import url_to_fs
 from lightning.pytorch.core import saving
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_zero.checkpoint.sharded.opened import kind_of
 from lightning_zero.checkpoint.sharded.values import SavedValue
@@ -55,9 +56,23 @@ def _remembers(parse: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(parse)
     def parsed(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
         self._zero_asked = ckpt_path
-        return parse(self, state_fn, ckpt_path, *args, **kwargs)
+        found = parse(self, state_fn, ckpt_path, *args, **kwargs)
+        if found is None and ckpt_path == "last" and str(self.trainer.strategy.strategy_name).startswith("zero3"):
+            return _beside_lost_link(self.trainer)
+        return found
 
     return parsed
+
+
+def _beside_lost_link(trainer: pl.Trainer) -> str | None:
+    """Whoever is killed before a save ends leaves a ``last.ckpt`` that leads nowhere: Lightning makes links at once,
+    and would begin anew."""
+    for callback in trainer.checkpoint_callbacks:
+        home = getattr(callback, "dirpath", None)
+        for path in newest_first(Path(home) / "last.ckpt") if home else ():
+            rank_zero_warn(f"The last checkpoint in {home} was not saved to its end. Going on from {path}, the newest.")
+            return path
+    return None
 
 
 def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
