@@ -18,6 +18,8 @@ from tests.ranks.pool import Ranks
 
 ALL = WAYS | TRANSFORMERS
 STEPS, SAMPLES = 3, 8
+# By function and by wrapper, reentrant and not, and two regions that read one weight; the others vary these.
+QUICK = ("checkpoint", "reentrant checkpoint_wrapper", "weights of two regions")
 LAYERS = ("blocks.", "layers.", ".h.")  # in the names of their weights
 
 
@@ -118,7 +120,7 @@ def check(way: str, world: int, mine: Seen, plain: Seen) -> None:
     assert len(mine.weights) <= max(len(plain.weights), 1)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in WAYS])
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_checkpointed_regions_are_planned_and_save_no_more(ranks: Ranks, world_size: int, way: str) -> None:
     for mine, plain in ranks.run(world_size, train_both, way, "aot_eager", deadline=240):

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from tests.helpers.memory import allocations
 from tests.helpers.models import Batch, Case, build
-from tests.helpers.sharded import BACKENDS, EAGER, engine_for, sgd, train_sharded
+from tests.helpers.sharded import EAGER, engine_for, sgd, train_sharded
 from tests.ranks.pool import Ranks
 
 bf16_autocast = partial(torch.autocast, "cpu", torch.bfloat16)
@@ -215,7 +215,7 @@ GROWTH = 3.0  # weights; some room for what the measurement cannot see
 
 @pytest.mark.parametrize(
     ("backend", "autocast"),
-    [("aot_eager", True), (EAGER, False), (EAGER, True)],
+    [pytest.param("aot_eager", True, marks=pytest.mark.slow), (EAGER, False), (EAGER, True)],
     ids=["compiled-autocast", "eager-fp32", "eager-autocast"],
 )
 def test_the_peak_of_a_step_does_not_grow_with_the_number_of_layers(ranks: Ranks, backend: str, autocast: bool) -> None:
@@ -231,7 +231,7 @@ def test_the_peak_of_the_first_step_does_not_grow_with_the_number_of_layers(rank
     assert many - few < GROWTH
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param("aot_eager", marks=pytest.mark.slow), EAGER])
 def test_without_precautions_the_peak_does_grow(ranks: Ranks, backend: str) -> None:
     """The tests above can fail."""
     few, many = (min(ranks.run(2, peaks, backend, layers, False, 4, True)[0][2:]) for layers in (FEW, MANY))

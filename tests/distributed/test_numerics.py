@@ -96,8 +96,15 @@ def train(
         return out
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "fp32"), (2, "fp32"), (2, "autocast"), (2, "bf16-true")])
+@pytest.mark.parametrize(
+    ("world_size", "precision", "backend"),
+    [
+        (1, "fp32", EAGER),
+        *((2, precision, EAGER) for precision in ("fp32", "autocast", "bf16-true")),
+        *((2, precision, "aot_eager") for precision in ("fp32", "autocast")),
+        pytest.param(2, "bf16-true", "aot_eager", marks=pytest.mark.slow),
+    ],
+)
 def test_unclipped_training_is_bitwise_that_of_one_process(
     ranks: Ranks, world_size: int, precision: str, backend: str
 ) -> None:
@@ -109,7 +116,10 @@ def test_unclipped_training_is_bitwise_that_of_one_process(
     assert_close_relative(out.grad_norms, expected.grad_norms, 1e-2 if precision == "bf16-true" else 1e-6, what="norm")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("world_size", "backend"),
+    [(1, EAGER), (2, "aot_eager"), (2, EAGER), pytest.param(3, "aot_eager", marks=pytest.mark.slow), (3, EAGER)],
+)
 def test_clipped_training_equals_one_process(ranks: Ranks, world_size: int, backend: str) -> None:
     out = ranks.run(world_size, train, "fp32", backend, CLIP, sgd)[0]
     expected = reference("fp32", world_size, CLIP, sgd)

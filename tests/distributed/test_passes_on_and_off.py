@@ -9,7 +9,7 @@ import torch
 
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import NOMINAL, Costs
-from tests.helpers.models import TiedBlock, build, make_batches
+from tests.helpers.models import Case, OneMLP, TiedBlock, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
@@ -30,7 +30,9 @@ COPIED: dict[str, Any] = ON | {"gather_transport": "copy"}
 RESIDENT: dict[str, Any] = COPIED | {"resident_mb": float("inf"), "resident_until": "step"}
 
 
-def all_ways(case: str, mixed: bool, ways: Sequence[dict[str, Any]] = WAYS) -> list[tuple[Reference, dict[str, int]]]:
+def all_ways(
+    case: str | type[Case], mixed: bool, ways: Sequence[dict[str, Any]] = WAYS
+) -> list[tuple[Reference, dict[str, int]]]:
     options: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16} if mixed else {}
     context = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
     results = []
@@ -50,7 +52,12 @@ def all_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "mixed"), [("LoRA", False), ("NeverUsed", False), pytest.param("OddMLP", True, marks=pytest.mark.slow)]
+    ("case", "mixed"),
+    [
+        pytest.param("LoRA", False, marks=pytest.mark.slow),
+        ("NeverUsed", False),
+        pytest.param("OddMLP", True, marks=pytest.mark.slow),
+    ],
 )
 def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: str, mixed: bool) -> None:
     for results in ranks.run(2, all_ways, case, mixed, deadline=240):
@@ -69,17 +76,24 @@ def copies_are_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> Non
 
 @pytest.fixture(scope="module")
 def tied(ranks: Ranks) -> list[list[tuple[Reference, dict[str, int]]]]:
-    """Trainings of a transformer with a tied weight in mixed precision: by rank, in all ways, collected and resident."""
-    return ranks.run(2, all_ways, "TiedBlock", True, (*WAYS, COLLECTED, RESIDENT), deadline=240)
+    """Trainings of a transformer with a tied weight in mixed precision: by rank; without prefetch, with it, with weights
+    that stay, collected, and copied and resident."""
+    return ranks.run(2, all_ways, "TiedBlock", True, (OFF, ON, PERSISTENT, COLLECTED, RESIDENT), deadline=240)
 
 
 def test_mixed_precision_and_a_tied_weight_change_no_bit_either(tied: Any) -> None:
     for results in tied:
-        all_equal(results[: len(WAYS)])
+        all_equal(results[:3])
+
+
+@pytest.mark.slow
+def test_nor_do_they_where_weights_come_early_or_late(ranks: Ranks) -> None:
+    for results in ranks.run(2, all_ways, "TiedBlock", True, (OFF, EARLY, LATE), deadline=240):
+        all_equal(results)
 
 
 def test_copies_from_peers_bring_the_same_bits(tied: Any) -> None:
-    for _, on, _, _, _, collected, resident in tied:
+    for _, on, _, collected, resident in tied:
         copies_are_equal([collected, on, resident])
 
 
@@ -106,7 +120,7 @@ def test_weights_used_in_low_precision_travel_in_it(tied: Any) -> None:
     assert on.get("compute_copy_writes", 0) == off.get("compute_copy_writes", 0)
 
 
-def mean_of_parts(case: str, mixed: bool) -> list[tuple[Reference, dict[str, int]]]:
+def mean_of_parts(case: type[Case], mixed: bool) -> list[tuple[Reference, dict[str, int]]]:
     """Gradients reduce-scattered; sent one-sidedly into peers' memory; and weights copied out of it, too."""
     one_sided = ON | {"reduce_transport": "copy"}
     return all_ways(
@@ -114,9 +128,9 @@ def mean_of_parts(case: str, mixed: bool) -> list[tuple[Reference, dict[str, int
     )
 
 
-@pytest.mark.parametrize(("world_size", "mixed"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("world_size", "mixed"), [(2, True), pytest.param(3, False, marks=pytest.mark.slow)])
 def test_gradients_pushed_to_peers_are_the_same(ranks: Ranks, world_size: int, mixed: bool) -> None:
-    for (on, _), *others in ranks.run(world_size, mean_of_parts, "OneBlock", mixed, deadline=240):
+    for (on, _), *others in ranks.run(world_size, mean_of_parts, OneMLP, mixed, deadline=240):
         for one_sided, _ in others:
             tolerance = 1e-2 if mixed else 1e-6
             assert_close_relative(one_sided.losses, on.losses, tolerance, what="losses")
@@ -141,7 +155,7 @@ def test_places_do_differ(ranks: Ranks) -> None:
     assert len(usual[0]) > 4
 
 
-@pytest.mark.parametrize("gather_transport", ["collective", "copy"])
+@pytest.mark.parametrize("gather_transport", [pytest.param("collective", marks=pytest.mark.slow), "copy"])
 def test_a_compute_copy_follows_its_master(ranks: Ranks, gather_transport: str) -> None:
     """In-place changes that leave no trace in version counters, between steps, are seen by the next step."""
     for before, after, expected in ranks.run(2, change_masters_behind_the_back, gather_transport, deadline=120):
@@ -151,8 +165,8 @@ def test_a_compute_copy_follows_its_master(ranks: Ranks, gather_transport: str) 
 
 def change_masters_behind_the_back(gather_transport: str) -> tuple[float, float, float]:
     torch.manual_seed(0)
-    model = build("OneBlock")
-    (batch,) = make_batches("OneBlock", 1, 4)
+    model = build(OneMLP)
+    (batch,) = make_batches(OneMLP, 1, 4)
     context = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
     losses = []
     with engine_for(
@@ -173,7 +187,7 @@ def change_masters_behind_the_back(gather_transport: str) -> tuple[float, float,
         with torch.no_grad(), context():
             back = model.loss(batch).item()
         assert back == losses[1], "an exchanged weight must be seen in evaluation, too"
-    plain = build("OneBlock")
+    plain = build(OneMLP)
     with torch.no_grad(), context():
         for param in plain.parameters():
             param.mul_(0.5)

@@ -22,7 +22,7 @@ from lightning_zero.profiling.estimate import NOMINAL
 from lightning_zero.sharding.peers import PeerMemory, gradients, weights
 from lightning_zero.sharding.peers import memory as peer_memory
 from lightning_zero.sharding.shared_memory import mapped
-from tests.helpers.models import build, make_batches
+from tests.helpers.models import OneMLP, build, make_batches
 from tests.helpers.oracle import assert_close_relative, assert_same_bits, shard_batch
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
@@ -138,7 +138,7 @@ def trained(nth: int, choices: dict[str, str]) -> tuple[list[float], dict[str, i
     """After a few steps: losses, counters, bytes in peers' memory, what goes through process groups; and each time that
     the links were measured since the engine was made, whether by copies."""
     torch._dynamo.reset()
-    model = build("OneBlock")
+    model = build(OneMLP)
     links = MagicMock(return_value=NOMINAL)
     with (
         copying_by_itself(),
@@ -146,7 +146,7 @@ def trained(nth: int, choices: dict[str, str]) -> tuple[list[float], dict[str, i
         patch("lightning_zero.compile.session.measure_costs", links),
         engine_for(model, "aot_eager", **MIXED, **choices) as engine,
     ):
-        batches = make_batches("OneBlock", 5, 12)
+        batches = make_batches(OneMLP, 5, 12)
         got = train_sharded(engine, model, batches, sgd(model), context=autocast)
         measured = [call.args[1] for call in links.mock_calls]
         return got.losses, engine.executor.counters(), engine.peers.nbytes, engine.peers.missing, measured
@@ -158,7 +158,12 @@ def falls_back(nth: int, oracle: dict[str, str]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("nth", "gather_transport", "reduce_transport"),
-    [(1, "collective", "collective"), (2, "collective", "copy"), (3, "collective", "copy"), (4, "copy", "collective")],
+    [
+        pytest.param(1, "collective", "collective", marks=pytest.mark.slow),
+        (2, "collective", "copy"),
+        pytest.param(3, "collective", "copy", marks=pytest.mark.slow),
+        (4, "copy", "collective"),
+    ],
 )
 def test_where_memory_runs_out_collectives_take_over(
     ranks: Ranks, nth: int, gather_transport: str, reduce_transport: str
@@ -365,7 +370,7 @@ def poisoned(case: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("case", ["TiedBlock", "LoRA"])
+@pytest.mark.parametrize("case", [pytest.param("TiedBlock", marks=pytest.mark.slow), "LoRA"])
 def test_nobody_reads_what_has_not_arrived_or_is_gone(ranks: Ranks, case: str) -> None:
     for plain, other in ranks.run(2, poisoned, case, deadline=240):
         assert_same_bits(other, plain)
@@ -377,7 +382,7 @@ def what_is_copied() -> dict[str, int]:
             engine_of(model).executor.reset_counters()
 
     options: dict[str, Any] = {"context": autocast, "before_batch": only_compiled}
-    _, counters = train_case("OneBlock", "aot_eager", 6, engine_options=MIXED | COPY, **options)
+    _, counters = train_case(OneMLP, "aot_eager", 6, engine_options=MIXED | COPY, **options)
     return counters
 
 
@@ -397,10 +402,10 @@ def edited_between_graphs(options: dict[str, Any]) -> tuple[list[float], dict[st
     """Weights are changed in eager code after the step's first groups are on their way: one that is computed with in
     bfloat16, and two in full precision."""
     torch._dynamo.reset()
-    model = build("OneBlock")
+    model = build(OneMLP)
     losses = []
     with engine_for(model, "aot_eager", **MIXED, **options) as engine:
-        for step, batch in enumerate(make_batches("OneBlock", 6, 4)):
+        for step, batch in enumerate(make_batches(OneMLP, 6, 4)):
             with engine.train_step(), autocast():
                 if step > 2:
                     halve(model)
@@ -411,9 +416,9 @@ def edited_between_graphs(options: dict[str, Any]) -> tuple[list[float], dict[st
 
 
 def test_an_edit_wins_over_what_was_fetched_ahead(ranks: Ranks) -> None:
-    model = build("OneBlock")
+    model = build(OneMLP)
     expected: list[list[float]] = [[], []]
-    for step, batch in enumerate(make_batches("OneBlock", 6, 4)):
+    for step, batch in enumerate(make_batches(OneMLP, 6, 4)):
         if step > 2:
             halve(model)
         for rank in range(2):

@@ -9,7 +9,7 @@ import torch
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.record import Role
 from lightning_zero.sharding.surgery import RESIDENT
-from tests.helpers.models import build, make_batches
+from tests.helpers.models import OneMLP, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_plain, train_sharded, whole_params
 from tests.ranks.pool import Ranks
@@ -41,7 +41,7 @@ def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Referen
     [
         ("TiedBlock", "aot_eager", True),
         ("LoRA", "aot_eager", False),
-        ("OddMLP", "inductor", False),
+        pytest.param("OddMLP", "inductor", False, marks=pytest.mark.slow),
         ("NeverUsed", "aot_eager", False),
     ],
 )
@@ -94,9 +94,9 @@ def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> N
 
 def change_between() -> list[bool]:
     """What is read after each kind of change, against what a plain model computes."""
-    model, plain = build("OneBlock"), build("OneBlock")
-    batch = make_batches("OneBlock", 1, 12)[0]
-    other = build("OneBlock", seed=3).state_dict()
+    model, plain = build(OneMLP), build(OneMLP)
+    batch = make_batches(OneMLP, 1, 12)[0]
+    other = build(OneMLP, seed=3).state_dict()
     same = []
     with engine_for(model, "aot_eager", **STEP) as engine:
 

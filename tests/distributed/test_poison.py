@@ -36,7 +36,7 @@ def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bo
         ("LoRA", "aot_eager", PLAIN, True),
         ("OddMLP", "aot_eager", RESIDENT, False),
         ("TiedBlock", "aot_eager", STEP, True),
-        ("BranchByStep", "aot_eager", {"prefetch": False}, False),
+        pytest.param("BranchByStep", "aot_eager", {"prefetch": False}, False, marks=pytest.mark.slow),
         ("OddMLP", EAGER, {}, False),
         ("NeverUsed", "aot_eager", PLAIN, False),
     ],

@@ -39,13 +39,19 @@ def check(ranks: Ranks, world_size: int, way: str, by: str) -> None:
         assert counted(counters) == counted(expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("way", ["clipped", "accumulated, kept until the step"])
+@pytest.mark.parametrize(
+    ("way", "world_size"),
+    [
+        pytest.param(way, world_size, marks=[pytest.mark.slow] * (world_size != quick))
+        for way, quick in (("clipped", 2), ("accumulated, kept until the step", 3))
+        for world_size in (1, 2, 3)
+    ],
+)
 def test_replays_train_like_runs_and_meet_as_often(ranks: Ranks, world_size: int, way: str) -> None:
     check(ranks, world_size, way, "weights and gradients")
 
 
-@pytest.mark.parametrize("by", ["weights", "gradients"])
+@pytest.mark.parametrize("by", [pytest.param("weights", marks=pytest.mark.slow), "gradients"])
 def test_copies_go_beside_collectives_in_one_replay(ranks: Ranks, by: str) -> None:
     check(ranks, 2, "accumulated", by)
 

@@ -35,8 +35,8 @@ Found = Callable[[Callable[..., Any]], list[Any]]
 def found(request: pytest.FixtureRequest, native_library: None) -> Iterator[Found]:
     """What two ranks return, by function; of those below, the longest first."""
     calls: list[Callable[..., Any]] = [overdue] if request.config.getoption("--slow") else []
-    calls += [patience_changes, compiling, one_takes_a_norm, one_gathers_and_all_meet, fails]
-    calls += [all_fail, late_to_nothing_watched, late]
+    calls += [replays_and_ends, patience_changes, compiling, one_takes_a_norm, one_gathers_and_all_meet, fails]
+    calls += [replays_past_the_timeout, all_fail, late_to_nothing_watched, late]
     with ranks_beside(calls, at_once=4) as outcome:
         yield outcome
 
@@ -189,16 +189,24 @@ def one_replays(timeout_s: float, ends_after_s: float) -> tuple[str, float]:
         return said.read_text(), 0.0
 
 
-def test_a_replay_that_a_device_does_not_come_past_ends_at_the_timeout(ranks: Ranks) -> None:
-    for text, seconds in ranks.run(2, one_replays, 4.0, 60.0, deadline=40):
+def replays_past_the_timeout() -> tuple[str, float]:
+    return one_replays(timeout_s=4.0, ends_after_s=60.0)
+
+
+def replays_and_ends() -> tuple[str, float]:
+    return one_replays(timeout_s=8.0, ends_after_s=4.0)
+
+
+def test_a_replay_that_a_device_does_not_come_past_ends_at_the_timeout(found: Found) -> None:
+    for text, seconds in found(replays_past_the_timeout):
         assert "A wait took longer than the timeout of 4 s. This is rank 0: between two steps" in text
         assert "its device waits in the collectives of a replayed graph" in text
         assert "Missing: rank 1." in text
         assert 4 < seconds < 9
 
 
-def test_a_replay_that_ends_is_no_longer_waited_for(ranks: Ranks) -> None:
-    waited, _ = ranks.run(2, one_replays, 8.0, 4.0, deadline=40)
+def test_a_replay_that_ends_is_no_longer_waited_for(found: Found) -> None:
+    waited, _ = found(replays_and_ends)
     assert waited[0].count("No progress. This is rank 0") == 1, waited[0]
     assert waited[1] == 0.0, "it was ended"
 

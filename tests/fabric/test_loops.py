@@ -178,10 +178,11 @@ def run_both(kinds: list[str], name: str) -> list[dict[str, Any]]:
     return [run(kind, name) for kind in kinds]
 
 
+SLOW = {"two_models_in_turn"}  # as the GANs of tests/trainer/test_manual_optimization.py
 REPLAYED = {"two_forwards_before_one_backward", "a_target_of_its_own_and_evaluation", "two_models_in_turn"}
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LOOPS])
 def test_a_loop_trains_what_it_trains_under_ddp(ranks: Ranks, name: str) -> None:
     kinds = ["ddp", "compiled", *(["replayed"] if name in REPLAYED else [])]
     for ddp, *others in ranks.run(2, run_both, kinds, name):

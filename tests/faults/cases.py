@@ -36,7 +36,8 @@ CATCHING: dict[str, Any] = {"ranks": (0, 1), "catches": True, "ends": "finishes"
 
 def _raises() -> Iterator[Case]:
     """An exception, everywhere; a rank that is just killed, everywhere."""
-    quick_raise = {"first_forward", "backward", "in_step", "validation_step", "checkpoint_gather", "shard", "join"}
+    quick_raise = {"first_forward", "backward", "in_step", "validation_step", "checkpoint_gather"}
+    slow_raise = {"shard", "join"}
     quick_kill = {"forward", "compiled_backward", "data_loader", "checkpoint_write", "build"}
     for name in POINTS:
         if name not in ("data_worker",):
@@ -46,7 +47,7 @@ def _raises() -> Iterator[Case]:
             falls_back = (
                 {"ends": "finishes", "named": False, "limit_s": 60.0} if name == "peer_memory_mapped" else choices
             )
-            yield case("raise", name, quick=name in quick_raise, **falls_back)
+            yield case("raise", name, quick=name in quick_raise, slow=name in slow_raise, **falls_back)
             yield case("sigkill", name, quick=name in quick_kill, **choices)
 
 

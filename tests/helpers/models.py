@@ -131,6 +131,14 @@ class OneBlock(TinyTransformer):
         super().__init__(blocks=1)
 
 
+class OneMLP(OneBlock):
+    """A block without attention, which takes most of the time of compiling one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].attention = nn.Identity()
+
+
 class TiedTransformer(TinyTransformer):
     """One parameter under two names, used first and last."""
 

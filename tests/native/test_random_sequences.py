@@ -8,6 +8,11 @@ from tests.ranks.pool import Ranks
 SEQUENCES = {1: 750, 2: 200, 3: 160}
 
 
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+    ids="W={}".format,
+)
 def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> None:
     first = 10_000 * world_size
     results = ranks.run(world_size, run_sequences, range(first, first + SEQUENCES[world_size]), deadline=180)

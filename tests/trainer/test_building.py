@@ -331,7 +331,9 @@ def _most_while_building(kind: str, make: Any) -> tuple[int, int]:
     return watched.mark.most // 4, whole
 
 
-@pytest.mark.parametrize("make", [Deep, DeepInitialised, DeepOnMeta], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [Deep, pytest.param(DeepInitialised, marks=pytest.mark.slow), DeepOnMeta], ids=lambda make: make.__name__
+)
 def test_no_rank_holds_the_whole_model_while_building(ranks: Ranks, make: Any) -> None:
     layer = 4 * Deep.width**2 + 5 * Deep.width
     for most, whole in ranks.run(3, _most_while_building, "eager", make):

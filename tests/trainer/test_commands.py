@@ -4,10 +4,23 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_zero.cli.doctor.rank import train_and_compare
 from tests.helpers.command import run
+from tests.ranks.pool import Ranks
 
 
+def test_what_the_doctor_trains_equals_plain_training(ranks: Ranks) -> None:
+    for found in ranks.run(2, train_and_compare, torch.device("cpu"), deadline=60):
+        assert found["equal"]
+        assert 0 < found["largest_difference"] < 1e-4, "shards add in another order: exactly the same is not compared"
+        assert found["ranks"] == 2
+        assert found["losses"][-1] < found["losses"][0]
+        assert set(found["transports"]) == {"weights", "gradients"}
+
+
+@pytest.mark.slow
 def test_the_doctor_trains_on_two_ranks_and_is_content(
     native_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,12 +40,14 @@ def run(name: str, arguments: list[str], folder: str) -> tuple[int, dict[str, fl
     return trainer.global_step, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts(ranks: Ranks, tmp_path: Path) -> None:
     for steps, found in ranks.run(2, run, "mixture_of_experts", [*CPU, "--steps", "30"], str(tmp_path), deadline=120):
         assert steps == 30
         assert found["train_loss"] < 4.0  # the logarithm of 64 is 4.16
 
 
+@pytest.mark.slow
 def test_a_vision_model_whose_weights_are_averaged(ranks: Ranks, tmp_path: Path) -> None:
     arguments = [*CPU, "--epochs", "3", "--pictures", "768", "--out", str(tmp_path / "out")]
     for _, found in ranks.run(2, run, "vision_ema", arguments, str(tmp_path), deadline=120):

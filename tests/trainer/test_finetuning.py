@@ -68,7 +68,12 @@ def _finetuned_under(kinds: list[str], *args: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("eager", "backbone"), ("captured", "backbone"), ("captured", "halves"), ("compiled", "backbone")],
+    [
+        ("eager", "backbone"),
+        ("captured", "backbone"),
+        ("captured", "halves"),
+        pytest.param("compiled", "backbone", marks=pytest.mark.slow),
+    ],
 )
 def test_unfrozen_parameters_train_as_on_a_single_device(ranks: Ranks, tmp_path: Path, kind: str, name: str) -> None:
     for result in ranks.run(2, _finetuned_under, ["single", kind], name, str(tmp_path)):

@@ -85,7 +85,7 @@ def _summarised_under(*kinds: str) -> dict[str, Any]:
     return {kind: _summarised(kind) for kind in kinds}
 
 
-@pytest.mark.parametrize("kind", ["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_summaries_equal_ddps(ranks: Ranks, kind: str) -> None:
     for rank, result in enumerate(ranks.run(2, _summarised_under, "ddp", kind)):
         (table, seen, before, after), (expected, expected_seen, *_) = result[kind], result["ddp"]

@@ -30,10 +30,18 @@ def _train_plainly() -> list[float]:
         return module.losses
 
 
-def test_training_is_the_same_and_rank_zero_leaves_a_report(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def plainly(ranks: Ranks) -> list[list[float]]:
+    """Losses of the training that nobody reports on, by rank."""
+    return ranks.run(2, _train_plainly, deadline=90)
+
+
+def test_training_is_the_same_and_rank_zero_leaves_a_report(
+    ranks: Ranks, plainly: list[list[float]], tmp_path: Path
+) -> None:
     folder = tmp_path / "report"
     told = ranks.run(2, _train, str(folder), deadline=90)
-    assert [losses for losses, _ in told] == ranks.run(2, _train_plainly, deadline=90)
+    assert [losses for losses, _ in told] == plainly
     names = sorted(path.name for path in folder.iterdir())
     expected = [
         f"{stem}_{name}"
@@ -67,10 +75,12 @@ def _train_watching_passes(folder: str) -> list[float]:
         return module.losses
 
 
-def test_what_each_pass_did_is_written_beside_a_training_that_stays_the_same(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_each_pass_did_is_written_beside_a_training_that_stays_the_same(
+    ranks: Ranks, plainly: list[list[float]], tmp_path: Path
+) -> None:
     folder = tmp_path / "report"
     watched = ranks.run(2, _train_watching_passes, str(folder), deadline=90)
-    assert watched == ranks.run(2, _train_plainly, deadline=90)
+    assert watched == plainly
     names = sorted(path.name for path in (folder / "passes").iterdir())
     assert "graph_00_forward.txt" in names
     assert "graph_01_backward.txt" in names

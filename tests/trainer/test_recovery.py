@@ -96,7 +96,11 @@ def _fail_under(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("world_size", "kind"),
-    [(1, "eager"), (2, "eager"), pytest.param(2, "compiled", marks=pytest.mark.slow), (3, "eager")],
+    [
+        (1, "eager"),
+        (2, "eager"),
+        *(pytest.param(*place, marks=pytest.mark.slow) for place in ((2, "compiled"), (3, "eager"))),
+    ],
 )
 def test_fit_after_an_exception_equals_a_single_devices(ranks: Ranks, world_size: int, kind: str) -> None:
     for results in ranks.run(world_size, _fail_under, kind, deadline=120):

@@ -149,18 +149,22 @@ def _train_under(kinds: list[str], make: Any) -> dict[str, Any]:
     return {kind: train(kind, make, steps=3) for kind in kinds}
 
 
-# What is compiled is the same on two ranks and on three, and what shards do is the same in eager code.
+# What is compiled is the same on two ranks and on three, and what shards do is the same in eager code. Encoders take
+# longest to compile.
+QUICK = [(make, kinds) for make in CASES for kinds in ((3, "eager"), (2, "compiled"))]
+QUICK.remove((LateEncoder, (2, "compiled")))
+
+
 @pytest.mark.parametrize(
-    "kinds",
+    ("make", "kinds"),
     [
-        (3, "eager"),
-        (2, "compiled"),
-        pytest.param((2, "eager"), marks=pytest.mark.slow),
-        pytest.param((3, "compiled"), marks=pytest.mark.slow),
+        pytest.param(
+            make, kinds, id=f"{make.__name__}-{kinds}", marks=[pytest.mark.slow] * ((make, kinds) not in QUICK)
+        )
+        for make in CASES
+        for kinds in ((3, "eager"), (2, "compiled"), (2, "eager"), (3, "compiled"))
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("make", CASES)
 def test_as_under_ddp(ranks: Ranks, make: Any, kinds: tuple[int, str]) -> None:
     world_size, kind = kinds
     for result in ranks.run(world_size, _train_under, ["ddp", kind], make, deadline=400):

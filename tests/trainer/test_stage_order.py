@@ -154,8 +154,19 @@ def _tell(story: Any, *kinds: str) -> dict[str, list[tuple[str, Any]]]:
 STORIES = [_one_trainer, _several_trainers, _evaluation_only]
 
 
-@pytest.mark.parametrize(("world_size", "kind"), [(1, "eager"), (2, "eager"), (2, "compiled"), (3, "eager")])
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__.strip("_"))
+@pytest.mark.parametrize(
+    ("story", "world_size", "kind"),
+    [
+        pytest.param(
+            story,
+            *place,
+            id=f"{story.__name__.strip('_')}-{place[0]}-{place[1]}",
+            marks=[pytest.mark.slow] * ((story, place) == (_evaluation_only, (2, "compiled"))),
+        )
+        for story in STORIES
+        for place in ((1, "eager"), (2, "eager"), (2, "compiled"), (3, "eager"))
+    ],
+)
 def test_stages_in_any_order_equal_a_single_devices(ranks: Ranks, world_size: int, kind: str, story: Any) -> None:
     for rank, result in enumerate(ranks.run(world_size, _tell, story, "single", kind, deadline=90)):
         ours, single = result[kind], result["single"]
