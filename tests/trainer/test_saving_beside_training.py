@@ -15,9 +15,9 @@ from lightning_zero import CheckpointError
 from lightning_zero.checkpoint.background.process import WriterProcess
 from lightning_zero.integrations.files import BackgroundFileIO
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.saved import MODULES, resume, uninterrupted_fit
 from tests.helpers.trainer import RTOL, close, make_loader, make_trainer, whole_state
 from tests.ranks.pool import Ranks
-from tests.trainer.test_full_checkpoints import MODULES, _resume, _uninterrupted
 
 KINDS = ["sharded", "full"]
 
@@ -65,13 +65,13 @@ def _train(kind: str, name: str, path: str, plugin: bool) -> dict[str, Any]:
 def test_training_goes_on_as_from_the_moment_of_the_save(ranks: Ranks, tmp_path: Path, kind: str, plugin: bool) -> None:
     path = str(tmp_path / "x.ckpt")
     name = "Scheduled"
-    wanted = ranks.run(1, _uninterrupted, name)[0]
+    wanted = ranks.run(1, uninterrupted_fit, name)[0]
     for found in ranks.run(2, _train, kind, name, path, plugin):
         assert found["there"]
         assert found["left"] == ["x.ckpt"]
         assert_close_relative(found["state"], wanted[1], 5 * RTOL)
     for world_size in (1, 2):
-        for resumed in ranks.run(world_size, _resume, "eager", name, [path]):
+        for resumed in ranks.run(world_size, resume, "eager", name, [path]):
             assert_close_relative(resumed[path][0], wanted[0], RTOL)
             assert_close_relative(resumed[path][1], wanted[1], 5 * RTOL)
 

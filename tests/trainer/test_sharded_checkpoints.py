@@ -8,9 +8,9 @@ import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.saved import MODULES, resume, uninterrupted_fit
 from tests.helpers.trainer import RTOL, close, make_loader, make_trainer, whole_state
 from tests.ranks.pool import Ranks
-from tests.trainer.test_full_checkpoints import MODULES, _resume, _uninterrupted
 
 WRITERS = [1, 2, 3]
 
@@ -41,8 +41,8 @@ def test_training_goes_on_from_them_on_any_number_of_ranks(
 ) -> None:
     for name in MODULES:
         paths = [folders[name, writers][0] for writers in WRITERS]
-        wanted = ranks.run(1, _uninterrupted, name)[0]
-        for resumed in ranks.run(world_size, _resume, "eager", name, paths):
+        wanted = ranks.run(1, uninterrupted_fit, name)[0]
+        for resumed in ranks.run(world_size, resume, "eager", name, paths):
             for path, (losses, state) in resumed.items():
                 assert_close_relative(losses, wanted[0], 5 * RTOL, what=path)
                 assert_close_relative(state, wanted[1], 5 * RTOL, what=path)
@@ -86,7 +86,7 @@ def _turned(kind: str, home: str) -> Any:
     return (
         results,
         sorted(path.name for path in Path(home).iterdir()),
-        _resume("eager", "Scheduled", [f"{home}/same.ckpt"]),
+        resume("eager", "Scheduled", [f"{home}/same.ckpt"]),
     )
 
 
