@@ -33,7 +33,7 @@ __all__ = ["BackgroundSaver"]
 
 log = logging.getLogger(__name__)
 
-TO_END_S = 30.0
+TO_END_S, ALONE_S = 30.0, 3.0
 
 
 class BackgroundSaver:
@@ -136,8 +136,12 @@ class BackgroundSaver:
         if saving.error is not None:
             raise CheckpointError(saving.error)
 
-    def give_up(self, within_s: float = TO_END_S) -> None:
-        """After something has failed: what goes on may end well yet, if it does so soon. How it ended is only said."""
+    def give_up(self, alone: bool = False) -> None:
+        """After something has failed: what goes on may end well yet, if it does so soon. How it ended is only said.
+
+        alone: another rank has failed, and will hardly do its part
+        """
+        within_s = ALONE_S if alone else TO_END_S
         saving, self._saving = self._saving, None
         if saving is None:
             return

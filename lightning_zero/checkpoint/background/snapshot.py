@@ -7,7 +7,7 @@ for them on the device (:meth:`Snapshot.before_writing`), and the host never doe
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ class Kept:
         return Piece(self.keys, self.shape, self.box, values)
 
 
+def _now(item: Piece | Blob) -> Piece | Blob:
+    """With values that nobody changes before a copy has been made of them."""
+    return replace(item, values=item.values.clone()) if isinstance(item, Piece) and not item.guarded else item
+
+
 class Snapshot:
     """One rank's.
 
@@ -87,6 +92,8 @@ class Snapshot:
             offsets.append(end)
             end += -(-item.bytes // ALIGNMENT) * ALIGNMENT if isinstance(item, Piece) else 0
         self.reserve(end)
+        if self._stream is not None:  # the copies will be made later than now
+            items = [_now(item) for item in items]
         kept: list[Kept | Blob] = []
         if self._stream is None:
             kept += [self._keep(item, offset) for item, offset in zip(items, offsets, strict=True)]
@@ -135,13 +142,15 @@ class Snapshot:
         self._memory = mapped(self._claim.path, self._claim.identity, max(count, 1), torch.uint8)
         if self._stream is not None:
             # Copies into memory that may be swapped out go through a small buffer, and the host waits for them.
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), count, 0))
+            with torch.cuda.device(self._device):  # a new thread would begin to use the first one
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), count, 0))
 
     def _release(self) -> None:
         if self._claim is None:
             return
         if self._stream is not None:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+            with torch.cuda.device(self._device):
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._claim.release()
         self._claim = None

@@ -93,7 +93,7 @@ def items_of(state: Mapping[str, tuple[Keys, Any]], rank: int) -> Iterator[Piece
         if rank == 0 and not value.numel():  # it has a shape, though
             parts = [(Box((0,) * value.dim(), tuple(value.shape)), torch.empty(value.shape, dtype=value.dtype))]
         for box, values in parts:
-            yield Piece(tuple(names), value.shape, box, values)
+            yield Piece(tuple(names), value.shape, box, values, guarded=isinstance(value, ShardedValue))
 
 
 def _cut(value: Tensor) -> list[tuple[Box, Tensor]]:

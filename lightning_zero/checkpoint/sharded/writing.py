@@ -30,12 +30,14 @@ class Piece:
         shape: of the whole tensor.
         box: the part.
         values: of the box's sizes, on any device.
+        guarded: whoever changes the values announces that, as with shards; others may change at any time.
     """
 
     keys: tuple[str, ...]
     shape: torch.Size
     box: Box
     values: Tensor
+    guarded: bool = False
 
     @property
     def bytes(self) -> int:

@@ -46,6 +46,12 @@ class Saving(ParallelStrategy):
         return self._options.state_dict_type == "sharded"
 
     @property
+    def _sharding(self) -> Engine | None:
+        """The engine; None where the module is not sharded yet, or no longer."""
+        module, engine = self.lightning_module, self._engine
+        return engine if module is not None and engine is not None and engine_of(module) is engine else None
+
+    @property
     def _in_background(self) -> bool:
         return self._options.async_save or isinstance(self._checkpoint_io, AsyncCheckpointIO)
 
@@ -81,8 +87,8 @@ class Saving(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        engine = self._engine
-        if engine is None:  # not sharded yet: every rank holds all of it
+        engine = self._sharding
+        if engine is None:  # every rank holds all of it
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif not self._sharded:
             engine.checkpoints.together.first(
@@ -101,20 +107,21 @@ class Saving(ParallelStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Not before the one that is being saved, for which it makes room, is there."""
         remove = partial(super().remove_checkpoint, filepath)
-        if self._engine is None:
+        if self._sharding is None:
             remove()
         else:
-            self._engine.checkpoints.saver.afterwards(remove)
+            self._sharding.checkpoints.saver.afterwards(remove)
 
     def _finish_saving(self) -> None:
         """Waits for what is saved beside training, and raises on every rank what went wrong. After an exception ranks
         cannot do that together any more: what went wrong is then only said."""
-        if self._engine is None:
+        engine = self._sharding
+        if engine is None:
             self.checkpoint_io.teardown()
             return
-        checkpoints = self._engine.checkpoints
-        if self._engine.watchdog.failed:
-            checkpoints.saver.give_up()
+        checkpoints = engine.checkpoints
+        if engine.watchdog.failed:
+            checkpoints.saver.give_up(alone=bool(engine.watchdog.native.verdict()))
             self.checkpoint_io.teardown()
             return
         checkpoints.saver.finish()
