@@ -32,7 +32,7 @@ def _check(ranks: list[dict[str, Any]], environment: str) -> None:
     for rank in ranks:
         assert rank["world_size"] == 2
         assert rank["strategy"] == "ZeroStrategy"
-        assert rank["launcher"] == "_SubprocessScriptLauncher"
+        assert rank["launcher"] == "TrainerLauncher"
         assert rank["environment"] == environment
         assert rank["weight"] == ranks[0]["weight"]
     seen = [set(rank["seen"]) for rank in ranks]

@@ -15,7 +15,8 @@ from lightning.fabric.utilities.types import ReduceOp
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.compat.lightning_private import FabricScriptLauncher, reduce_value
+from lightning_zero.compat.lightning_private import reduce_value
+from lightning_zero.integrations.launchers import FabricLauncher, check_interactive
 from lightning_zero.integrations.processes import Processes
 
 __all__ = ["FabricProcesses"]
@@ -27,8 +28,9 @@ class FabricProcesses(Processes, ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, "Fabric")
         # Always: when processes are started from outside, the launcher is what compares `devices` with their number.
-        self._launcher = FabricScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _set_world_ranks(self) -> None:
         self.set_world_ranks()

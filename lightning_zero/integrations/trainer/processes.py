@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_zero.compat.lightning_private import SubprocessScriptLauncher, reduce_value
+from lightning_zero.compat.lightning_private import reduce_value
+from lightning_zero.integrations.launchers import TrainerLauncher, check_interactive
 from lightning_zero.integrations.processes import Processes
 
 __all__ = ["ProcessStrategy"]
@@ -60,8 +61,9 @@ class ProcessStrategy(Processes, ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, "Trainer")
         # Always: when processes are started from outside, the launcher is what compares `devices` with their number.
-        self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = TrainerLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
