@@ -1,4 +1,5 @@
-"""Where the seconds between the beginning of a training and its steady steps went, in one line."""
+"""Where the seconds between the beginning of a training and its steady steps went, in one line, and what runs from then
+on, in another."""
 
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ def _compilation_seconds() -> dict[str, float]:
 
 
 class StartClock:
-    """Protocol: made when a stage begins; :meth:`batch` before each training batch, until it returns a line; at the
-    end of the training :meth:`ends`, where there was none.
+    """Protocol: made when a stage begins; :meth:`batch` before each training batch, until it returns lines; at the
+    end of the training :meth:`ends`, where there were none.
 
     Args:
         spent: seconds and pieces so far, see :class:`~lightning_zero.compile.listener.Progress`; an engine that is not
             there yet has spent nothing.
         compiler: the backend, by the name that torch has for it.
+        running: gives the line about what runs; "" for none.
         clock: seconds.
         of_torch: seconds that torch counts, by what they went into.
     """
@@ -37,10 +39,12 @@ class StartClock:
         self,
         spent: Callable[[], Mapping[str, float]],
         compiler: str = "inductor",
+        running: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
         of_torch: Callable[[], Mapping[str, float]] = _compilation_seconds,
     ) -> None:
         self._spent, self._clock, self._of_torch = spent, clock, of_torch
+        self._running = running
         self._compiler = "Inductor" if compiler == "inductor" else compiler
         self._begun, self._before, self._torch_before = clock(), dict(spent()), dict(of_torch())
         self._built = 0.0
@@ -52,25 +56,32 @@ class StartClock:
         """So long the executor was waited for."""
         self._built += seconds
 
-    def batch(self) -> str | None:
-        """A batch begins. A line, once: when the batches before it have shown that the start is over."""
+    def batch(self) -> list[str]:
+        """A batch begins. Lines, once: when the batches before it have shown that the start is over."""
         if self._over:
-            return None
+            return []
         graphs = self._since("graphs")
         self._quiet = self._quiet + 1 if graphs == self._graphs else 0
         self._graphs = graphs
         done = len(self._batches)
         self._batches.append(self._clock())
         if done < BATCHES or (self._quiet < QUIET and done < MOST_BATCHES):
-            return None
-        return self._line(done)
+            return []
+        return self._lines(done)
 
-    def ends(self) -> str | None:
-        """The training is over. A line, if there was none."""
-        return None if self._over or not self._batches else self._line(len(self._batches))
+    def ends(self) -> list[str]:
+        """The training is over. Lines, if there were none."""
+        return [] if self._over or not self._batches else self._lines(len(self._batches))
+
+    def _lines(self, batches: int) -> list[str]:
+        self._over = True
+        try:
+            running = self._running()
+        except Exception as error:  # a line must not end a training
+            running = f"What runs cannot be said: {type(error).__name__}: {error}."
+        return [line for line in (self._line(batches), running) if line]
 
     def _line(self, batches: int) -> str | None:
-        self._over = True
         if not self._since("graphs") and not self._built:
             return None  # everything was there
         total = self._clock() - self._begun

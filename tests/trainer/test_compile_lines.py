@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from torch import nn
 
 from tests.helpers.trainer import INPUTS, OUTPUTS, Regression, fitted, make_loader
@@ -53,3 +54,24 @@ def test_one_line_says_where_the_start_went(ranks: Ranks) -> None:
         total = float(line.split()[1])
         parts = sum(map(float, re.findall(r" ([0-9]+\.[0-9])(?:[,.]|$)", line.partition(": build")[2])))
         assert 0 < parts <= total + 1
+
+
+def test_another_line_says_what_runs_and_what_does_not(ranks: Ranks) -> None:
+    for lines in ranks.run(2, _lines, Parts, "Runs"):
+        [line] = lines
+        assert line.startswith("Runs: ZeRO-3 over 2 x cpu; compiled: 'net'; weights travel by ")
+        assert "; gradients travel by collectives (" in line
+        assert "forward and backward not replayed: the device is cpu; optimizer step not replayed: there are no" in line
+        assert re.search(r"\. On each rank: 0\.0 MiB of shards, gradients, copies and optimizer state", line)
+
+
+class Alone(Parts):
+    def training_step(self, batch, batch_idx):
+        return (
+            super().training_step(batch, batch_idx) + 0 * torch.func.grad(lambda x: self.net(x).sum())(batch[0]).sum()
+        )
+
+
+def test_it_says_what_runs_eagerly_and_why(ranks: Ranks) -> None:
+    for lines in ranks.run(2, _lines, Alone, "Runs"):
+        assert "compiled: nothing yet; 'net' runs eagerly: it is called inside torch.func" in lines[0]

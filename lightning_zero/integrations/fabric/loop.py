@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.report.running import running
 from lightning_zero.report.start import StartClock
 
 __all__ = ["Loop"]
@@ -25,18 +26,20 @@ class Loop:
 
     Args:
         engine: of a model that is sharded.
-        start: measures where the seconds of the start go.
+        compiler: the backend, by the name that torch has for it.
         show: a line to the user.
 
     Attributes:
         begun: there was a training step.
     """
 
-    def __init__(self, engine: Engine, start: StartClock, show: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, compiler: str, show: Callable[[str], None]) -> None:
         self.engine = engine
         self.begun = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._start = start
+        self._start = StartClock(
+            lambda: engine.session.progress.spent, compiler, lambda: running(engine, self.optimizers)
+        )
         self._show = show
         self._inside = False  # of a forward
         self._awaited = False  # a backward
@@ -81,7 +84,7 @@ class Loop:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        if not self._awaited and (line := self._start.batch()) is not None:
+        for line in () if self._awaited else self._start.batch():
             self._show(line)
         with self.engine.cycle.train_step():
             self.begun = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -35,7 +35,6 @@ from lightning_zero.integrations.processes import nccl_lets_errors_show
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.watchdog import Lane
-from lightning_zero.report.start import StartClock
 
 __all__ = ["FabricZeroStrategy"]
 
@@ -184,7 +183,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
         for child in module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
-        loop = Loop(engine, StartClock(_spent(engine), self._options.compile_backend), rank_zero_info)
+        loop = Loop(engine, self._options.compile_backend, rank_zero_info)
         self._known = [*(weakref.ref(known) for known in self._loops), weakref.ref(loop)]
         return ShardedModule(module, loop)
 
@@ -272,8 +271,3 @@ class _Accumulates(BackwardSyncControl):
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-def _spent(engine: Engine) -> Callable[[], Mapping[str, float]]:
-    progress = engine.session.progress
-    return lambda: progress.spent

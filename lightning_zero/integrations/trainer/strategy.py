@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -41,6 +41,7 @@ from lightning_zero.integrations.trainer.sigterm import Start, ask_on_cpu, note_
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.watchdog import Lane
+from lightning_zero.report.running import running
 from lightning_zero.report.start import StartClock
 
 __all__ = ["ZeroStrategy"]
@@ -179,14 +180,17 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         self._prepared = False
-        self._start = StartClock(self._spent, self._options.compile_backend)
+        self._start = StartClock(self._spent, self._options.compile_backend, self._running)
         super().connect(model)
 
     def _spent(self) -> Mapping[str, float]:
         return {} if self._engine is None else self._engine.session.progress.spent
 
-    def _show_start(self, line: str | None) -> None:
-        if line is not None:
+    def _running(self) -> str:
+        return "" if self._engine is None else running(self._engine, self.optimizers)
+
+    def _show_start(self, lines: Iterable[str]) -> None:
+        for line in lines:
             rank_zero_info(line)
 
     def _prepare(self, trainer: pl.Trainer) -> None:

@@ -12,7 +12,8 @@ class Training:
         self.now = 100.0
         self.spent: defaultdict[str, float] = defaultdict(float, graphs=3.0, compiling=50.0)  # by another training
         self.torch: defaultdict[str, float] = defaultdict(float, {"aot_trace_joint_graph": 7.0})
-        self.clock = StartClock(lambda: self.spent, "Inductor", lambda: self.now, lambda: self.torch)
+        self.clock = StartClock(lambda: self.spent, "Inductor", lambda: self.runs, lambda: self.now, lambda: self.torch)
+        self.runs = ""
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
@@ -30,11 +31,11 @@ class Training:
         self.torch["OutputGraph.call_user_compiler"] += inside
 
     def batches(self, count: int, seconds: float = 0.5) -> list[str]:
-        lines = []
+        lines: list[str] = []
         for _ in range(count):
-            lines.append(self.clock.batch())
+            lines += self.clock.batch()
             self.passes(seconds)
-        return [line for line in lines if line is not None]
+        return lines
 
 
 def test_the_line_says_where_each_second_went() -> None:
@@ -42,14 +43,14 @@ def test_the_line_says_where_each_second_went() -> None:
     training.passes(3.0)
     training.clock.built(1.5)
     assert not training.batches(1, seconds=2.0)
-    assert training.clock.batch() is None
+    assert training.clock.batch() == []
     training.compiles(5.0, 8.0, 1.0, 18.0, pieces=152, new=12)
     training.passes(0.5)
     assert training.batches(20) == [
         "Start: 41.5 s to the end of step 10: build 1.5, until the first step 1.5, first step, eagerly 2.0, Dynamo 5.0, "
         "joint graph 8.0, passes 1.0, Inductor (12 pieces compiled, 140 used again) 18.0, the other steps 4.5."
     ]
-    assert training.clock.ends() is None, "once is enough"
+    assert training.clock.ends() == [], "once is enough"
 
 
 def test_it_waits_until_nothing_is_compiled_any_more() -> None:
@@ -72,14 +73,38 @@ def test_it_does_not_wait_for_ever() -> None:
 
 def test_a_short_training_says_it_at_its_end() -> None:
     training = Training()
-    assert training.clock.ends() is None, "no training"
+    assert training.clock.ends() == [], "no training"
     training.batches(2)
     training.compiles(1.0, 1.0, 1.0, 1.0)
-    assert "to the end of step 2:" in (training.clock.ends() or "")
-    assert training.clock.ends() is None
+    [line] = training.clock.ends()
+    assert "to the end of step 2:" in line
+    assert training.clock.ends() == []
 
 
 def test_nothing_is_said_where_nothing_was_compiled_or_built() -> None:
     training = Training()
     assert not training.batches(30)
-    assert training.clock.ends() is None
+    assert training.clock.ends() == []
+
+
+def test_what_runs_is_said_at_the_end_of_the_start_and_whatever_was_compiled() -> None:
+    training = Training()
+    training.runs = "Runs: much."
+    assert training.batches(BATCHES) == []
+    assert training.batches(20) == ["Runs: much."]
+    training = Training()
+    training.runs = "Runs: little."
+    training.batches(1)
+    training.compiles(1.0, 1.0, 1.0, 1.0)
+    first, second = training.clock.ends()
+    assert first.startswith("Start: ")
+    assert second == "Runs: little."
+
+
+def test_a_line_that_fails_ends_no_training() -> None:
+    def fails() -> str:
+        raise ValueError("no")
+
+    clock = StartClock(dict, "inductor", fails, lambda: 0.0, dict)
+    clock.batch()
+    assert clock.ends() == ["What runs cannot be said: ValueError: no."]

@@ -1,0 +1,73 @@
+"""What runs in a training, and what does not and why: a line at the end of its start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_zero.engine import Engine
+from lightning_zero.profiling.headroom import MemoryGauge
+from lightning_zero.report.readings import FORWARD_BACKWARD, OPTIMIZER, memory_by_role, why_not_replayed
+
+__all__ = ["running"]
+
+MOST_NAMES = 3
+OTHERS = {"reduce_buckets": "reduce buckets", "captures": "captured graphs"}
+
+
+def running(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """E.g. ``Runs: ZeRO-3 on 2 x cuda, bfloat16; compiled: 'net'; weights: copies in memory that all ranks can read;
+    gradients: ...; replayed: forward and backward, optimizer step; not replayed: nothing. Memory of each rank: ...``"""
+    return f"Runs: {'; '.join([_stage(engine), _compiled(engine), *_ways(engine), _replays(engine, optimizers)])}. " + (
+        _memory(engine, optimizers)
+    )
+
+
+def _stage(engine: Engine) -> str:
+    dtype = engine.config.compute_dtype
+    computing = f", computing in {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
+    return f"ZeRO-3 over {engine.world_size} x {engine.device.type}{computing}"
+
+
+def _compiled(engine: Engine) -> str:
+    calls = engine.session.calls
+    if calls is None or not engine.config.compiled.enabled:
+        return "nothing compiled: compile=False"
+    names = [repr(name) if name else "the whole module" for name in calls.modules]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    eager = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in calls.eager.items()]
+    return "; ".join([f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}", *eager])
+
+
+def _ways(engine: Engine) -> list[str]:
+    if engine.world_size == 1:
+        return []
+    return [f"{what} travel by {how}" for what, how in engine.peers.describe().items()]
+
+
+def _replays(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    why = why_not_replayed(engine, optimizers)
+    names = {FORWARD_BACKWARD: "forward and backward", OPTIMIZER: "optimizer step"}
+    if why[FORWARD_BACKWARD] == why[OPTIMIZER] and why[OPTIMIZER]:
+        return f"no replays: {why[OPTIMIZER]}"
+    said = [
+        f"{name} replayed" if not why[what] else f"{name} not replayed: {why[what]}" for what, name in names.items()
+    ]
+    return "; ".join(said)
+
+
+def _memory(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    roles = memory_by_role(engine, optimizers)
+    held = sum(nbytes for what, nbytes in roles.items() if what not in ("peers", "captures", "reduce_buckets"))
+    parts = [f"{_size(held)} of shards, gradients, copies and optimizer state"]
+    parts += [f"{_size(roles[what])} of {name}" for what, name in OTHERS.items() if roles[what]]
+    gauge = MemoryGauge(engine.device)
+    if gauge.exists:
+        read = gauge.read()
+        parts.append(f"{_size(read.allocated)} at the peak, {_size(read.reserved)} reserved")
+    return f"On each rank: {', '.join(parts)}."
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
