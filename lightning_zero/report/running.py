@@ -51,10 +51,9 @@ def _replays(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str
     names = {FORWARD_BACKWARD: "forward and backward", OPTIMIZER: "optimizer step"}
     if why[FORWARD_BACKWARD] == why[OPTIMIZER] and why[OPTIMIZER]:
         return f"no replays: {why[OPTIMIZER]}"
-    said = [
-        f"{name} replayed" if not why[what] else f"{name} not replayed: {why[what]}" for what, name in names.items()
-    ]
-    return "; ".join(said)
+    return "; ".join(
+        f"{name} not replayed: {why[what]}" if why[what] else f"{name} replayed" for what, name in names.items()
+    )
 
 
 def _memory(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:

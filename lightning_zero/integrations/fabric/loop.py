@@ -37,9 +37,8 @@ class Loop:
         self.engine = engine
         self.begun = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._start = StartClock(
-            lambda: engine.session.progress.spent, compiler, lambda: running(engine, self.optimizers)
-        )
+        steppers = self._optimizers  # a clock that held this loop would keep the model after its last user
+        self._start = StartClock(lambda: engine.session.progress.spent, compiler, lambda: _running(engine, steppers))
         self._show = show
         self._inside = False  # of a forward
         self._awaited = False  # a backward
@@ -53,7 +52,7 @@ class Loop:
     @property
     def optimizers(self) -> list[Optimizer]:
         """That step its parameters, in the order of their setup, which is the same on every rank."""
-        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        return _alive(self._optimizers)
 
     def add(self, optimizer: Optimizer) -> None:
         """It steps these parameters from now on."""
@@ -127,3 +126,11 @@ class Loop:
         """After an exception: what is half done is dropped, and the next step begins anew."""
         self._awaited = False
         self.engine.cycle.reset()
+
+
+def _alive(references: list[weakref.ref[Optimizer]]) -> list[Optimizer]:
+    return [optimizer for reference in references if (optimizer := reference()) is not None]
+
+
+def _running(engine: Engine, optimizers: list[weakref.ref[Optimizer]]) -> str:
+    return running(engine, _alive(optimizers))
