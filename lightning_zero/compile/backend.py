@@ -39,6 +39,7 @@ from lightning_zero.compile.discover import CallNotes
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.listener import CompileListener
+from lightning_zero.compile.lowered import Lowered
 from lightning_zero.compile.passes import PassSpec, default_passes, run_passes, saved_for_backward
 from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.plan_book import PlanBook
@@ -129,6 +130,7 @@ class Compiler:
             last = self.last_weight is not None and last_read(module, inputs) is self.last_weight
             begun = time.monotonic()
             what = self._describe(names)
+            lowered = Lowered(self.notes.called or "a module", self._listener)
             self._listener.compiling(what, True, 0.0)
             try:
                 settings: dict[str, Any] = {
@@ -142,16 +144,17 @@ class Compiler:
                     # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
                     settings["force_non_lazy_backward_lowering"] = True
                 with functorch_config.patch(settings):
-                    compiled = inner(last, module, inputs, **kwargs)
+                    compiled = inner(last, lowered, module, inputs, **kwargs)
             finally:
-                self._listener.compiling(what, False, time.monotonic() - begun)
+                self._listener.compiling(lowered.in_words(), False, time.monotonic() - begun)
             return _plain(compiled if communicates else self._wrap(compiled))
 
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
 
     def _describe(self, weights: Sequence[str]) -> str:
-        purpose = "training" if torch.is_grad_enabled() else "evaluation"
+        training = "training, forward" if self.notes.keeps_graphs else "training, forward and backward"
+        purpose = training if torch.is_grad_enabled() else "evaluation"
         read = "no weights"
         if weights:
             read = (
@@ -174,7 +177,7 @@ class Compiler:
         self._listener.spend("passes", time.monotonic() - begun)
         return graph
 
-    def _inductor(self, last: bool, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    def _inductor(self, last: bool, lowered: Lowered, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         # Observers must see every graph, so they keep graphs out of the cache.
         wanted = self._listener.wants_graphs or self._listener.wants_passes
         unversioned = any(spec.name in self._selection.unversioned for spec in self.passes())
@@ -187,7 +190,11 @@ class Compiler:
             "reorder_for_peak_memory": False,
         }
         compile_fx: Any = lookup_backend("inductor")
-        return compile_fx(module, inputs, config_patches=options, inner_compile=self._by_pieces, **kwargs)
+        return compile_fx(module, inputs, config_patches=options, inner_compile=partial(self._lower, lowered), **kwargs)
+
+    def _lower(self, lowered: Lowered, module: GraphModule, inputs: Any, **settings: Any) -> Any:
+        with lowered.of(module.graph):
+            return self._by_pieces(module, inputs, **settings)
 
     def _by_pieces(self, module: GraphModule, inputs: Any, **settings: Any) -> Any:
         """A forward or backward graph, which goes through the passes on its way."""
@@ -228,14 +235,15 @@ class Compiler:
             digest.update(path.read_bytes())
         return digest.hexdigest()
 
-    def _aot_eager(self, last: bool, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    def _aot_eager(self, last: bool, lowered: Lowered, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             self._tag(last, module.graph)
             return min_cut_partition(module, inputs, **kwargs)
 
         def compiler(module: GraphModule, inputs: Any) -> Any:
-            self._rewrite(module.graph)
-            return _boxed(module)
+            with lowered.of(module.graph):
+                self._rewrite(module.graph)
+                return _boxed(module)
 
         compile_fx = aot_autograd(
             fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition

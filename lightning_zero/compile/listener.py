@@ -31,7 +31,8 @@ class CompileListener(Protocol):
         """What a pass did to the graph that was seen "before"; only where that is wanted."""
 
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
-        """A graph, described in words, begins to be compiled (``busy``), or has been, in so many seconds."""
+        """A graph, described in words, begins to be compiled (``busy``), or has been, in so many seconds; ``what`` then
+        says how these are spent, and may be empty."""
 
     def spend(self, what: str, amount: float) -> None:
         """So many seconds went into that; or so many pieces were made."""
@@ -112,7 +113,7 @@ class Progress:
         if busy:
             self.report(f"Compiling {what}; this step takes longer.")
         else:
-            self.report(f"Compiled it in {seconds:.1f} s.")
+            self.report(f"Compiled it in {seconds:.1f} s{f' ({what})' if what else ''}.")
             self.spend("graphs", 1)
             self.spend("compiling", seconds)
         self._busy(f"compiling {what}," if busy else "")

@@ -39,9 +39,13 @@ def _lines(make: type[Regression], beginning: str = "Compiling") -> list[str]:
 def test_they_name_the_module_and_the_purpose(ranks: Ranks) -> None:
     for lines in ranks.run(2, _lines, Parts):
         what = "'net' (Sequential) for {} (a graph of 4 weights, '0.weight' to '2.bias'); this step takes longer."
-        assert lines == [f"Compiling {what.format(purpose)}" for purpose in ("training", "evaluation")]
+        assert lines == [
+            f"Compiling {what.format(purpose)}" for purpose in ("training, forward and backward", "evaluation")
+        ]
     for lines in ranks.run(2, _lines, Regression):
-        assert lines[0].startswith("Compiling the whole Regression for training (a graph of 6 weights, 'net.0.weight'")
+        assert lines[0].startswith(
+            "Compiling the whole Regression for training, forward and backward (a graph of 6 weights, 'net.0.weight'"
+        )
 
 
 def test_one_line_says_where_the_start_went(ranks: Ranks) -> None:

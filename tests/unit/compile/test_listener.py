@@ -12,11 +12,13 @@ def test_compiling_is_told_to_the_user_the_watchdog_and_the_other_ranks() -> Non
     lines: list[str] = []
     progress = Progress(others.append, busy.append, lines.append)
     progress.compiling("the whole Net", True, 0.0)
-    progress.compiling("the whole Net", False, 1.25)
-    assert others == [True, False]
-    assert busy == ["compiling the whole Net,", ""]
-    assert lines == ["Compiling the whole Net; this step takes longer.", "Compiled it in 1.2 s."]
-    assert progress.compiled == 2
+    progress.compiling("forward 1.0 s", False, 1.25)
+    progress.compiling("", False, 1.25)
+    assert others == [True, False, False]
+    assert busy == ["compiling the whole Net,", "", ""]
+    assert lines[0] == "Compiling the whole Net; this step takes longer."
+    assert lines[1:] == ["Compiled it in 1.2 s (forward 1.0 s).", "Compiled it in 1.2 s."]
+    assert progress.compiled == 3
 
 
 def test_a_store_that_fails_hides_no_exception_of_the_compiler() -> None:

@@ -1,0 +1,50 @@
+"""Where the seconds of one graph's compilation go: its forward, its backward; and a backward that is compiled late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.fx import Graph
+
+from lightning_zero.compile.graph import kind_of
+from lightning_zero.compile.listener import CompileListener
+
+__all__ = ["Lowered"]
+
+
+class Lowered:
+    """Of one call of the backend, and of the backward that torch compiles later, where trainings keep graphs.
+
+    Args:
+        called: the module, in words.
+        listener: is told when something is compiled after :meth:`in_words`.
+    """
+
+    def __init__(self, called: str, listener: CompileListener) -> None:
+        self._called = called
+        self._listener = listener
+        self._seconds: dict[str, float] = {}
+        self._over = False
+
+    @contextmanager
+    def of(self, graph: Graph) -> Iterator[None]:
+        """Surrounds what is done to a graph after partitioning."""
+        kind, begun = kind_of(graph), time.monotonic()
+        if self._over:  # nobody else says that this takes long
+            self._listener.compiling(f"the {kind} of {self._called} for training", True, 0.0)
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - begun
+            self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
+            if self._over:
+                self._listener.compiling("", False, seconds)
+
+    def in_words(self) -> str:
+        """What the seconds went into. The call of the backend is over."""
+        self._over = True
+        if not self._seconds:
+            return "out of torch's cache"
+        return ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in self._seconds.items())
