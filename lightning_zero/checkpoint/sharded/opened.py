@@ -3,14 +3,16 @@ format."""
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from io import RawIOBase
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
@@ -19,6 +21,7 @@ from lightning_zero.checkpoint.sharded.contents import nested
 from lightning_zero.checkpoint.sharded.hashed import sum_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, read_metadata
+from lightning_zero.checkpoint.sharded.raw import MappedFiles
 from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
@@ -52,6 +55,7 @@ class OpenedFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._mapped: MappedFiles | None = None
         self._fs, self._place = url_to_fs(path)
         self.manifest = self._read_manifest()
         if not self._has(METADATA):
@@ -165,7 +169,7 @@ class OpenedFolder:
         chunks = []
         for number, chunk in enumerate(entry.chunks):
             index = MetadataIndex(key, chunk.offsets, number)
-            read = partial(self._tensor, self._info(index), key, torch.Size(chunk.sizes))
+            read = partial(self._tensor, self._info(index), key, torch.Size(chunk.sizes), entry.properties.dtype)
             chunks.append((Box(tuple(chunk.offsets), tuple(chunk.sizes)), read))
         return SavedValue(key, torch.Size(entry.size), entry.properties.dtype, chunks)
 
@@ -184,11 +188,27 @@ class OpenedFolder:
             )
         return info
 
-    def _tensor(self, info: Any, key: str, sizes: torch.Size) -> Tensor:
-        value = self._load(info, key)
-        if not isinstance(value, Tensor) or value.shape != sizes:
+    def _tensor(self, info: Any, key: str, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+        value = self._in_place(info, sizes, dtype)
+        if value is None:
+            value = self._load(info, key)
+        if not isinstance(value, Tensor) or value.shape != sizes or value.dtype != dtype:
             raise CheckpointError(f"{self._named(info.relative_path)} holds something else where {key!r} should be.")
         return value
+
+    def _in_place(self, info: Any, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Where it lies in a file that we wrote, which has been compared with its checksum; others are not trusted to
+        be laid out so."""
+        if self.manifest is None or not isinstance(self._fs, LocalFileSystem):
+            return None
+        if self._mapped is None:
+            self._mapped = MappedFiles(Path(self._place))
+        with self.open(info.relative_path) as file:
+            part = _Part(file, info.offset, info.length)
+            try:
+                return self._mapped.values(info.relative_path, part, info.offset, dtype, sizes)
+            except (ValueError, zipfile.BadZipFile):
+                return None
 
     def _other(self, key: str) -> Any:
         return self._load(self._info(MetadataIndex(key)), key)

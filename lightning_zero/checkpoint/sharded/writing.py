@@ -18,6 +18,7 @@ from lightning_zero.checkpoint.sharded.hashed import FileSum, HashedFile
 __all__ = ["Blob", "Piece", "Placed", "RankFiles", "file_name", "packed", "write_pieces"]
 
 MOST_FILES = 4  # of one rank, each written by a thread of its own
+ALIGNMENT = 64  # bytes
 FILE_BYTES = 64 << 20  # less is not worth another file
 
 
@@ -137,6 +138,8 @@ def _write_file(
     placed = []
     with HashedFile(create(name)) as file:
         for item in items:
+            # So that values lie at multiples of this in the file, too, as torch.save puts them in what it writes.
+            file.write(bytes(-file.tell() % ALIGNMENT))
             begin, whole, dtype, box = file.tell(), None, None, None
             if isinstance(item, Piece):
                 whole, dtype, box = item.shape, item.values.dtype, item.box
