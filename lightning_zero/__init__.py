@@ -32,6 +32,7 @@ from lightning_zero.integrations.trainer.finding import install
 from lightning_zero.integrations.trainer.norms import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
+from lightning_zero.integrations.weights import export_safetensors, load_safetensors
 from lightning_zero.optim.formulas import Rule, register_rule
 from lightning_zero.report.comm_monitor import CommMonitor
 from lightning_zero.report.plan_report import PlanReport
@@ -55,8 +56,10 @@ __all__ = [
     "UnsupportedError",
     "ZeroStrategy",
     "__version__",
+    "export_safetensors",
     "full_parameters",
     "grad_norm",
+    "load_safetensors",
     "register_rule",
     "unshard",
 ]

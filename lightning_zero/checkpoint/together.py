@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.watchdog import Watchdog
 
-__all__ = ["Together"]
+__all__ = ["Alone", "Together"]
 
 T = TypeVar("T")
 
@@ -69,6 +69,33 @@ class Together:
             CheckpointError: on every rank, when it fails.
         """
         return self.each(what, lambda: attempt() if self._mesh.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+class Alone(Together):
+    """One process by itself."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def each(self, what: str, attempt: Callable[[], T]) -> list[T]:
+        try:
+            return [attempt()]
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"Could not {what}: {_text(error)}") from error
+
+    def first(self, what: str, attempt: Callable[[], T]) -> T:
+        return self.each(what, attempt)[0]
 
 
 def _text(error: BaseException) -> str:

@@ -1,7 +1,5 @@
 """Sharded checkpoints written by one process, for tests that need none of the others."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +7,8 @@ import torch
 
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.together import Alone
 from lightning_zero.sharding.layout import ShardLayout
-
-
-class Alone:
-    """``Together`` for one rank."""
-
-    rank, world_size = 0, 1
-
-    def each(self, what: str, attempt: Callable[[], Any]) -> list[Any]:
-        return [attempt()]
-
-    def first(self, what: str, attempt: Callable[[], Any]) -> Any:
-        return attempt()
-
-    def busy(self, what: str) -> Any:
-        return nullcontext()
 
 
 def sharded(value: torch.Tensor) -> ShardedValue:
@@ -54,5 +38,5 @@ def write_folder(path: Path, epoch: int = 3) -> dict[str, Any]:
         "hyper_parameters": {"width": 5},
         "mine": [1],
     }
-    save_sharded(path, state, rest, Alone())  # type: ignore[arg-type]
+    save_sharded(path, state, rest, Alone())
     return weights | {"tied.weight": weights["a.weight"], "count": torch.tensor(2)}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightning_zero.cli.main import main
 from tests.helpers.folders import write_folder
@@ -71,3 +72,20 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "empty").mkdir()
     assert main(["checkpoint", "inspect", str(tmp_path / "empty")]) == 1
     assert "holds no sharded checkpoint" in capsys.readouterr().err
+
+
+def test_export_writes_what_hugging_face_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = write_folder(tmp_path / "x.ckpt")
+    torch.save({"state_dict": {f"net.{key}": value for key, value in state.items()}}, tmp_path / "y.ckpt")
+    for path, prefix in (("x.ckpt", ""), ("y.ckpt", "net.")):
+        output = tmp_path / f"{path}-out"
+        words = ["--output", str(output), "--prefix", prefix, "--max-shard-size", "100B", "--dtype", "float32"]
+        assert main(["checkpoint", "export", str(tmp_path / path), *words, "--json"]) == 0
+        names = json.loads(capsys.readouterr().out)["files"]
+        assert len(names) == 2
+        found = {key: value for name in names for key, value in load_file(output / name).items()}
+        assert found.keys() == {"a.weight", "b.bias", "count"}
+        assert torch.equal(found["b.bias"], state["b.bias"].float())
+        assert torch.equal(found["a.weight"], state["a.weight"])
+    assert main(["checkpoint", "export", str(tmp_path / "x.ckpt"), "--output", "o", "--prefix", "z."]) == 1
+    assert "no weights whose names begin with 'z.'" in capsys.readouterr().err

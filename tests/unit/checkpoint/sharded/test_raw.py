@@ -8,7 +8,8 @@ import torch
 
 from lightning_zero.checkpoint.sharded.opened import OpenedFolder
 from lightning_zero.checkpoint.sharded.saving import save_sharded
-from tests.helpers.folders import Alone, sharded, write_folder
+from lightning_zero.checkpoint.together import Alone
+from tests.helpers.folders import sharded, write_folder
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -30,7 +31,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype) ->
     shapes = [(), (1,), (3,), (7, 5), (2, 3, 4), (0, 3), (200, 70)]
     values = {str(number): torch.randn(shape).mul(9).to(dtype) for number, shape in enumerate(shapes)}
     state = {"whole": values, "parts": {key: sharded(value) for key, value in values.items()}}
-    save_sharded(tmp_path / "x", state, None, Alone())  # type: ignore[arg-type]
+    save_sharded(tmp_path / "x", state, None, Alone())
     found = OpenedFolder(str(tmp_path / "x")).state()
     for key, value in values.items():
         for part in ("whole", "parts"):

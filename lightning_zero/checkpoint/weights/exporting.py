@@ -1,0 +1,110 @@
+"""Writes a module's weights as safetensors: ranks write different files at once, each gathered when its turn comes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_zero.checkpoint.places import INCOMPLETE, beside, make_folders, remove, sync_folder
+from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.weights.files import INDEX, Part, plan_files
+
+__all__ = ["Weight", "export", "in_dtype"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One that is to be written.
+
+    Attributes:
+        bytes: that it takes in the file.
+        whole: gives all of it, on the CPU, in memory of its own, where it is wanted ``here``, and None elsewhere.
+            Collective where it is sharded.
+    """
+
+    bytes: int
+    whole: Callable[[bool], Tensor | None]
+
+
+def export(
+    weights: Mapping[str, Weight], folder: Path, most: int, together: Together, metadata: Mapping[str, str]
+) -> list[str]:
+    """Writes all of them. Collective. Holds at most one file's tensors on each rank.
+
+    Args:
+        weights: by name, the same on every rank.
+        folder: where the files go, beside whatever else is there.
+        most: bytes in a file.
+        together: the ranks.
+        metadata: into each file.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        CheckpointError: on every rank; files of these names that were there are still there.
+    """
+    files = plan_files({key: weight.bytes for key, weight in weights.items()}, most)
+    what = f"export weights to {folder}"
+    together.first(what, lambda: make_folders(folder))
+    ends: list[Future[None]] = []
+    try:
+        with ThreadPoolExecutor(1, "lightning_zero-export") as thread:
+            for number, part in enumerate(files):
+                here = number % together.world_size == together.rank
+                if here and ends:
+                    ends[-1].exception()  # no second file in memory
+                tensors = {key: whole for key in part.keys if (whole := weights[key].whole(here)) is not None}
+                if here:
+                    ends.append(thread.submit(_write, folder / part.name, tensors, dict(metadata)))
+                del tensors
+        together.each(what, lambda: [end.result() for end in ends] and None)
+        together.first(what, lambda: _put_in_place(folder, files, weights))
+    finally:
+        if together.rank == 0:
+            for part in files:
+                remove(beside(folder / part.name, INCOMPLETE))
+    return [part.name for part in files]
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    work = beside(path, INCOMPLETE)
+    save_file(tensors, work, metadata={"format": "pt"} | metadata)
+    with open(work, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _put_in_place(folder: Path, files: Sequence[Part], weights: Mapping[str, Weight]) -> None:
+    for part in files:
+        os.replace(beside(folder / part.name, INCOMPLETE), folder / part.name)
+    index = folder / INDEX
+    if len(files) > 1:
+        total = sum(weight.bytes for weight in weights.values())
+        where = {key: part.name for part in files for key in part.keys}
+        work = beside(index, INCOMPLETE)
+        work.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+        os.replace(work, index)
+    names = {part.name for part in files}
+    for path in _of_an_export(folder):
+        if path.name not in names and not (path == index and len(files) > 1):
+            path.unlink()  # of an earlier one, of other files: readers would take them for this one's
+    sync_folder(folder)
+
+
+def _of_an_export(folder: Path) -> Iterator[Path]:
+    yield from folder.glob("model-?????-of-?????.safetensors")
+    yield from (path for path in (folder / "model.safetensors", folder / INDEX) if path.exists())
+
+
+def in_dtype(value: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
+    """On the CPU, contiguous; numbers with a point in ``dtype``; with ``copy``, in memory of its own."""
+    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return value.detach().to("cpu", wanted, copy=copy).contiguous()

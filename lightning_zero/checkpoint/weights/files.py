@@ -1,0 +1,177 @@
+"""Files of safetensors, one or many with an index, as Hugging Face lays them out.
+
+https://huggingface.co/docs/safetensors/index describes the format; the index is a JSON file whose ``weight_map`` says
+in which file each tensor lies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lightning_zero.checkpoint.sharded.boxes import Box
+from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["INDEX", "Part", "parse_size", "plan_files", "saved_values"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ROW_BYTES = 16 << 20  # that are read at once
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def saved_values(path: str | Path) -> dict[str, SavedValue]:
+    """What lies at ``path``, none of it read yet.
+
+    Args:
+        path: of a ``.safetensors`` file, of an index, or of a folder with either.
+
+    Raises:
+        CheckpointError: there is nothing of the kind, a file is missing or damaged.
+    """
+    found: dict[str, SavedValue] = {}
+    for file, wanted in _files(Path(path)).items():
+        try:
+            with safe_open(file, "pt") as opened:
+                held = set(opened.keys())
+                for key in opened.keys() if wanted is None else wanted:  # noqa: SIM118
+                    if key not in held:
+                        raise CheckpointError(f"{file} lacks {key!r}, which the index beside it says is there.")
+                    about = opened.get_slice(key)
+                    found[key] = _value(file, key, tuple(about.get_shape()), about.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
+    return found
+
+
+def _files(path: Path) -> dict[Path, list[str] | None]:
+    """Of each file the keys that count; None: all."""
+    if path.is_dir():
+        index = path / INDEX
+        if index.exists():
+            path = index
+        elif (path / SINGLE).exists():
+            path = path / SINGLE
+        else:
+            raise CheckpointError(f"{path} holds neither {SINGLE!r} nor {INDEX!r}. Give the file itself.")
+    if not path.exists():
+        raise CheckpointError(f"There is nothing at {path}.")
+    if path.suffix != ".json":
+        return {path: None}
+    try:
+        where: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        files: dict[Path, list[str] | None] = {}
+        for key, name in where.items():
+            if Path(name).name != name:
+                raise CheckpointError(f"{path} names {name!r}, which is not a file of its folder.")
+            files.setdefault(path.with_name(name), []).append(key)  # type: ignore[union-attr]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is not an index of safetensors: {error}.") from error
+    return files
+
+
+def _value(file: Path, key: str, shape: tuple[int, ...], dtype: str) -> SavedValue:
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{file} holds {key!r} in {dtype}, which is not known here.")
+    kind = DTYPES[dtype]
+    if len(shape) < 1 or not prod(shape):
+        chunks = [(Box((0,) * len(shape), shape), partial(_read, file, key, None))]
+    else:
+        rows = max(1, ROW_BYTES // max(1, prod(shape[1:]) * kind.itemsize))
+        cut = [(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]
+        chunks = [
+            (
+                Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])),
+                partial(_read, file, key, (first, last)),
+            )
+            for first, last in cut
+        ]
+    return SavedValue(key, torch.Size(shape), kind, chunks)
+
+
+def _rows(shape: tuple[int, ...], first: int, last: int) -> Box:
+    return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+
+
+def _read(file: Path, key: str, rows: tuple[int, int] | None) -> Tensor:
+    with safe_open(file, "pt") as opened:
+        if rows is None:
+            whole: Tensor = opened.get_tensor(key)
+            return whole
+        part: Tensor = opened.get_slice(key)[rows[0] : rows[1]]
+        return part
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file that is to be written.
+
+    Attributes:
+        name: of the file.
+        keys: of its tensors, in their order.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+
+
+def plan_files(sizes: Mapping[str, int], most: int) -> list[Part]:
+    """Shares tensors out over files, in their order.
+
+    Args:
+        sizes: of each tensor, in bytes.
+        most: bytes of tensors in a file; a larger tensor has a file of its own.
+    """
+    files = list(_filled(sizes.items(), most))
+    if len(files) == 1:
+        return [Part(SINGLE, files[0])]
+    return [Part(f"model-{n:05}-of-{len(files):05}.safetensors", keys) for n, keys in enumerate(files, 1)]
+
+
+def _filled(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[tuple[str, ...]]:
+    keys: list[str] = []
+    held = 0
+    for key, size in sizes:
+        if keys and held + size > most:
+            yield tuple(keys)
+            keys, held = [], 0
+        keys.append(key)
+        held += size
+    yield tuple(keys)
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of ``"5GB"``, ``"300MiB"`` or a number.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]?I?B)\s*", str(size).upper()) if isinstance(size, str) else None
+    value: Any = float(found[1]) * UNITS[found[2]] if found else size
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
+        raise ValueError(f"max_shard_size={size!r} must be a number of bytes, or a text such as '5GB' or '300MiB'.")
+    return int(value)

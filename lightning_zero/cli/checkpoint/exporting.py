@@ -1,0 +1,64 @@
+"""``checkpoint export``: the weights of a checkpoint as safetensors."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.weights.exporting import Weight, export, in_dtype
+from lightning_zero.checkpoint.weights.files import parse_size
+from lightning_zero.cli.checkpoint.found import Found
+from lightning_zero.cli.progress import bar
+from lightning_zero.errors import CheckpointError
+from lightning_zero.integrations.folders import as_trainers
+
+__all__ = ["DTYPES", "export_weights"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_weights(arguments: Namespace) -> int:
+    """Compares the checkpoint with its checksums, and writes the files; holds one file's tensors at most."""
+    found = Found(arguments.path)
+    with bar("compares", sum(found.sizes().values())) as read:
+        found.check(read)
+    state = as_trainers(found.load()).get("state_dict") or {}
+    chosen = {
+        key.removeprefix(arguments.prefix): value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key.startswith(arguments.prefix)
+    }
+    if not chosen:
+        raise CheckpointError(
+            f"{arguments.path} holds no weights whose names begin with {arguments.prefix!r}. There are: "
+            f"{', '.join(list(state)[:5])}, ..."
+        )
+    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
+    weights: dict[str, Weight] = {}
+    known: set[object] = set()
+    total = sum(value.numel() * value.itemsize for value in chosen.values())
+    with bar("writes", total) as wrote:
+        for key, value in chosen.items():
+            place = id(value) if isinstance(value, SavedValue) else (value.data_ptr(), value.shape, value.stride())
+            if place in known and value.numel():
+                continue  # it is tied, and stands there under its first name
+            known.add(place)
+            size = (dtype or value.dtype).itemsize if value.is_floating_point() else value.itemsize
+            weights[key] = Weight(value.numel() * size, partial(_whole, value, dtype, wrote))
+        names = export(weights, Path(arguments.output), parse_size(arguments.max_shard_size), Alone(), {})
+    print(json.dumps({"output": arguments.output, "files": names}) if arguments.json else arguments.output)
+    return 0
+
+
+def _whole(value: Tensor, dtype: torch.dtype | None, wrote: Callable[[int], None], here: bool) -> Tensor:
+    whole = value.whole() if isinstance(value, SavedValue) else value
+    wrote(whole.nbytes)
+    return in_dtype(whole, dtype, copy=whole is value)

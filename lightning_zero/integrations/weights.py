@@ -1,0 +1,118 @@
+"""``lightning_zero.load_safetensors`` and ``export_safetensors``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.checkpoint.weights.exporting import Weight, export, in_dtype
+from lightning_zero.checkpoint.weights.files import parse_size
+from lightning_zero.checkpoint.weights.loading import Incompatible, load_into
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.state import whole_on_cpu
+
+__all__ = ["export_safetensors", "load_safetensors"]
+
+
+def load_safetensors(
+    module: nn.Module, path: str | Path, strict: bool = True, rename: Callable[[str], str | None] | None = None
+) -> Incompatible:
+    """Loads Hugging Face's files into a module, sharded or not: each rank reads what it holds, and converts it to the
+    module's dtypes. In ``configure_model()`` after the module was built, or at any time between steps; on every rank.
+
+    Args:
+        module: whose keys are those of the files.
+        path: of a ``.safetensors`` file, of ``model.safetensors.index.json``, or of a folder with either.
+        strict: raise where keys are missing or unexpected. (A tied weight is there when one of its names is.)
+        rename: turns a key of the files into one of the module's, or into None, which leaves it out.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``.
+
+    Raises:
+        ValueError: keys or shapes differ, or the module is on the meta device.
+        CheckpointError: a file is missing or damaged.
+    """
+    engine = _find(module)
+    if engine is None:
+        return load_into(module, path, strict, rename)
+    with engine.checkpoints.hooks.showing(lambda record: record.param):  # nothing is gathered for names
+        keys = list(module.state_dict())
+    access = engine.sharder.access
+    access.before_overwriting()
+    try:
+        return load_into(module, path, strict, rename, keys)
+    finally:
+        access.may_have_changed()
+        access.done_writing()
+
+
+def export_safetensors(
+    module: nn.Module,
+    folder: str | Path,
+    max_shard_size: str | int = "5GB",
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Writes a sharded module's weights as Hugging Face lays them out, all ranks different files at once; with an index
+    where there are several. What is tied is written once, by its first name. On every rank; each holds one file's
+    tensors at most.
+
+    Args:
+        module: sharded, or a part of such a one.
+        folder: on a file system that all hosts share. What else is in it stays.
+        max_shard_size: of a file: bytes, or a text such as ``"5GB"``.
+        dtype: of numbers with a point in the files; by default the module's.
+        metadata: into each file.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        UnsupportedError: the module is not sharded.
+        CheckpointError: on every rank, when one could not write.
+    """
+    engine = _find(module)
+    if engine is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} is not sharded. Use safetensors.torch.save_model(), or save_pretrained()."
+        )
+    most = parse_size(max_shard_size)
+    weights: dict[str, Weight] = {}
+    stand_ins: dict[int, Tensor] = {}  # by record: of the whole shape, without memory
+    records: dict[int, ShardedParameter] = {}  # by stand-in
+
+    def show(record: ShardedParameter) -> Tensor:
+        if record.index not in stand_ins:
+            made = torch.empty(record.layout.shape, dtype=record.param.dtype, device="meta")
+            stand_ins[record.index], records[id(made)] = made, record
+        return stand_ins[record.index]
+
+    with engine.checkpoints.hooks.showing(show):
+        state = module.state_dict()
+    known: set[int] = set()
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or id(value) in known:
+            continue
+        known.add(id(value))
+        record = records.get(id(value))
+        size = (dtype or value.dtype).itemsize if value.is_floating_point() else value.itemsize
+        weights[key] = Weight(value.numel() * size, partial(_whole, value, record, dtype))
+    return export(weights, Path(folder), most, engine.checkpoints.together, metadata or {})
+
+
+def _whole(value: Tensor, record: ShardedParameter | None, dtype: torch.dtype | None, here: bool) -> Tensor | None:
+    if record is None:
+        return in_dtype(value, dtype, copy=True) if here else None
+    whole = whole_on_cpu(record, here)
+    return None if whole is None else in_dtype(whole, dtype, copy=False)
+
+
+def _find(module: nn.Module) -> Engine | None:
+    return next((engine for child in module.modules() if (engine := engine_of(child)) is not None), None)
