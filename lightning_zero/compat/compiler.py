@@ -1,13 +1,20 @@
 """The parts of torch.compile that a backend is made of."""
 
+import warnings
+
 import torch
 import torch._dynamo.utils
 import torch._functorch.config
 import torch._functorch.partitioners
 from torch._dynamo.backends import common
 from torch._functorch._aot_autograd import autograd_cache
-from torch._inductor import async_compile, codecache, compile_fx, custom_graph_pass, output_code, triton_bundler
-from torch._inductor.runtime import cache_dir_utils
+
+with warnings.catch_warnings():
+    # Inductor imports modules of torch's own that are written in TorchScript, which torch 2.13 calls deprecated: nobody
+    # but torch can do anything about that.
+    warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
+    from torch._inductor import async_compile, codecache, compile_fx, custom_graph_pass, output_code, triton_bundler
+    from torch._inductor.runtime import cache_dir_utils
 
 # Makes a backend of a partitioner and a compiler for each half: the way of "aot_eager". (torch 2.11+)
 aot_autograd = common.aot_autograd

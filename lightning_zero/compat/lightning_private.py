@@ -1,11 +1,22 @@
 """Lightning's private names. Importing this imports Lightning."""
 
+import warnings
+
 from lightning.fabric.strategies import strategy
 from lightning.fabric.strategies.launchers import subprocess_script as fabric_script
 from lightning.fabric.utilities import device_dtype_mixin, distributed, init, optimizer
 from lightning.pytorch.plugins.io import wrapper
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.connectors import checkpoint_connector
+
+# Lightning 2.6 asks torch 2.13 for something in a deprecated way at each dataloader, and every rank says so: neither
+# users nor we can do anything about it. Importing the strategies imports this.
+warnings.filterwarnings(
+    "ignore",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    FutureWarning,
+    r"lightning\.pytorch\.utilities\._pytree",
+)
 
 # Modules that know their dtype (the LightningModule), which must be told when shards are converted. (lightning 2.6+)
 DeviceDtypeModule = device_dtype_mixin._DeviceDtypeModuleMixin

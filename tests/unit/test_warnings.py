@@ -1,0 +1,24 @@
+"""What users can do nothing about is not shown to them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks.pool import REPO
+
+DATALOADERS = """
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+CombinedLoader([torch.ones(1)])
+"""
+
+
+@pytest.mark.parametrize("what", ["", DATALOADERS], ids=["importing", "dataloaders"])
+def test_no_warning_comes_of_torch_and_lightning_alone(what: str) -> None:
+    # -W error: any warning would end the process.
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    code = f"import lightning_zero\n{what}"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
