@@ -104,7 +104,7 @@ class Engine(NotCopied):
         self.module: nn.Module | None = None
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
         self.buffers.configure(self.config)
-        self.checkpoints = Checkpoints(self.sharder, self.watchdog, self._sharded_module)
+        self.checkpoints = Checkpoints(self.sharder, self.watchdog, self._sharded_module, report)
         compiled = CompiledSteps(self.session, self.replays, self.sharder, self.peers)
         self.cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, mesh.reduce_group, self.cycle, self.config)

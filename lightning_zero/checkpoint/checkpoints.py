@@ -17,6 +17,7 @@ from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_of
 from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 from lightning_zero.native.watchdog import Watchdog
@@ -36,6 +37,7 @@ class Checkpoints:
         sharder: who knows the module's parameters.
         watchdog: is told what this rank does for a checkpoint.
         module: gives the sharded module, or raises.
+        tell: shows the user a line about what takes long.
 
     Attributes:
         hooks: of the module's ``state_dict()``.
@@ -43,8 +45,14 @@ class Checkpoints:
         saver: of saves that go on beside training.
     """
 
-    def __init__(self, sharder: Sharder, watchdog: Watchdog, module: Callable[[], nn.Module]) -> None:
-        self._sharder, self._module = sharder, module
+    def __init__(
+        self,
+        sharder: Sharder,
+        watchdog: Watchdog,
+        module: Callable[[], nn.Module],
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self._sharder, self._module, self._tell = sharder, module, tell
         self.together = Together(sharder.mesh, watchdog)
         self.hooks = StateDictHooks(sharder)
         self.saver = BackgroundSaver(sharder.mesh, self.together)
@@ -101,7 +109,7 @@ class Checkpoints:
             self.saver.save(path, state, rest)
         else:
             self.saver.finish()
-            save_sharded(path, state, rest, self.together)
+            save_sharded(path, state, rest, self.together, Telling(f"Saving {path}", "written", self._tell))
 
     def is_folder(self, path: str | Path) -> bool:
         """Whether the checkpoint there is sharded. Collective.
@@ -141,7 +149,8 @@ class Checkpoints:
         [folder] = opened
         if folder.manifest is not None:
             names = _share(folder.sizes(), self.together.rank, self.together.world_size)
-            self.together.each(what, lambda: folder.check(names))
+            read = Telling(f"Comparing {path} with its checksums", "read", self._tell)
+            self.together.each(what, lambda: folder.check(names, read))
         return folder
 
 
