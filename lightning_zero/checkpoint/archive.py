@@ -3,15 +3,17 @@ believes them, with the checksums that the format holds of each of its parts (th
 
 from __future__ import annotations
 
-import os
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from lightning_zero.checkpoint.places import INCOMPLETE, beside, make_folders, put_in_place, remove
+from lightning_zero.checkpoint.places import INCOMPLETE, beside, bring_back, make_folders, put_in_place, remove
+from lightning_zero.checkpoint.sharded.hashed import HashedFile
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["check_archive", "write_archive"]
@@ -28,16 +30,16 @@ def write_archive(value: Any, path: Path, save: Callable[[Any, BinaryIO], None] 
         save: writes it into an open file.
     """
     work = beside(path, INCOMPLETE)
+    bring_back(path)
     make_folders(path.parent)
     remove(work)
     try:
-        with open(work, "xb") as file:
-            save(value, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with HashedFile(open(work, "xb", buffering=0)) as file:
+            save(value, file)  # type: ignore[arg-type]
         put_in_place(work, path)
     except BaseException:
-        remove(work)
+        with suppress(OSError):  # the error that made it useless says more
+            remove(work)
         raise
 
 
@@ -55,21 +57,32 @@ def check_archive(path: Path, part: int = 0, parts: int = 1) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
+            if not entries or min(entry.header_offset for entry in entries):
+                raise zipfile.BadZipFile("something stands before its first part, or there is none")
             summed = any(entry.CRC for entry in entries)
             for entry in _share(entries, part, parts) if summed else ():
                 with archive.open(entry) as file:
                     while file.read(BLOCK):
                         pass
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        LookupError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # damage shows as any
         raise CheckpointError(
             f"{path} is damaged: {error}. It was cut off or changed after it was saved. Use another checkpoint."
         ) from error
 
 
 def _is_archive(path: Path) -> bool:
-    """Also a part of one: its directory stands at the end, where a file that was cut off has lost it."""
+    """Also a part of one: its directory stands at the end, where a file that was cut off has lost it, and its beginning
+    may be what is damaged."""
     with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+        begins = file.read(4) == b"PK\x03\x04"
+    return begins or zipfile.is_zipfile(path)
 
 
 def _share(entries: Sequence[zipfile.ZipInfo], part: int, parts: int) -> list[zipfile.ZipInfo]:

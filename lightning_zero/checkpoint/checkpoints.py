@@ -147,7 +147,16 @@ class Checkpoints:
         opened: list[OpenedFolder] = []
         self.together.each(what, lambda: opened.append(OpenedFolder(str(path))))
         [folder] = opened
-        if folder.manifest is not None:
+        saves = self.together.each(what, lambda: None if folder.manifest is None else folder.manifest.save_id)
+        if len(set(saves)) > 1:
+            other = next(rank for rank, save_id in enumerate(saves) if save_id != saves[0])
+            raise CheckpointError(
+                f"Ranks see different checkpoints at {path}: rank 0 that of save {saves[0]}, rank {other} that of save "
+                f"{saves[other]}. Checkpoints must lie where all hosts see the same files."
+            )
+        if folder.manifest is None:
+            self.together.each(what, folder.check_extents)
+        else:
             names = _share(folder.sizes(), self.together.rank, self.together.world_size)
             read = Telling(f"Comparing {path} with its checksums", "read", self._tell)
             self.together.each(what, lambda: folder.check(names, read))

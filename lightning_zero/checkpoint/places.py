@@ -7,9 +7,22 @@ import ctypes
 import errno
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["INCOMPLETE", "REPLACED", "beside", "exchange", "make_folders", "put_in_place", "remove", "sync_folder"]
+__all__ = [
+    "INCOMPLETE",
+    "REPLACED",
+    "beside",
+    "bring_back",
+    "exchange",
+    "make_folders",
+    "put_in_place",
+    "remove",
+    "standing",
+    "sync_folder",
+]
 
 INCOMPLETE = ".incomplete"  # what is written
 REPLACED = ".replaced"  # what stood there before, where one rename cannot put something else in its place
@@ -22,21 +35,58 @@ def beside(path: Path, ending: str) -> Path:
 
 def put_in_place(work: Path, path: Path) -> None:
     """Puts the finished file or folder ``work`` at ``path``, and removes what stood there afterwards, whatever it was.
-    Its contents must be on the disk already; its name is when this returns."""
-    parent = path.parent
+    Its contents must be on the disk already; its name is when this returns. Where this fails, all is as before."""
     if not os.path.lexists(path):
         os.rename(work, path)
-        sync_folder(parent)
+        _sync_or(lambda: os.rename(path, work), path.parent)
     elif exchange(work, path):
-        sync_folder(parent)
-        remove(work)
+        _sync_or(lambda: exchange(work, path), path.parent)
+        _remove_at_last(work)
+    elif not any(_is_folder(one) for one in (work, path)):
+        os.replace(work, path)
+        sync_folder(path.parent)
     else:
         old = beside(path, REPLACED)
         remove(old)
         os.rename(path, old)
-        os.rename(work, path)
-        sync_folder(parent)
+        try:
+            os.rename(work, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+        sync_folder(path.parent)
+        _remove_at_last(old)
+
+
+def bring_back(path: Path) -> None:
+    """Where somebody died in :func:`put_in_place`: between its two renames, what stood at ``path`` stands there again;
+    after them, what was replaced is removed."""
+    old = beside(path, REPLACED)
+    if standing(path) == old:
+        os.rename(old, path)
+    else:
         remove(old)
+
+
+def standing(path: Path) -> Path:
+    """Where what belongs at ``path`` is read: there, or, where somebody died between two renames, beside."""
+    old = beside(path, REPLACED)
+    return old if not os.path.lexists(path) and os.path.lexists(old) else path
+
+
+def _sync_or(undo: Callable[[], object], parent: Path) -> None:
+    try:
+        sync_folder(parent)
+    except OSError:
+        undo()
+        raise
+
+
+def _remove_at_last(path: Path) -> None:
+    """What took its place is complete, so nothing has failed where this may not be removed. The next save to the same
+    place tries again, and says so."""
+    with suppress(OSError):
+        remove(path)
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -73,7 +123,11 @@ def make_folders(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes a file, a link or a folder with all that is in it, if it is there."""
-    if path.is_dir() and not path.is_symlink():
+    if _is_folder(path):
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

@@ -52,7 +52,7 @@ class Together:
         with self._watchdog.busy(f"tries to {what}"):
             try:
                 mine = attempt()
-            except (OSError, RuntimeError, ValueError) as caught:
+            except Exception as caught:  # whatever it is: the others wait, and what cannot be pickled is a TypeError
                 error = caught
         told = None if error is None else _text(error)
         with self._watchdog.waiting(f"the others' attempts to {what}"):

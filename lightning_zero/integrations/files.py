@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
@@ -16,11 +17,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.checkpoint.archive import check_archive, write_archive
+from lightning_zero.checkpoint.places import standing
+from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
 from lightning_zero.checkpoint.together import Together
+from lightning_zero.errors import CheckpointError
 
-__all__ = ["BackgroundFileIO", "FileIO", "load_file"]
+__all__ = ["BackgroundFileIO", "FileIO", "load_file", "naming"]
 
 COPIES = ("state_dict", "optimizer_states")
+
+T = TypeVar("T")
 
 
 class FileIO(TorchCheckpointIO):
@@ -99,15 +105,49 @@ def load_file(
     Raises:
         CheckpointError: the file is damaged; on every rank.
     """
-    local = _local(path) if isinstance(io, FileIO) or type(io) is TorchCheckpointIO else None
-    if together is not None:
-        rank, count = together.rank, together.world_size
-        together.each(f"load the checkpoint {path}", lambda: _check(local, rank, count))
+    if isinstance(io, BackgroundFileIO) and together is not None:
+        together.each(f"load the checkpoint {path}", io.finish)  # it may be this one
+    known = isinstance(io, FileIO) or type(io) is TorchCheckpointIO
+    local = _standing(path) if known else None
+    if not known or (local is not None and not local.exists()):  # their errors, and that nothing is there
+        return io.load_checkpoint(path, weights_only=weights_only)
+
+    def read() -> None:
+        if local is not None and is_zipfile(local):
+            found.append(torch.load(local, map_location="cpu", mmap=True, weights_only=weights_only))
+        else:
+            found.append(io.load_checkpoint(path, weights_only=weights_only))
+
+    found: list[dict[str, Any]] = []
+    if together is None:
+        naming(path, read)
     else:
-        _check(local, 0, 1)
-    if local is not None and local.is_file() and is_zipfile(local):
-        return torch.load(local, map_location="cpu", mmap=True, weights_only=weights_only)
-    return io.load_checkpoint(path, weights_only=weights_only)
+        what, rank, count = f"load the checkpoint {path}", together.rank, together.world_size
+        together.each(what, lambda: _check(local, rank, count))
+        together.each(what, lambda: named(path, read))
+    return found[0]
+
+
+def naming(path: Any, read: Callable[[], T]) -> T:
+    """What ``read`` makes of the file at ``path``, after comparing it with its checksums, where it has some.
+
+    Raises:
+        CheckpointError: it is damaged, or cannot be read.
+        FileNotFoundError: it is not there.
+    """
+    if isinstance(path, str | Path) and not str(path).startswith(DOWNLOADED):
+        _check(_standing(path), 0, 1)
+    return named(path, read)
+
+
+def named(path: Any, read: Callable[[], T]) -> T:
+    """What ``read`` makes of the file at ``path``, whose errors tell its name: torch's do not."""
+    try:
+        return read()
+    except (CheckpointError, FileNotFoundError):
+        raise
+    except Exception as error:  # damage may show as anything, and so may code that somebody wants to be run
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _copied(value: Any) -> Any:
@@ -117,6 +157,11 @@ def _copied(value: Any) -> Any:
 def _check(path: Path | None, part: int, parts: int) -> None:
     if path is not None and path.is_file():
         check_archive(path, part, parts)
+
+
+def _standing(path: str | Path) -> Path | None:
+    local = _local(path)
+    return None if local is None else standing(local)
 
 
 def _local(path: str | Path) -> Path | None:

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_zero.checkpoint.checkpoints import Checkpoints
 from lightning_zero.checkpoint.sharded.opened import OpenedFolder
 from lightning_zero.checkpoint.sharded.optimizers import is_by_name
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["as_trainers", "joined", "parted", "read_whole"]
+__all__ = ["as_trainers", "joined", "parted", "read_together", "read_whole"]
 
 MODEL = ("state_dict", "model")  # the second is FSDPStrategy's
 STATES = "optimizer_states"
@@ -51,11 +52,24 @@ def joined(folder: OpenedFolder, weights_only: bool | None) -> dict[str, Any]:
     return rest | folder.state()
 
 
+def read_together(checkpoints: Checkpoints, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+    """The same, opened by all ranks. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when one cannot read it.
+    """
+    folder, found = checkpoints.open(path), []
+    checkpoints.together.each(f"read the checkpoint {path}", lambda: found.append(joined(folder, weights_only)))
+    return found[0]
+
+
 def read_whole(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """The same for one process by itself, after comparing all files with their checksums."""
     folder = OpenedFolder(str(path))
     if folder.manifest is not None:
         folder.check(folder.manifest.files)
+    else:
+        folder.check_extents()
     return joined(folder, weights_only)
 
 

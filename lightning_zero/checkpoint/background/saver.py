@@ -23,7 +23,7 @@ from lightning_zero.checkpoint.background.process import WriterProcess
 from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
 from lightning_zero.checkpoint.background.writer import Order
 from lightning_zero.checkpoint.sharded.contents import flattened, items_of
-from lightning_zero.checkpoint.sharded.saving import begin_save, finish_save, paths_of
+from lightning_zero.checkpoint.sharded.saving import begin_save, discarding, finish_save, paths_of
 from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, packed
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
@@ -86,22 +86,19 @@ class BackgroundSaver:
         """
         self.finish()
         save = begin_save(path, self._together)
-        flat = flattened(state)
+        flat: dict[str, Any] = {}
         kept: list[Kept | Blob] = []
         rests: list[bytes] = []
 
         def copy() -> None:
+            flat.update(flattened(state))
             if self._prepared is not None:
                 self._prepared.join()
             kept.extend(self._snapshot.take(items_of(flat, self._mesh.rank)))
             rests.append(packed(rest) if self._mesh.rank == 0 else b"")
 
-        try:
+        with discarding(save.folder, self._together):
             self._together.each(save.what, copy)
-        except BaseException:
-            if self._mesh.rank == 0:
-                save.folder.discard()
-            raise
         order = Order(save.path, save.save_id, self._mesh.rank, self._snapshot.memory, kept)
         if self._store is None:
             self._store = self._mesh.store("checkpoints").clone()  # type: ignore[attr-defined]

@@ -7,7 +7,6 @@ what stood there before, and a folder ``NAME.incomplete``, which the next save t
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -17,16 +16,17 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.places import (
     INCOMPLETE,
-    REPLACED,
     beside,
+    bring_back,
     make_folders,
     put_in_place,
     remove,
+    standing,
     sync_folder,
 )
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
 
-__all__ = ["Folder", "folder_at"]
+__all__ = ["Folder", "folder_at", "full_path", "read_at"]
 
 TOKEN = ".save_id"
 
@@ -56,17 +56,31 @@ def folder_at(path: str | Path) -> Folder:
     return LocalFolder(Path(place)) if isinstance(fs, LocalFileSystem) else RemoteFolder(fs, place)
 
 
+def full_path(path: str | Path) -> str:
+    """The same from wherever this process goes."""
+    fs, place = url_to_fs(str(path))
+    return str(place) if isinstance(fs, LocalFileSystem) else str(path)
+
+
+def read_at(path: str) -> tuple[Any, str]:
+    """The file system, and the place in it, where the checkpoint of that name is read: also that of a save that was
+    killed after it had been complete, and before it stood in its place."""
+    fs, place = url_to_fs(path)
+    if isinstance(fs, LocalFileSystem):
+        return fs, str(standing(Path(place)))
+    beside = f"{place.rstrip('/')}{INCOMPLETE}"
+    return fs, beside if _is_complete(fs, beside) else place
+
+
 class LocalFolder:
     """On a file system of this host, or one that all hosts mount."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._work = beside(path, INCOMPLETE)
-        self._old = beside(path, REPLACED)
 
     def begin(self, token: str) -> None:
-        if not os.path.lexists(self._path) and os.path.lexists(self._old):
-            os.rename(self._old, self._path)  # a save died between two renames
+        bring_back(self._path)
         remove(self._work)
         make_folders(self._path.parent)
         self._work.mkdir()
@@ -91,19 +105,27 @@ class LocalFolder:
 
 class RemoteFolder:
     """In an object store, or on what else has no rename: the manifest, which is written last, makes it a checkpoint.
-    What already stands there is written beside and put in its place by copies."""
+
+    Where a checkpoint already stands, it is written beside, and is complete as soon as the token is gone: readers then
+    take it from there (:func:`read_at`), until it has been copied to its place. Whoever dies meanwhile leaves it there,
+    and the next save to the same place copies it first."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path.rstrip("/")
         self._work = self._path
+        self._begun = self._committed = False
 
     def begin(self, token: str) -> None:
+        self._fs.invalidate_cache()
         beside = f"{self._path}{INCOMPLETE}"
-        if self._fs.exists(beside):
+        if _is_complete(self._fs, beside):
+            self._move(beside)
+        elif self._fs.exists(beside):
             self._fs.rm(beside, recursive=True)
         if self._fs.exists(f"{self._path}/{TOKEN}"):  # of a save that was killed
             self._fs.rm(self._path, recursive=True)
         self._work = beside if self._fs.exists(self._path) else self._path
+        self._begun = True
         self._fs.makedirs(self._work, exist_ok=True)
         self._fs.pipe_file(f"{self._work}/{TOKEN}", token.encode())
 
@@ -122,15 +144,26 @@ class RemoteFolder:
 
     def commit(self) -> None:
         self._fs.rm_file(f"{self._work}/{TOKEN}")
-        if self._work == self._path:
-            return
-        self._fs.rm(self._path, recursive=True)
-        self._fs.invalidate_cache()
-        names = [entry.rsplit("/", 1)[-1] for entry in self._fs.ls(self._work, detail=False)]
-        for name in sorted(names, key=lambda name: name == MANIFEST):
-            self._fs.copy(f"{self._work}/{name}", f"{self._path}/{name}")
-        self._fs.rm(self._work, recursive=True)
+        self._committed = True
+        if self._work != self._path:
+            self._move(self._work)
 
     def discard(self) -> None:
+        if self._begun and not self._committed:  # else somebody has died who was not needed, or a copy failed
+            with suppress(FileNotFoundError):
+                self._fs.rm(self._work, recursive=True)
+
+    def _move(self, work: str) -> None:
         with suppress(FileNotFoundError):
-            self._fs.rm(self._work, recursive=True)
+            self._fs.rm(self._path, recursive=True)
+        self._fs.invalidate_cache()
+        names = [entry.rsplit("/", 1)[-1] for entry in self._fs.ls(work, detail=False)]
+        self._fs.makedirs(self._path, exist_ok=True)
+        for name in sorted(names, key=lambda name: name == MANIFEST):
+            self._fs.copy(f"{work}/{name}", f"{self._path}/{name}")
+        self._fs.rm_file(f"{work}/{MANIFEST}")  # first, or what is left of it would still look complete
+        self._fs.rm(work, recursive=True)
+
+
+def _is_complete(fs: Any, place: str) -> bool:
+    return bool(fs.exists(f"{place}/{MANIFEST}") and not fs.exists(f"{place}/{TOKEN}"))

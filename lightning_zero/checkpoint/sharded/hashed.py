@@ -44,6 +44,7 @@ class HashedFile(RawIOBase):
         self._file = file
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
+        self._failed: OSError | None = None
 
     def write(self, data: Any) -> int:
         """All of ``data``, which has the buffer protocol."""
@@ -51,7 +52,11 @@ class HashedFile(RawIOBase):
         self._hash.update(view)
         written = 0
         while written < len(view):
-            written += self._file.write(view[written:])
+            try:
+                written += self._file.write(view[written:])
+            except OSError as error:
+                self._failed = OSError(error.errno, error.strerror, getattr(self._file, "name", None))
+                raise
         self._bytes += len(view)
         return len(view)
 
@@ -78,6 +83,8 @@ class HashedFile(RawIOBase):
                     os.fsync(self._file.fileno())
         finally:
             self._file.close()
+        if self._failed is not None and error is not None:  # torch.save tells of it as a position that is not expected
+            raise self._failed from error
 
 
 def sum_of(file: BinaryIO, read: Callable[[int], None] = lambda count: None) -> FileSum:

@@ -66,18 +66,25 @@ class Manifest:
             whole = False
         if not whole:
             raise CheckpointError(f"{where} is damaged: its own checksum does not fit. Use another checkpoint.")
-        if body["format"] > FORMAT:
+        told = body.get("format")
+        if not isinstance(told, int) or told < 1:
+            raise CheckpointError(f"{where} says format {told!r}, which there never was. It was not written by us.")
+        if told > FORMAT:
             raise CheckpointError(
-                f"{where} says format {body['format']}, written by {body['written_by']}; this version "
+                f"{where} says format {told}, written by {body.get('written_by')}; this version "
                 f"({__version__}) knows formats up to {FORMAT}. Update lightning_zero."
             )
-        files = {name: FileSum(**entry) for name, entry in body.pop("files").items()}
+        try:
+            files = {name: FileSum(**entry) for name, entry in body.pop("files").items()}
+            found = cls(files=files, **body)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{where} does not say what format {told} does: {error}.") from error
         for name in files:
-            if PurePosixPath(name).name != name or name in (".", "..") or "\\" in name:
+            if not name or PurePosixPath(name).name != name or name in (".", "..") or "\\" in name:
                 raise CheckpointError(
                     f"{where} names {name!r}, which is not a file of its folder. It was not written by us."
                 )
-        return cls(files=files, **body)
+        return found
 
 
 def _canonical(body: Mapping[str, object]) -> bytes:

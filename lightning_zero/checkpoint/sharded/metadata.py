@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import PosixPath
 from typing import Any, BinaryIO
 
@@ -108,4 +109,35 @@ def read_metadata(file: BinaryIO, where: str) -> Metadata:
         ) from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise CheckpointError(f"{where} is not the metadata of a distributed checkpoint of torch.")
+    try:
+        wrong = next(_wrongs(found), None)
+    except (AttributeError, TypeError, ValueError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+    if wrong is not None:
+        raise CheckpointError(f"{where} is damaged: {wrong}. Use another checkpoint.")
     return found
+
+
+def _wrongs(found: Metadata) -> Iterator[str]:
+    """What no saving would say. A checkpoint of others has no checksum that would notice; and where boxes do not fill
+    a tensor, whoever reads it gets what happened to be in memory."""
+    for path in (found.planner_data or {}).values():
+        if not isinstance(path, tuple) or not path or not all(isinstance(key, str | int) for key in path):
+            yield f"{path!r} is no way to an entry"
+    for key, entry in found.state_dict_metadata.items():
+        if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
+            yield f"it does not say what {key!r} is"
+        elif isinstance(entry, TensorStorageMetadata):
+            within = (
+                min((*chunk.offsets, *chunk.sizes), default=0) >= 0
+                and all(a + n <= size for a, n, size in zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
+                for chunk in entry.chunks
+            )
+            if not isinstance(entry.properties.dtype, torch.dtype) or not all(within):
+                yield f"a part of {key!r} is not within it"
+            elif sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
+                yield f"the parts of {key!r} do not make a whole"
+    for index, info in found.storage_data.items():
+        numbers = (info.offset, info.length)
+        if not isinstance(info.relative_path, str) or not all(isinstance(n, int) and n >= 0 for n in numbers):
+            yield f"it does not say where {index.fqn!r} lies"

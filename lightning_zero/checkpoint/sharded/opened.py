@@ -11,13 +11,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.contents import nested
+from lightning_zero.checkpoint.sharded.folder import read_at
 from lightning_zero.checkpoint.sharded.hashed import sum_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, read_metadata
@@ -26,15 +26,17 @@ from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["OpenedFolder", "kind_of"]
+__all__ = ["DOWNLOADED", "OpenedFolder", "kind_of"]
+
+DOWNLOADED = ("http://", "https://")
 
 
 def kind_of(path: Any) -> str:
     """What is at ``path``, here or where fsspec reaches: a ``"folder"``, a ``"file"``, or ``"nothing"``. A file object
-    is a file."""
-    if not isinstance(path, str) and not hasattr(path, "__fspath__"):
+    is a file, and so is what is downloaded, which would be downloaded to see whether it lists anything."""
+    if (not isinstance(path, str) and not hasattr(path, "__fspath__")) or str(path).startswith(DOWNLOADED):
         return "file"
-    fs, place = url_to_fs(str(path))
+    fs, place = read_at(str(path))
     return "folder" if fs.isdir(place) else "file" if fs.exists(place) else "nothing"
 
 
@@ -56,7 +58,7 @@ class OpenedFolder:
     def __init__(self, path: str) -> None:
         self.path = path
         self._mapped: MappedFiles | None = None
-        self._fs, self._place = url_to_fs(path)
+        self._fs, self._place = read_at(path)
         self.manifest = self._read_manifest()
         if not self._has(METADATA):
             raise CheckpointError(
@@ -87,6 +89,8 @@ class OpenedFolder:
             file: BinaryIO = self._fs.open(f"{self._place}/{name}", "rb")
         except FileNotFoundError:
             raise CheckpointError(f"{self._named(name)} is missing. Use another checkpoint.") from None
+        except OSError as error:
+            raise self._unreadable(name, error) from error
         return file
 
     def _has(self, name: str) -> bool:
@@ -94,6 +98,9 @@ class OpenedFolder:
 
     def _named(self, name: str) -> str:
         return f"{self.path.rstrip('/')}/{name}"
+
+    def _unreadable(self, name: str, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self._named(name)} cannot be read: {type(error).__name__}: {error}.")
 
     def _read_manifest(self) -> Manifest | None:
         if not self._has(MANIFEST):
@@ -127,11 +134,33 @@ class OpenedFolder:
                     "saved. Use another checkpoint."
                 )
             with self.open(name) as file:
-                found = sum_of(file, read)
+                try:
+                    found = sum_of(file, read)
+                except OSError as error:
+                    raise self._unreadable(name, error) from error
             if found != wanted:
                 raise CheckpointError(
                     f"{self._named(name)} is damaged: its checksum is {found.xxh3_128}, and was {wanted.xxh3_128} "
                     "when it was saved. Use another checkpoint."
+                )
+
+    def check_extents(self) -> None:
+        """Whether files are as long as ``.metadata`` says: all that can be known of what somebody else wrote.
+
+        Raises:
+            CheckpointError: one is missing or too short.
+        """
+        ends: dict[str, int] = {}
+        for info in self.metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            if not self._has(name):
+                raise CheckpointError(f"{self._named(name)} is missing. Use another checkpoint.")
+            size = int(self._fs.size(f"{self._place}/{name}"))
+            if size < end:
+                raise CheckpointError(
+                    f"{self._named(name)} is damaged: it has {size:,} bytes, and its {METADATA!r} speaks of {end:,}. "
+                    "Use another checkpoint."
                 )
 
     # -- what is in them
@@ -142,7 +171,10 @@ class OpenedFolder:
         if not self._has(REST):
             return None
         with self.open(REST) as file:
-            return torch.load(file, map_location="cpu", weights_only=weights_only is not False)
+            try:
+                return torch.load(file, map_location="cpu", weights_only=weights_only is not False)
+            except Exception as error:  # damage may show as anything, and so may code that somebody wants to be run
+                raise CheckpointError(f"{self._named(REST)} cannot be read: {type(error).__name__}: {error}") from error
 
     def state(self, within: str = "") -> dict[str, Any]:
         """The nested state: :class:`~lightning_zero.checkpoint.sharded.values.SavedValue` for each tensor, and other

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pickle
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint.sharded.contents import flattened, items_of
-from lightning_zero.checkpoint.sharded.folder import Folder, folder_at
+from lightning_zero.checkpoint.sharded.folder import Folder, folder_at, full_path
 from lightning_zero.checkpoint.sharded.hashed import FileSum, HashedFile
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, metadata_of
@@ -19,7 +20,7 @@ from lightning_zero.checkpoint.sharded.writing import RankFiles, packed, write_p
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["REST", "SAVED_BY", "Save", "begin_save", "finish_save", "paths_of", "save_sharded"]
+__all__ = ["REST", "SAVED_BY", "Save", "begin_save", "discarding", "finish_save", "paths_of", "save_sharded"]
 
 REST = "meta.pt"  # as Lightning's own sharded strategies name it
 SAVED_BY = "lightning_zero-"  # save ids begin so: whoever reads one knows that there must be a manifest
@@ -48,17 +49,16 @@ def begin_save(path: str | Path, together: Together) -> Save:
     Raises:
         CheckpointError: on every rank.
     """
-    mine = str(path), f"{SAVED_BY}{uuid.uuid4().hex}"
-    place, save_id = together.first(f"save a checkpoint to {path}", lambda: mine)
+    # as rank 0 understands it: another rank may be in another folder, which a relative one is relative to
+    mine = f"{SAVED_BY}{uuid.uuid4().hex}"
+    place, save_id = together.first(f"save a checkpoint to {path}", lambda: (full_path(path), mine))
     what = f"save a checkpoint to {place}"
-    folder = folder_at(place)
-    together.first(what, lambda: folder.begin(save_id))
-    try:
+    folders: list[Folder] = []
+    together.each(what, lambda: folders.append(folder_at(place)))
+    [folder] = folders
+    with discarding(folder, together):
+        together.first(what, lambda: folder.begin(save_id))
         together.each(what, lambda: _look(folder, save_id, place))
-    except BaseException:
-        if together.rank == 0:
-            folder.discard()
-        raise
     return Save(place, save_id, folder, what)
 
 
@@ -84,15 +84,29 @@ def save_sharded(
         CheckpointError: on every rank, when one could not do its part; what stood at ``path`` is still there.
     """
     save = begin_save(path, together)
-    try:
-        flat = flattened(state)
-        items = list(items_of(flat, together.rank))
+    with discarding(save.folder, together):
+        plans: list[tuple[dict[str, Any], list[Any]]] = []
+        together.each(save.what, lambda: plans.append(_planned(state, together.rank)))
+        [(flat, items)] = plans
         ranks = together.each(save.what, lambda: write_pieces(items, together.rank, save.folder.create, wrote))
         together.first(save.what, lambda: finish_save(save, ranks, paths_of(flat), packed(rest)))
+
+
+@contextmanager
+def discarding(folder: Folder, together: Together) -> Iterator[None]:
+    """Whatever fails meanwhile leaves nothing of what has been written."""
+    try:
+        yield
     except BaseException:
         if together.rank == 0:
-            save.folder.discard()
+            with suppress(Exception):  # the error that made it useless says more
+                folder.discard()
         raise
+
+
+def _planned(state: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], list[Any]]:
+    flat = flattened(state)
+    return flat, list(items_of(flat, rank))
 
 
 def paths_of(flat: Mapping[str, tuple[Keys, Any]]) -> dict[str, Keys]:

@@ -21,7 +21,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.fabric.module import unwrapped
 from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file
-from lightning_zero.integrations.folders import joined, parted, read_whole
+from lightning_zero.integrations.folders import parted, read_together, read_whole
 
 __all__ = ["Saving"]
 
@@ -40,7 +40,7 @@ class _Lazy(TorchCheckpointIO):
                 read_whole(path, weights_only) if kind_of(path) == "folder" else load_file(self._io, path, weights_only)
             )
         if own.is_folder(path):
-            return joined(own.open(path), weights_only)
+            return read_together(own, path, weights_only)
         return load_file(self._io, path, weights_only, own.together)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from fsspec.core import url_to_fs
 from lightning.pytorch.core import saving
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.opened import kind_of
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.compat.lightning_private import CheckpointConnector
+from lightning_zero.integrations.files import naming
 from lightning_zero.integrations.folders import as_trainers, read_whole
 
 __all__ = ["install", "named_by_word", "newest_first"]
@@ -48,8 +52,16 @@ def newest_first(path: str | Path) -> list[str]:
     entries = fs.ls(home, detail=False) if fs.isdir(home) else []
     named = {entry: os.path.basename(entry) for entry in entries}
     others = [entry for entry, name in named.items() if name.endswith(".ckpt") and name != os.path.basename(place)]
-    found = sorted(others, key=fs.modified, reverse=True)
+    found = sorted(others, key=lambda entry: _age(fs, entry))
     return [fs.unstrip_protocol(entry) if "://" in str(path) else entry for entry in found]
+
+
+def _age(fs: Any, entry: str) -> float:
+    """Less for what is newer. Object stores do not know when a folder was made."""
+    for place in (f"{entry}/{MANIFEST}", f"{entry}/{METADATA}", entry):
+        with suppress(OSError, NotImplementedError, KeyError):
+            return -float(fs.modified(place).timestamp())
+    return 0.0
 
 
 def _remembers(parse: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +91,7 @@ def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def loaded(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         if kind_of(path) != "folder":
-            return load(path, map_location=map_location, weights_only=weights_only)
+            return naming(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
         checkpoint = as_trainers(read_whole(path, weights_only))
         state = {key: _whole(value, map_location) for key, value in checkpoint.get("state_dict", {}).items()}
         return checkpoint | {"state_dict": state}

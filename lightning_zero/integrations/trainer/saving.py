@@ -21,7 +21,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file
-from lightning_zero.integrations.folders import as_trainers, joined, parted
+from lightning_zero.integrations.folders import as_trainers, parted, read_together
 from lightning_zero.integrations.trainer.finding import named_by_word, newest_first
 from lightning_zero.integrations.trainer.precision import plain
 
@@ -150,7 +150,7 @@ class Saving(ParallelStrategy):
     def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         checkpoints = self._require_engine().checkpoints
         if checkpoints.is_folder(path):
-            return as_trainers(joined(checkpoints.open(path), weights_only))
+            return as_trainers(read_together(checkpoints, path, weights_only))
         return as_trainers(load_file(self.checkpoint_io, path, weights_only, checkpoints.together))
 
     @override

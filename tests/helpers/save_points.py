@@ -1,0 +1,71 @@
+"""The points of a save: before and after everything that it does to files, by name.
+
+The events of a save come in one order on each rank, named ``"before create __0_0.distcp"``, ``"after sync
+manifest.json"`` and so on; :func:`observed` calls somebody at each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import lightning_zero.checkpoint.archive as archive
+import lightning_zero.checkpoint.places as places
+import lightning_zero.checkpoint.sharded.folder as folder
+import lightning_zero.checkpoint.sharded.hashed as hashed
+
+__all__ = ["observed"]
+
+Reach = Callable[[str], None]
+
+
+@contextmanager
+def observed(reach: Reach) -> Iterator[None]:
+    """While it is open, ``reach`` is told the name of each point before this process goes on. Of a file's writes, which
+    are many, the first, the second, the fourth and so on are points."""
+
+    writes: Counter[str] = Counter()
+
+    def around(what: Callable[..., str], original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            name = what(*args)
+            if name.startswith("write"):
+                writes[name] += 1
+                if writes[name].bit_count() > 1:
+                    return original(*args, **kwargs)
+            reach(f"before {name}")
+            result = original(*args, **kwargs)
+            reach(f"after {name}")
+            return result
+
+        return call
+
+    def name_of(path: Any) -> str:
+        return os.path.basename(os.fspath(path))
+
+    targets: list[tuple[Any, str, Callable[..., str]]] = [
+        (folder.LocalFolder, "begin", lambda self, token: "begin"),
+        (folder.LocalFolder, "create", lambda self, name: f"create {name}"),
+        (folder.LocalFolder, "commit", lambda self: "commit"),
+        (hashed.HashedFile, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
+        (hashed.HashedFile, "write", lambda self, data: f"write {name_of(self._file.name)}"),
+        (places, "exchange", lambda one, other: "exchange"),
+        (os, "rename", lambda one, other: f"rename to {name_of(other)}"),
+        (os, "unlink", lambda path, **at: f"unlink {name_of(path)}"),
+    ]
+    targets += [(module, "remove", lambda path: f"remove {name_of(path)}") for module in (places, folder, archive)]
+    targets += [(module, "sync_folder", lambda path: f"sync {name_of(path)}") for module in (places, folder)]
+    targets += [(module, "make_folders", lambda path: "make folders") for module in (folder, archive)]
+    with ExitStack() as stack:
+        for owner, name, what in targets:
+            stack.enter_context(patch.object(owner, name, around(what, getattr(owner, name))))
+        stack.enter_context(patch.object(os, "fsync", around(lambda number: f"fsync {_target(number)}", os.fsync)))
+        yield
+
+
+def _target(number: int) -> str:
+    return os.path.basename(os.readlink(f"/proc/self/fd/{number}"))

@@ -1,0 +1,45 @@
+"""Checkpoints of a small state, each of whose saves has its own values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero.checkpoint.archive import write_archive
+from lightning_zero.checkpoint.sharded.opened import kind_of
+from lightning_zero.checkpoint.sharded.saving import save_sharded
+from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations.folders import read_whole
+from tests.helpers.threaded import on_ranks, sharded_state, values_of
+
+__all__ = ["save", "save_file", "seed_of"]
+
+WORLD = 2
+
+
+def save(path: Path, seed: float, world_size: int = WORLD) -> list[Any]:
+    def attempt(together: Any) -> None:
+        save_sharded(path, sharded_state(together.rank, world_size, seed), {"seed": seed}, together)
+
+    return on_ranks(world_size, attempt)
+
+
+def save_file(path: Path, seed: float) -> None:
+    write_archive({"seed": seed, "state_dict": values_of(seed)}, path)
+
+
+def seed_of(path: Path) -> float | None:
+    """Of the save that stands there, all of whose values are its own; None: nothing does."""
+    if kind_of(path) == "nothing":
+        return None
+    if kind_of(path) == "folder":
+        found = read_whole(path, None)
+        state = {key: value.whole() for key, value in found["state_dict"].items()}
+    else:
+        found = load_file(FileIO(), path, None)
+        state = found["state_dict"]
+    for key, value in values_of(found["seed"]).items():
+        assert torch.equal(state[key], value), key
+    return found["seed"]

@@ -1,0 +1,100 @@
+"""Ranks that are threads of this process, as far as saving and opening checkpoints asks for them: what takes processes a
+second takes these a few milliseconds."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lightning_zero.checkpoint.checkpoints import Checkpoints
+from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.together import Together
+from lightning_zero.sharding.layout import ShardLayout
+
+__all__ = ["checkpoints_of", "on_ranks", "sharded_state", "values_of"]
+
+PATIENCE_S = 20.0  # else a rank waits for one that will not come: the hang that must not be
+
+VALUES = {"up.weight": (33, 17), "up.bias": (33,), "down.weight": (5, 33), "scale": ()}
+
+
+class _Meeting:
+    """Where threads wait for one another, as often as they like. Who waits for one that has ended gets an error, as from
+    a process that is gone."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.rounds: list[dict[int, Any]] = []
+        self.over: set[int] = set()
+        self.changed = threading.Condition()
+
+    def gathered(self, rank: int, turn: int, value: Any) -> list[Any]:
+        with self.changed:
+            if turn == len(self.rounds):
+                self.rounds.append({})
+            found = self.rounds[turn]
+            found[rank] = value
+            self.changed.notify_all()
+            came = self.changed.wait_for(lambda: len(found) == self.world_size or self.over - set(found), PATIENCE_S)
+            if not came or len(found) < self.world_size:
+                raise ConnectionError(f"rank {rank} waits for ranks that do not come, in turn {turn}")
+            return [found[other] for other in range(self.world_size)]
+
+    def end(self, rank: int) -> None:
+        with self.changed:
+            self.over.add(rank)
+            self.changed.notify_all()
+
+
+def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
+    """What ``attempt`` returns, or the error that it raises, on each rank."""
+    meeting = _Meeting(world_size)
+    watchdog: Any = SimpleNamespace(busy=lambda what: nullcontext(), waiting=lambda what: nullcontext())
+
+    def one(rank: int) -> Any:
+        turns = itertools.count()
+        mesh: Any = SimpleNamespace(
+            rank=rank, world_size=world_size, gathered=lambda value: meeting.gathered(rank, next(turns), value)
+        )
+        try:
+            return attempt(Together(mesh, watchdog))
+        except BaseException as error:
+            return error
+        finally:
+            meeting.end(rank)
+
+    with ThreadPoolExecutor(world_size) as threads:
+        return list(threads.map(one, range(world_size)))
+
+
+def checkpoints_of(together: Together) -> Any:
+    """Their ``Checkpoints``, without an engine: for what reads."""
+    found = Checkpoints.__new__(Checkpoints)
+    found.together = together
+    return found
+
+
+def values_of(seed: float) -> dict[str, torch.Tensor]:
+    """Whole values of a small model."""
+    return {
+        key: seed + torch.arange(float(torch.Size(shape).numel())).reshape(shape) / 7 for key, shape in VALUES.items()
+    }
+
+
+def sharded_state(rank: int, world_size: int, seed: float) -> dict[str, Any]:
+    """This rank's part of :func:`values_of`, and moments of an optimizer, as a strategy gives it to be saved."""
+    whole: Mapping[str, torch.Tensor] = values_of(seed)
+    parts = {}
+    for key, value in whole.items():
+        layout = ShardLayout.of(value.shape, value.dtype, world_size)
+        parts[key] = ShardedValue(layout, layout.part(value, rank), rank)
+    moments = {key: {"step": torch.tensor(4.0), "exp_avg": part} for key, part in parts.items()}
+    groups = [{"lr": 0.1, "params": list(parts)}]
+    return {"state_dict": parts, "optimizer_0": {"state": moments, "param_groups": groups}}

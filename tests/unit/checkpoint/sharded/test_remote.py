@@ -1,0 +1,204 @@
+"""Sharded checkpoints where there is no rename: in object stores, and wherever else fsspec reaches."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_zero.checkpoint.sharded.folder import INCOMPLETE, RemoteFolder
+from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from lightning_zero.checkpoint.sharded.opened import kind_of
+from lightning_zero.checkpoint.sharded.saving import save_sharded
+from lightning_zero.errors import CheckpointError
+from lightning_zero.integrations.folders import read_together, read_whole
+from lightning_zero.integrations.trainer.finding import newest_first
+from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
+
+WORLD = 2
+
+
+class Mounted(DirFileSystem):
+    """A folder that only fsspec knows."""
+
+    protocol = "mounted"
+    home = "/"
+    cachable = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path=self.home, fs=LocalFileSystem())
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return [cls._strip_protocol(one) for one in path] if isinstance(path, list) else str(path).split("://")[-1]
+
+
+@pytest.fixture(params=["memory", "mounted"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "memory":
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+    else:
+        Mounted.home = str(tmp_path)
+        fsspec.register_implementation("mounted", Mounted, clobber=True)
+    yield f"{request.param}://run"
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def save(path: str, seed: float) -> list[Any]:
+    def attempt(together: Any) -> None:
+        save_sharded(path, sharded_state(together.rank, WORLD, seed), {"seed": seed}, together)
+
+    return on_ranks(WORLD, attempt)
+
+
+def seed_of(path: str) -> float | None:
+    if kind_of(path) == "nothing":
+        return None
+    found = read_whole(path, None)
+    for key, value in values_of(found["seed"]).items():
+        assert torch.equal(found["state_dict"][key].whole(), value), key
+    return found["seed"]
+
+
+def names(root: str) -> list[str]:
+    fs, place = fsspec.core.url_to_fs(root)
+    return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(place, detail=False))
+
+
+def test_one_after_another(root: str) -> None:
+    path = f"{root}/x.ckpt"
+    assert seed_of(path) is None
+    for seed in (1.0, 2.0, 3.0):
+        assert save(path, seed) == [None, None]
+        assert seed_of(path) == seed
+        assert names(root) == ["x.ckpt"]
+        assert ".save_id" not in names(path)
+    found = on_ranks(WORLD, lambda together: read_together(checkpoints_of(together), path, None)["seed"])
+    assert found == [3.0, 3.0]
+
+
+def test_a_file_gives_way_to_a_folder(root: str) -> None:
+    path = f"{root}/x.ckpt"
+    with fsspec.open(path, "wb") as file:
+        file.write(b"a full one")
+    assert save(path, 2.0) == [None, None]
+    assert seed_of(path) == 2.0
+
+
+STEPS = ["exists", "rm", "rm_file", "makedirs", "pipe_file", "open", "copy", "cp_file"]
+
+
+class Killed(BaseException):
+    """Nobody catches it, and nothing is done after it."""
+
+
+def _dying(fs: type, after: int) -> tuple[ExitStack, list[str]]:
+    """From the ``after``-th change on nothing reaches the file system."""
+    stack, seen = ExitStack(), list[str]()
+
+    def stopping(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            if len(seen) > after:
+                raise Killed(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in STEPS:
+        stack.enter_context(patch.object(fs, name, stopping(name, getattr(fs, name))))
+    return stack, seen
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["a new place", "over another"])
+def test_a_save_that_dies_leaves_the_last_checkpoint_or_the_new_one(root: str, over: bool, tmp_path: Path) -> None:
+    fs = MemoryFileSystem if root.startswith("memory") else Mounted
+    found: list[float | None] = []
+    for after in range(200):
+        path = f"{root}/{after}/x.ckpt"
+        if over:
+            save(path, 1.0)
+        stack, seen = _dying(fs, after)
+        with stack, patch.object(RemoteFolder, "discard", lambda self: None):
+            save(path, 2.0)
+        with nullcontext() if over else suppress(CheckpointError):
+            found.append(seed_of(path))
+        found += [None] * (after + 1 - len(found))
+        assert found[-1] in ((1.0 if over else None), 2.0), after
+        if after % 3 == 0:
+            assert save(path, 3.0) == [None, None], "the next save clears up"
+            assert seed_of(path) == 3.0, after
+            assert names(f"{root}/{after}") == ["x.ckpt"]
+        if len(seen) <= after:
+            break
+    else:
+        pytest.fail("never came to an end")
+    assert after > 10
+    assert found[-1] == 2.0
+    assert found == sorted(found, key=lambda seed: seed == 2.0), "the new checkpoint was there, and then not"
+
+
+def test_a_rank_that_dies_when_all_is_done_takes_nothing_along(root: str) -> None:
+    path = f"{root}/x.ckpt"
+
+    def attempt(together: Any) -> None:
+        first = together.first
+
+        def dying(what: str, attempt: Callable[[], Any]) -> Any:
+            result = first(what, attempt)
+            if "finish_save" in attempt.__code__.co_names:
+                raise ConnectionError("rank 1 is gone")
+            return result
+
+        together.first = dying
+        save_sharded(path, sharded_state(together.rank, WORLD, 1.0), {"seed": 1.0}, together)
+
+    assert all(isinstance(error, ConnectionError) for error in on_ranks(WORLD, attempt))
+    assert seed_of(path) == 1.0
+
+
+def test_a_copy_that_fails_leaves_the_new_one_readable(root: str) -> None:
+    path = f"{root}/x.ckpt"
+    save(path, 1.0)
+    fs = MemoryFileSystem if root.startswith("memory") else Mounted
+    with patch.object(fs, "copy", lambda *_, **__: (_ for _ in ()).throw(OSError("throttled"))):
+        errors = save(path, 2.0)
+    assert all("throttled" in str(error) for error in errors)
+    assert seed_of(path) == 2.0
+    assert names(root) == [f"x.ckpt{INCOMPLETE}"] or "x.ckpt" in names(root)
+
+
+def test_a_copy_of_the_folder_is_a_checkpoint_and_a_part_of_one_is_not(root: str, tmp_path: Path) -> None:
+    path, copy = f"{root}/x.ckpt", tmp_path / "copy.ckpt"
+    save(path, 1.0)
+    fs, place = fsspec.core.url_to_fs(path)
+    copy.mkdir()
+    for name in names(path):
+        (copy / name).write_bytes(fs.cat_file(f"{place}/{name}"))
+    assert read_whole(copy, None)["seed"] == 1.0
+    for name in names(path):
+        part = tmp_path / "part.ckpt"
+        shutil.copytree(copy, part)
+        (part / name).unlink()
+        with pytest.raises(CheckpointError, match=name):
+            read_whole(part, None)
+        shutil.rmtree(part)
+    assert MANIFEST in names(path)
+
+
+def test_others_are_found_newest_first(root: str) -> None:
+    for seed, name in enumerate(["b", "a", "c"]):
+        save(f"{root}/{name}.ckpt", seed)
+    assert [entry.rsplit("/", 1)[-1] for entry in newest_first(f"{root}/c.ckpt")] == ["a.ckpt", "b.ckpt"]
