@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from lightning_zero.checkpoint.sharded.saving import Save
+from lightning_zero.checkpoint.sharded.saving import Save, discard
 from lightning_zero.checkpoint.sharded.writing import RankFiles
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
@@ -68,12 +68,12 @@ class Outcome:
         ranks = [end for end in ends if isinstance(end, RankFiles)]
         if len(ranks) < len(ends):
             failed = "; ".join(f"rank {rank}: {end}" for rank, end in enumerate(ends) if not isinstance(end, RankFiles))
-            self._save.folder.discard()
+            discard(self._save.folder)
             return f"Could not {self._save.what}: {failed}"
         try:
             finish(ranks)
         except Exception as error:
-            self._save.folder.discard()
+            discard(self._save.folder)
             return f"Could not {self._save.what}: rank 0: {_text(error)}"
         for rank in range(self._mesh.world_size):
             self._store.delete_key(self._key(rank))

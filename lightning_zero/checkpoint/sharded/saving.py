@@ -20,7 +20,7 @@ from lightning_zero.checkpoint.sharded.writing import RankFiles, packed, write_p
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["REST", "SAVED_BY", "Save", "begin_save", "discarding", "finish_save", "paths_of", "save_sharded"]
+__all__ = ["REST", "SAVED_BY", "Save", "begin_save", "discard", "discarding", "finish_save", "paths_of", "save_sharded"]
 
 REST = "meta.pt"  # as Lightning's own sharded strategies name it
 SAVED_BY = "lightning_zero-"  # save ids begin so: whoever reads one knows that there must be a manifest
@@ -99,9 +99,15 @@ def discarding(folder: Folder, together: Together) -> Iterator[None]:
         yield
     except BaseException:
         if together.rank == 0:
-            with suppress(Exception):  # the error that made it useless says more
-                folder.discard()
+            discard(folder)
         raise
+
+
+def discard(folder: Folder) -> None:
+    """Removes what a save has written that has failed, as far as that can be done: why it has failed is what others
+    wait to hear."""
+    with suppress(Exception):
+        folder.discard()
 
 
 def _planned(state: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], list[Any]]:

@@ -1,0 +1,162 @@
+"""Ranks that are killed in the middle of a save, by SIGKILL, one of them or all: training then goes on from the last
+checkpoint, or from the new one, to the same losses, bit for bit.
+
+Every point of a save is tried on copies of the folder in tests/unit/checkpoint/sharded/test_saving.py; here processes
+die.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.helpers.save_points import observed
+from tests.helpers.saved import Scheduled
+from tests.helpers.trainer import close, make_loader, make_trainer
+from tests.ranks.pool import RankFailure, Ranks
+
+STEPS, EPOCHS = 4, 3
+NEW = {False: "last-v1.ckpt", True: "last.ckpt"}
+
+# Point, on which rank; "*" is the name of the checkpoint.
+SHARDED = [
+    ("after make folders", 0),
+    ("after begin", 0),
+    ("before create __1_0.distcp", 1),
+    ("after write __1_0.distcp", 1),
+    ("before fsync __0_0.distcp", 0),
+    ("after finish __1_0.distcp", 1),
+    ("after create meta.pt", 0),
+    ("after fsync meta.pt", 0),
+    ("after create .metadata", 0),
+    ("after finish .metadata", 0),
+    ("after create manifest.json", 0),
+    ("after write manifest.json", 0),
+    ("after fsync manifest.json", 0),
+    ("before commit", 0),
+    ("after unlink .save_id", 0),
+    ("after sync *.incomplete", 0),
+    ("after sync home", 0),
+    ("before remove *.incomplete", 0),
+    ("after commit", 0),
+]
+FULL = [
+    ("after make folders", 0),
+    ("after write *.incomplete", 0),
+    ("before fsync *.incomplete", 0),
+    ("after fsync *.incomplete", 0),
+    ("after finish *.incomplete", 0),
+    ("after sync home", 0),
+    ("before remove *.incomplete", 0),
+]
+QUICK = [("sharded", "after write __1_0.distcp"), ("sharded", "after fsync manifest.json"), ("full", FULL[2][0])]
+WAYS = [(True, False), (False, True), (True, True), (False, False)]  # over another; everywhere
+CASES = [
+    (kind, point, rank, *((True, number % 2 == 0) if point.startswith("before remove") else WAYS[number % 4]))
+    for kind, points in (("sharded", SHARDED), ("full", FULL))
+    for number, (point, rank) in enumerate(points)
+]
+
+
+class Noting(Scheduled):
+    began = -1
+
+    def on_train_start(self) -> None:
+        self.began = self.trainer.global_step
+
+
+def _fit(path: str | None, home: str, epochs: int, **options: Any) -> tuple[Any, Any]:
+    module = Noting(seed=0 if path is None else 7)
+    kept = ModelCheckpoint(home, save_last=True, every_n_epochs=99, save_on_train_epoch_end=False)
+    kept.on_train_end = lambda *_: None  # type: ignore[method-assign] - it would save the last one
+    trainer = make_trainer("eager", max_epochs=epochs, callbacks=[kept], enable_checkpointing=True, **options)
+    trainer.fit(module, make_loader("eager", STEPS), ckpt_path=path)
+    return module, trainer
+
+
+def _prepare(kind: str, home: str) -> list[float]:
+    module, _ = _fit(None, f"{home}/none", EPOCHS)
+    losses = list(module.losses)
+    close(module)
+    module, trainer = _fit(None, home, 1, state_dict_type=kind)
+    trainer.save_checkpoint(f"{home}/last.ckpt")
+    close(module)
+    return losses
+
+
+def _die(kind: str, home: str, name: str, point: str, victim: int, everywhere: bool) -> None:
+    module, trainer = _fit("last", home, 2, state_dict_type=kind)
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+
+    def reach(reached: str) -> None:
+        if reached == point and dist.get_rank() == victim:
+            if everywhere:
+                for pid in pids:
+                    if pid != os.getpid():
+                        os.kill(pid, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with observed(reach):
+        trainer.save_checkpoint(f"{home}/{name}")
+    raise AssertionError(f"{point} was never reached")
+
+
+def _resume(home: str, paths: list[str]) -> dict[str, tuple[int, list[float]]]:
+    found = {}
+    for path in paths:
+        module, _ = _fit(path, home, EPOCHS)
+        found[path] = module.began, list(module.losses)
+        close(module)
+    return found
+
+
+@pytest.fixture(scope="module")
+def prepared(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Any]]]:
+    """The folder with a checkpoint of this kind, and each rank's losses of the run that nobody has killed."""
+    made: dict[str, tuple[Path, list[Any]]] = {}
+
+    def of(kind: str) -> tuple[Path, list[Any]]:
+        if kind not in made:
+            home = tmp_path_factory.mktemp(kind)
+            made[kind] = home, ranks.run(2, _prepare, kind, str(home))
+        return made[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("kind", "point", "rank", "over", "everywhere"),
+    [
+        pytest.param(
+            *case,
+            marks=() if case[:2] in QUICK else pytest.mark.slow,
+            id=f"{case[0]}, {case[1]}, {'over another' if case[3] else 'new'}, {'all' if case[4] else f'rank {case[2]}'}",
+        )
+        for case in CASES
+    ],
+)
+def test_training_goes_on_as_if_nobody_had_been_killed(
+    ranks: Ranks, prepared: Any, tmp_path: Path, kind: str, point: str, rank: int, over: bool, everywhere: bool
+) -> None:
+    source, uninterrupted = prepared(kind)
+    home, name = tmp_path / "home", NEW[over]
+    shutil.copytree(source, home)
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(2, _die, kind, str(home), name, point.replace("*", name), rank, everywhere, deadline=60)
+    assert "was never reached" not in str(caught.value)
+    paths = ["last", *(str(home / entry) for entry in {name, "last.ckpt"} if (home / entry).exists())]
+    for expected, found in zip(uninterrupted, ranks.run(2, _resume, str(home), paths, deadline=60), strict=True):
+        for path, (began, losses) in found.items():
+            assert began in (STEPS, 2 * STEPS), path
+            assert losses == expected[began:], path
+    left = {entry.name for entry in home.iterdir()} - {"last.ckpt", name}
+    assert left <= {f"{name}.incomplete"}
