@@ -77,7 +77,7 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
 def checkpoints_of(together: Together) -> Any:
     """Their ``Checkpoints``, without an engine: for what reads."""
     found = Checkpoints.__new__(Checkpoints)
-    found.together = together
+    found.together, found._tell = together, None
     return found
 
 
