@@ -1,7 +1,7 @@
 """Ranks of a job of its own on this machine, as torchrun starts them, with a deadline.
 
 Protocol: ``end = run_ranks(arguments, world_size, limit_s)``. When it returns, or raises, none of the processes is
-left: neither a rank nor what a rank has started.
+left: neither a rank nor what a rank has started. Where this process is killed, a shell beside it ends them.
 """
 
 from __future__ import annotations
@@ -76,15 +76,16 @@ def run_ranks(
     begun = time.monotonic()
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(world_size)]
-        processes: list[subprocess.Popen[bytes]] = []
-        stack.callback(_end, processes)
         # Served here, as torchrun's agent serves it: a port that is only looked up may be taken before rank 0 has it.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank, file in enumerate(files):
-            own = _environment(rank, world_size, store.port) | dict(environment or {})
-            processes.append(_start(arguments, own, file))
-        status = _wait(processes, begun + limit_s)
-        _end(processes)
+        with ExitStack() as running:
+            processes: list[subprocess.Popen[bytes]] = []
+            running.callback(_end, processes)
+            for rank, file in enumerate(files):
+                own = _environment(rank, world_size, store.port) | dict(environment or {})
+                processes.append(_start(arguments, own, file))
+            running.callback(_dismiss, _survivor(processes))
+            status = _wait(processes, begun + limit_s)
         outputs = tuple(_read(file) for file in files)
     return JobEnd(status, outputs, time.monotonic() - begun, limit_s)
 
@@ -98,6 +99,25 @@ def _start(arguments: Sequence[str], environment: dict[str, str], file: IO[bytes
         stderr=subprocess.STDOUT,
         start_new_session=True,  # so that all that it starts can be ended with it
     )
+
+
+def _survivor(processes: Sequence[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Ends ranks, and what they have started, when this process is gone: nobody else would, before their own timeouts.
+    It waits for the end of a pipe that only this process holds open, however this process ends."""
+    groups = [str(process.pid) for process in processes]
+    return subprocess.Popen(
+        ["/bin/sh", "-c", 'read line; for group; do kill -s KILL -- "-$group"; done', "sh", *groups],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # what ends this process by a signal to its group must leave it alone
+    )
+
+
+def _dismiss(survivor: subprocess.Popen[bytes]) -> None:
+    """Before ranks are ended, and their numbers may be others'."""
+    survivor.kill()
+    survivor.communicate()
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Jobs end with all that they started, and say why they failed."""
 
 import os
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.bench.processes import run_ranks
+from tests.ranks.pool import REPO
 
 
 def test_ranks_know_who_they_are_and_import_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +81,30 @@ def test_nothing_outlives_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
         run_ranks(["-c", "import time; time.sleep(600)"], 2, 50.0)
     assert len(begun) == 2
     for pid in begun:
+        _gone(pid)
+
+
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
+    rank = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path("rank" + os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+    parent = f"from lightning_zero.bench.processes import run_ranks; run_ranks(['-c', {rank!r}], 2, 500.0)"
+    files = [tmp_path / f"rank{number}" for number in range(2)]
+    job = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPO)})
+    try:
+        deadline = time.monotonic() + 90
+        while not all(file.exists() and len(file.read_text().split()) == 2 for file in files):
+            assert time.monotonic() < deadline
+            assert job.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)  # until who survives it is there, too
+    finally:
+        job.kill()
+        job.wait()
+    for pid in (int(word) for file in files for word in file.read_text().split()):
         _gone(pid)
 
 
