@@ -1,4 +1,5 @@
-"""One rank of the self-test: ``python -m lightning_zero.cli.doctor.rank FILE``, with torchrun's variables.
+"""One rank of the self-test: ``python -m lightning_zero.cli.doctor.rank FILE``, with torchrun's variables. Imports
+nothing of Lightning.
 
 Trains a tiny model whose weights are shards, and the same model whole on all ranks' samples, and compares. Rank 0
 writes what it found, and what the engine says of itself, into FILE as JSON.

@@ -1,6 +1,7 @@
 """What the self-test makes of what its ranks do; the ranks themselves run in tests/trainer/test_commands.py."""
 
-from lightning_zero.cli.doctor.self_test import self_test
+from lightning_zero.bench.processes import run_ranks
+from lightning_zero.cli.doctor.self_test import WITHOUT_LIGHTNING, self_test
 
 WRITE = "import os, sys; os.environ['RANK'] == '0' and open(sys.argv[1], 'w').write('{}')"
 
@@ -23,3 +24,10 @@ def test_other_weights_than_those_of_plain_training_fail() -> None:
 def test_ranks_that_fail_or_say_nothing_fail() -> None:
     assert self_test(30.0, ["-c", "raise SystemExit('no links')"])["failed"].endswith("no links")
     assert self_test(30.0, ["-c", ""])["failed"] == "rank 0 ended without a result"
+
+
+def test_ranks_do_without_lightning() -> None:
+    begins, _, runs = WITHOUT_LIGHTNING.strip().rpartition("\n")
+    assert '"lightning_zero.cli.doctor.rank"' in runs
+    looks = "import lightning_zero.cli.doctor.rank\nassert not {'lightning', 'torchmetrics'} & set(sys.modules)"
+    assert run_ranks(["-c", f"{begins}\n{looks}"], 1, 100.0).failed == ""
