@@ -14,6 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning_zero.checkpoint.archive as archive
+import lightning_zero.checkpoint.background.outcome as outcome
+import lightning_zero.checkpoint.background.process as process
+import lightning_zero.checkpoint.background.snapshot as snapshot
 import lightning_zero.checkpoint.places as places
 import lightning_zero.checkpoint.sharded.folder as folder
 import lightning_zero.checkpoint.sharded.hashed as hashed
@@ -56,6 +59,11 @@ def observed(reach: Reach) -> Iterator[None]:
         (places, "exchange", lambda one, other: "exchange"),
         (os, "rename", lambda one, other: f"rename to {name_of(other)}"),
         (os, "unlink", lambda path, **at: f"unlink {name_of(path)}"),
+    ]
+    targets += [
+        (snapshot.Snapshot, "take", lambda self, items: "copy"),
+        (process.WriterProcess, "write", lambda self, order: f"order of rank {order.rank}"),
+        (outcome.Outcome, "_part", lambda self: "parting"),
     ]
     targets += [(module, "remove", lambda path: f"remove {name_of(path)}") for module in (places, folder, archive)]
     targets += [(module, "sync_folder", lambda path: f"sync {name_of(path)}") for module in (places, folder)]

@@ -57,11 +57,42 @@ FULL = [
     ("after sync home", 0),
     ("before remove *.incomplete", 0),
 ]
-QUICK = [("sharded", "after write __1_0.distcp"), ("sharded", "after fsync manifest.json"), ("full", FULL[2][0])]
+BESIDE = [  # training, with a process that writes
+    ("after begin", 0),
+    ("before copy", 1),
+    ("after copy", 0),
+    ("before order of rank 1", 1),
+    ("after order of rank 1", 1),
+    ("before order of rank 0", 0),
+    ("after order of rank 0", 0),
+    ("after create meta.pt", 0),
+    ("after write meta.pt", 0),
+    ("before fsync .metadata", 0),
+    ("after finish .metadata", 0),
+    ("after create manifest.json", 0),
+    ("after fsync manifest.json", 0),
+    ("before commit", 0),
+    ("after sync *.incomplete", 0),
+    ("after sync home", 0),
+    ("before remove *.incomplete", 0),
+    ("after commit", 0),
+    ("before parting", 0),
+]
+OPTIONS = {
+    "sharded": {"state_dict_type": "sharded"},
+    "full": {"state_dict_type": "full"},
+    "beside": {"state_dict_type": "sharded", "async_save": True},
+}
+QUICK = [
+    ("beside", "after order of rank 1"),
+    ("sharded", "after write __1_0.distcp"),
+    ("sharded", "after fsync manifest.json"),
+    ("full", FULL[2][0]),
+]
 WAYS = [(True, False), (False, True), (True, True), (False, False)]  # over another; everywhere
 CASES = [
     (kind, point, rank, *((True, number % 2 == 0) if point.startswith("before remove") else WAYS[number % 4]))
-    for kind, points in (("sharded", SHARDED), ("full", FULL))
+    for kind, points in (("sharded", SHARDED), ("full", FULL), ("beside", BESIDE))
     for number, (point, rank) in enumerate(points)
 ]
 
@@ -86,14 +117,14 @@ def _prepare(kind: str, home: str) -> list[float]:
     module, _ = _fit(None, f"{home}/none", EPOCHS)
     losses = list(module.losses)
     close(module)
-    module, trainer = _fit(None, home, 1, state_dict_type=kind)
+    module, trainer = _fit(None, home, 1, **OPTIONS[kind])
     trainer.save_checkpoint(f"{home}/last.ckpt")
     close(module)
     return losses
 
 
 def _die(kind: str, home: str, name: str, point: str, victim: int, everywhere: bool) -> None:
-    module, trainer = _fit("last", home, 2, state_dict_type=kind)
+    module, trainer = _fit("last", home, 2, **OPTIONS[kind])
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
 
@@ -107,6 +138,7 @@ def _die(kind: str, home: str, name: str, point: str, victim: int, everywhere: b
 
     with observed(reach):
         trainer.save_checkpoint(f"{home}/{name}")
+        trainer.strategy._finish_saving()
     raise AssertionError(f"{point} was never reached")
 
 
