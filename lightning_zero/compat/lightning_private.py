@@ -108,4 +108,6 @@ ATTRIBUTES = {
     "lightning.pytorch.Trainer._signal_connector",
     # Its handler, which broadcasts from wherever the process is, and is replaced by one that does not. (lightning 2.6+)
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn",
+    # Saves at SLURM's signal to requeue, likewise; called between batches instead. (lightning 2.6+)
+    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn",
 }

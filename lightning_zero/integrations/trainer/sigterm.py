@@ -6,7 +6,9 @@ question goes over a process group of CPUs. The method that asks is Lightning's 
 another way is left alone.
 
 Its handler of the signal broadcasts, too, from wherever the process happens to be: where one rank alone gets the signal
-nobody takes part, and the job hangs. Here the handler only notes it.
+nobody takes part, and the job hangs. Here the handler only notes it. So it is with SLURM's signal to requeue a job: the
+handler saves a checkpoint, for which all ranks are needed, and each gets the signal at another place. Here it is
+noted, and before the next batch all save together, whoever got it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ Start = Callable[[bool], dist.Work | None]
 
 _METHOD = "_broadcast_sigterm_tensor"
 _HANDLER = "_sigterm_notifier_fn"
+_REQUEUE = "_slurm_sigusr_handler_fn"
+_NOTED = "_zero_requeue"  # our attribute of Lightning's connector: the signal
 
 
 def _at_once(start: Start) -> None:
@@ -43,14 +47,18 @@ def ask_on_cpu(
     The loop raises ``SIGTERMException`` on all ranks before the next batch once one of them has got a SIGTERM (with
     Lightning's own question: once rank 0 has).
     """
-    loop = trainer.fit_loop.epoch_loop
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     if not callable(getattr(type(loop), _METHOD, None)):
         return lambda: None
 
     def ask() -> None:
-        received = torch.tensor([int(trainer.received_sigterm)])
+        received = torch.tensor([int(trainer.received_sigterm), int(getattr(connector, _NOTED, 0))])
         collective(lambda later: dist.all_reduce(received, dist.ReduceOp.MAX, group=group, async_op=later))
-        if received.item():
+        stop, requeue = received.tolist()
+        if requeue:
+            setattr(connector, _NOTED, 0)
+            getattr(type(connector), _REQUEUE)(connector, requeue, None)
+        if stop:
             with suppress(Exception):
                 dist.barrier(group=group)  # all have heard before the first of them ends
             raise SIGTERMException
@@ -64,14 +72,18 @@ def ask_on_cpu(
 
 
 def note_sigterm(trainer: pl.Trainer) -> None:
-    """A SIGTERM is only noted from now on, and passed on to the processes that the Trainer has started.
+    """A SIGTERM is only noted from now on, and passed on to the processes that the Trainer has started; and so is, with
+    several ranks, the signal by which SLURM says that a job will be requeued.
 
     Must come before the Trainer registers its handlers."""
     connector = trainer._signal_connector
-    if not callable(getattr(type(connector), _HANDLER, None)):
-        return
-
-    setattr(connector, _HANDLER, partial(_note, connector))
+    if callable(getattr(type(connector), _HANDLER, None)):
+        setattr(connector, _HANDLER, partial(_note, connector))
+    if trainer.world_size > 1 and all(
+        callable(getattr(kind, name, None))
+        for kind, name in ((type(connector), _REQUEUE), (type(trainer.fit_loop.epoch_loop), _METHOD))
+    ):
+        setattr(connector, _REQUEUE, lambda signum, _: setattr(connector, _NOTED, int(signum)))
 
 
 def _note(connector: Any, signum: Any, _: Any) -> None:

@@ -234,6 +234,14 @@ def test_the_loop_asks_for_sigterms_by_a_method_that_can_be_replaced(trainer: An
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
 
 
+def test_the_handler_of_slurms_signal_saves_and_can_be_replaced(trainer: Any) -> None:
+    handler = type(trainer._signal_connector)._slurm_sigusr_handler_fn
+    assert "self.trainer.save_checkpoint(hpc_save_path)" in inspect.getsource(handler)
+    assert "self._slurm_sigusr_handler_fn" in inspect.getsource(
+        type(trainer._signal_connector).register_signal_handlers
+    )
+
+
 def test_the_handler_of_a_sigterm_can_be_replaced_before_it_is_registered(trainer: Any) -> None:
     connector, got = trainer._signal_connector, []
     before = signal.getsignal(signal.SIGTERM)
