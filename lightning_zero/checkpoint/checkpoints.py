@@ -157,18 +157,18 @@ class Checkpoints:
         if folder.manifest is None:
             self.together.each(what, folder.check_extents)
         else:
-            names = _share(folder.sizes(), self.together.rank, self.together.world_size)
+            names = _share(folder.sizes(), *self.together.share)
             read = Telling(f"Comparing {path} with its checksums", "read", self._tell)
             self.together.each(what, lambda: folder.check(names, read))
         return folder
 
 
-def _share(sizes: Mapping[str, int], rank: int, world_size: int) -> list[str]:
-    """The files that ``rank`` checks, so that all have about the same to read."""
-    loads, mine = [0] * world_size, []
+def _share(sizes: Mapping[str, int], part: int, parts: int) -> list[str]:
+    """The files of one of ``parts`` shares with about the same to read."""
+    loads, mine = [0] * parts, []
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         least = loads.index(min(loads))
         loads[least] += size
-        if least == rank:
+        if least == part:
             mine.append(name)
     return mine

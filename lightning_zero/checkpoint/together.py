@@ -34,6 +34,14 @@ class Together:
     def world_size(self) -> int:
         return self._mesh.world_size
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """This rank's number among those of its host, and how many they are: who share the work of reading what every
+        host may have a copy of."""
+        hosts, rank = self._mesh.hosts, self._mesh.rank
+        mates = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        return mates.index(rank), len(mates)
+
     def busy(self, what: str) -> AbstractContextManager[None]:
         """Surrounds what may take its time on this rank."""
         return self._watchdog.busy(what)
@@ -84,6 +92,10 @@ class Alone(Together):
     @property
     def world_size(self) -> int:
         return 1
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return 0, 1
 
     def busy(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()

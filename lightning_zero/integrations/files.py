@@ -122,8 +122,8 @@ def load_file(
     if together is None:
         naming(path, read)
     else:
-        what, rank, count = f"load the checkpoint {path}", together.rank, together.world_size
-        together.each(what, lambda: _check(local, rank, count))
+        what = f"load the checkpoint {path}"
+        together.each(what, lambda: _check(local, *together.share))
         together.each(what, lambda: named(path, read))
     return found[0]
 

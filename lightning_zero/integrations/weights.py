@@ -46,8 +46,20 @@ def load_safetensors(
         keys = list(module.state_dict())
     access = engine.sharder.access
     access.before_overwriting()
+    what = f"load weights from {path}"
+
+    def attempt() -> Incompatible | ValueError:
+        try:
+            return load_into(module, path, strict, rename, keys)
+        except ValueError as error:  # the same on every rank, where they see the same files
+            return error
+
     try:
-        return load_into(module, path, strict, rename, keys)
+        ends = engine.checkpoints.together.each(what, attempt)
+        wrong = next((end for end in ends if isinstance(end, ValueError)), None)
+        if wrong is not None:
+            raise wrong
+        return Incompatible(*ends[engine.rank])  # type: ignore[misc]
     finally:
         access.may_have_changed()
         access.done_writing()

@@ -57,6 +57,8 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "cuda_graphs": engine.optimizers.stepper(optimizer).why_eager,
         "reduce_dtype": dtype,
         "broadcast_buffers": engine.buffers._enabled,
+        "state_dict_type": engine.config.state_dict_type,  # which the strategy asks, too: test_sharded_checkpoints.py
+        "async_save": engine.config.async_save,
         "free_reduce_buckets": free,
         "reduce_bucket_mb": bucket,
         "reduce_double_buffer": double,

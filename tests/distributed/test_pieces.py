@@ -45,11 +45,10 @@ def train(options: dict[str, Any]) -> tuple[Reference, list[str]]:
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (2, {}),
         (2, {"compile_whole_graphs": True}),
         (3, {"resident_mb": 0.01, "resident_until": "step", "gather_transport": "collective"}),
     ],
-    ids=["two ranks", "whole graphs", "three ranks, some weights stay"],
+    ids=["whole graphs", "three ranks, some weights stay"],
 )
 def test_pieces_train_as_one_process_does(ranks: Ranks, world_size: int, options: dict[str, Any]) -> None:
     out, lines = ranks.run(world_size, train, options, deadline=500)[0]

@@ -140,7 +140,7 @@ _BUSY = (
     ("validation_start", Fault("sleep", "validation_start", (0,))),
     ("agreement", Fault("sleep", "compile", (0,))),
     ("capture", Fault("sleep", "capture", (0,))),
-    ("barrier", Fault("sleep", "checkpoint_write", (0,))),
+    ("checkpoint_outcome", Fault("sleep", "checkpoint_write", (0,))),
 )
 
 

@@ -283,8 +283,13 @@ _ALL = (
     Point(
         "checkpoint_write",
         "writes a checkpoint, for which the others wait",
-        ("lightning.fabric.plugins.io.torch_io:TorchCheckpointIO.save_checkpoint",),
+        ("lightning_zero.integrations.files:FileIO.save_checkpoint",),
         ranks=(0,),
+    ),
+    Point(
+        "checkpoint_outcome",
+        "is about to hear how a checkpoint was written",
+        ("lightning_zero.checkpoint.together:Together.first",),
     ),
     Point(
         "barrier",

@@ -50,7 +50,8 @@ def export(
         The names of the files.
 
     Raises:
-        CheckpointError: on every rank; files of these names that were there are still there.
+        CheckpointError: on every rank. An earlier export into the folder is still there, unless the new files were
+            complete already.
     """
     files = plan_files({key: weight.bytes for key, weight in weights.items()}, most)
     what = f"export weights to {folder}"
@@ -83,20 +84,23 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
 
 
 def _put_in_place(folder: Path, files: Sequence[Part], weights: Mapping[str, Weight]) -> None:
+    # Whoever reads must not take files of an earlier export for this one's, nor some of each where this process dies:
+    # without an index several files are nothing.
+    for path in list(_of_an_export(folder)):
+        path.unlink()
     for part in files:
         os.replace(beside(folder / part.name, INCOMPLETE), folder / part.name)
-    index = folder / INDEX
+    sync_folder(folder)
     if len(files) > 1:
         total = sum(weight.bytes for weight in weights.values())
         where = {key: part.name for part in files for key in part.keys}
-        work = beside(index, INCOMPLETE)
-        work.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
-        os.replace(work, index)
-    names = {part.name for part in files}
-    for path in _of_an_export(folder):
-        if path.name not in names and not (path == index and len(files) > 1):
-            path.unlink()  # of an earlier one, of other files: readers would take them for this one's
-    sync_folder(folder)
+        work = beside(folder / INDEX, INCOMPLETE)
+        with open(work, "w") as file:
+            json.dump({"metadata": {"total_size": total}, "weight_map": where}, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(work, folder / INDEX)
+        sync_folder(folder)
 
 
 def _of_an_export(folder: Path) -> Iterator[Path]:

@@ -26,7 +26,7 @@ from lightning_zero.errors import CheckpointError
 __all__ = ["INDEX", "Part", "parse_size", "plan_files", "saved_values"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ROW_BYTES = 16 << 20  # that are read at once
+ROW_BYTES = 1 << 18  # that are read at once; a rank reads at most so much besides its own at either end of its part
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DTYPES = {
     "F64": torch.float64,
@@ -56,13 +56,12 @@ def saved_values(path: str | Path) -> dict[str, SavedValue]:
     found: dict[str, SavedValue] = {}
     for file, wanted in _files(Path(path)).items():
         try:
-            with safe_open(file, "pt") as opened:
-                held = set(opened.keys())
-                for key in opened.keys() if wanted is None else wanted:  # noqa: SIM118
-                    if key not in held:
-                        raise CheckpointError(f"{file} lacks {key!r}, which the index beside it says is there.")
-                    about = opened.get_slice(key)
-                    found[key] = _value(file, key, tuple(about.get_shape()), about.get_dtype())
+            opened = safe_open(file, "pt")  # maps it; closed when the last of its values is gone
+            held = set(opened.keys())
+            for key in sorted(held) if wanted is None else wanted:
+                if key not in held:
+                    raise CheckpointError(f"{file} lacks {key!r}, which the index beside it says is there.")
+                found[key] = _value(opened, file, key)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
     return found
@@ -94,36 +93,30 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     return files
 
 
-def _value(file: Path, key: str, shape: tuple[int, ...], dtype: str) -> SavedValue:
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{file} holds {key!r} in {dtype}, which is not known here.")
-    kind = DTYPES[dtype]
-    if len(shape) < 1 or not prod(shape):
-        chunks = [(Box((0,) * len(shape), shape), partial(_read, file, key, None))]
-    else:
-        rows = max(1, ROW_BYTES // max(1, prod(shape[1:]) * kind.itemsize))
-        cut = [(first, min(first + rows, shape[0])) for first in range(0, shape[0], rows)]
-        chunks = [
-            (
-                Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])),
-                partial(_read, file, key, (first, last)),
-            )
-            for first, last in cut
-        ]
-    return SavedValue(key, torch.Size(shape), kind, chunks)
+def _value(opened: Any, file: Path, key: str) -> SavedValue:
+    about = opened.get_slice(key)
+    shape, name = tuple(about.get_shape()), about.get_dtype()
+    if name not in DTYPES:
+        raise CheckpointError(f"{file} holds {key!r} in {name}, which is not known here.")
+    dtype = DTYPES[name]
+    if not shape or not prod(shape):
+        return SavedValue(key, torch.Size(shape), dtype, [(_rows(shape, 0, 0), partial(opened.get_tensor, key))])
+    step = max(1, ROW_BYTES // (prod(shape[1:]) * dtype.itemsize))
+    cut = [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
+    chunks = [(_rows(shape, first, last), partial(_read, about, first, last)) for first, last in cut]
+    return SavedValue(key, torch.Size(shape), dtype, chunks)
 
 
 def _rows(shape: tuple[int, ...], first: int, last: int) -> Box:
+    """Of a tensor without rows, all of it."""
+    if not shape or not prod(shape):
+        return Box((0,) * len(shape), shape)
     return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
 
 
-def _read(file: Path, key: str, rows: tuple[int, int] | None) -> Tensor:
-    with safe_open(file, "pt") as opened:
-        if rows is None:
-            whole: Tensor = opened.get_tensor(key)
-            return whole
-        part: Tensor = opened.get_slice(key)[rows[0] : rows[1]]
-        return part
+def _read(about: Any, first: int, last: int) -> Tensor:
+    rows: Tensor = about[first:last]
+    return rows
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def load_into(
     ]
     if misfits:
         raise ValueError(f"{path} does not fit {type(module).__name__}. Other shapes: {_some(misfits)}.")
-    wanted = list(module.state_dict() if keys is None else keys)
+    wanted = [key for key in (module.state_dict() if keys is None else keys) if not key.endswith("_extra_state")]
     found = {id(have[key]) for key in values if key in have}
     # Files hold what is tied once.
     missing = [key for key in wanted if key not in values and (key not in have or id(have[key]) not in found)]

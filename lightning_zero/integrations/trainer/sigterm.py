@@ -83,7 +83,11 @@ def note_sigterm(trainer: pl.Trainer) -> None:
         callable(getattr(kind, name, None))
         for kind, name in ((type(connector), _REQUEUE), (type(trainer.fit_loop.epoch_loop), _METHOD))
     ):
-        setattr(connector, _REQUEUE, lambda signum, _: setattr(connector, _NOTED, int(signum)))
+        setattr(connector, _REQUEUE, partial(_note_requeue, connector))  # a Trainer may be pickled
+
+
+def _note_requeue(connector: Any, signum: Any, _: Any) -> None:
+    setattr(connector, _NOTED, int(signum))
 
 
 def _note(connector: Any, signum: Any, _: Any) -> None:

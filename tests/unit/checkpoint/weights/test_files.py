@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from lightning_zero.checkpoint.weights import files
 from lightning_zero.checkpoint.weights.files import INDEX, Part, parse_size, plan_files, saved_values
 from lightning_zero.checkpoint.weights.loading import load_into
 from lightning_zero.errors import CheckpointError
+from lightning_zero.sharding.layout import ShardLayout
 
 WEIGHTS = {"a.weight": torch.arange(12.0).view(3, 4), "b": torch.tensor(3.0), "c": torch.ones(0, 2), "d": torch.ones(5)}
 
@@ -32,22 +35,25 @@ def test_a_file_a_folder_or_an_index_will_do(tmp_path: Path) -> None:
             assert torch.equal(found[key].whole(), value), key
 
 
-def test_only_the_rows_that_are_wanted_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.checkpoint.weights.files.ROW_BYTES", 64)
-    save_file({"w": torch.arange(400.0).view(100, 4)}, tmp_path / "model.safetensors")
-    value = saved_values(tmp_path)["w"]
-    read: list[tuple[int, ...]] = []
-    value.chunks = [
-        (box, lambda box=box, load=load: (read.append(box.offsets), load())[1]) for box, load in value.chunks
-    ]
-    assert len(value.chunks) == 25
-    from lightning_zero.sharding.layout import ShardLayout
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_ranks_read_little_more_than_their_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    whole = torch.arange(2048 * 2048).view(2048, 2048).to(torch.bfloat16)
+    save_file({"w": whole}, tmp_path / "model.safetensors")
+    read: list[int] = []
 
-    layout = ShardLayout.of(value.shape, value.dtype, 4)
-    shard = layout.part(value, 2)
-    begin, end = layout.range_of(2)
-    assert shard.flatten()[: end - begin].tolist() == list(range(begin, end))
-    assert len(read) <= (end - begin) // 16 + 2
+    def counted(about: Any, first: int, last: int, real: Any = files._read) -> torch.Tensor:
+        rows: torch.Tensor = real(about, first, last)
+        read.append(rows.nbytes)
+        return rows
+
+    monkeypatch.setattr(files, "_read", counted)
+    value = saved_values(tmp_path)["w"]
+    layout = ShardLayout.of(value.shape, value.dtype, world_size)
+    for rank in range(world_size):
+        assert torch.equal(layout.part(value, rank), layout.part(whole, rank))
+    assert whole.nbytes <= sum(read) <= 1.25 * whole.nbytes
 
 
 @pytest.mark.parametrize(
