@@ -5,6 +5,10 @@ import torch
 # All layers that torch.nn.SyncBatchNorm.convert_sync_batchnorm() would have replaced. (torch 2.11+)
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
+# How the key ends under which a state dict holds what a module adds by itself: files of weights have none.
+# (torch 2.11+)
+extra_state_suffix = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
 ATTRIBUTES = {
     # What is registered. Reading it from the module would ask the property that gathers; Dynamo traces this, too.
     # (torch 2.11+)

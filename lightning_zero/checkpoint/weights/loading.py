@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.checkpoint.weights.files import saved_values
+from lightning_zero.compat.modules import extra_state_suffix
 from lightning_zero.sharding.surgery import SHAPES
 
 __all__ = ["Incompatible", "load_into"]
@@ -56,7 +57,7 @@ def load_into(
     ]
     if misfits:
         raise ValueError(f"{path} does not fit {type(module).__name__}. Other shapes: {_some(misfits)}.")
-    wanted = [key for key in (module.state_dict() if keys is None else keys) if not key.endswith("_extra_state")]
+    wanted = [key for key in (module.state_dict() if keys is None else keys) if not key.endswith(extra_state_suffix)]
     found = {id(have[key]) for key in values if key in have}
     # Files hold what is tied once.
     missing = [key for key in wanted if key not in values and (key not in have or id(have[key]) not in found)]
