@@ -61,7 +61,10 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
     def one(rank: int) -> Any:
         turns = itertools.count()
         mesh: Any = SimpleNamespace(
-            rank=rank, world_size=world_size, gathered=lambda value: meeting.gathered(rank, next(turns), value)
+            hosts=(0,) * world_size,
+            rank=rank,
+            world_size=world_size,
+            gathered=lambda value: meeting.gathered(rank, next(turns), value),
         )
         try:
             return attempt(Together(mesh, watchdog))
