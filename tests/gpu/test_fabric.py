@@ -20,10 +20,10 @@ pytestmark = pytest.mark.gpu(2)
 WIDTH, STEPS, WINDOW = 128, 24, 2
 
 
-def train(replayed: bool, path: str) -> dict[str, Any]:
+def train(replayed: bool, precision: Any, path: str) -> dict[str, Any]:
     """Built as shards, accumulated, clipped, evaluated in between, saved, loaded and trained on."""
     options = arguments(compile_backend="aot_eager", cuda_graphs="auto" if replayed else False, reduce_dtype="32")
-    fabric = Fabric(accelerator="gpu", devices=2, strategy=FabricZeroStrategy(**options), precision="bf16-mixed")
+    fabric = Fabric(accelerator="gpu", devices=2, strategy=FabricZeroStrategy(**options), precision=precision)
     fabric.launch()
     with fabric.init_module(), seeded():
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8))
@@ -56,16 +56,21 @@ def train(replayed: bool, path: str) -> dict[str, Any]:
         }
 
 
-def train_both(path: str) -> list[dict[str, Any]]:
-    found = [train(replayed, path) for replayed in (True, False)]
+def train_both(precision: str, path: str) -> list[dict[str, Any]]:
+    found = [train(replayed, precision, path) for replayed in (True, False)]
     torch._dynamo.reset()
     return found
 
 
-def test_replayed_steps_train_like_those_that_run(ranks: Ranks, tmp_path: Any) -> None:
-    both = ranks.run(2, train_both, str(tmp_path / "file"), backend="cpu:gloo,cuda:nccl", deadline=150)
+@pytest.mark.parametrize(
+    ("precision", "far"),
+    # Captured AdamW rounds otherwise than eager AdamW, and bfloat16 copies of weights magnify that from step to step.
+    [("32-true", 1e-4), ("bf16-mixed", 1e-2)],
+)
+def test_replayed_steps_train_like_those_that_run(ranks: Ranks, tmp_path: Any, precision: str, far: float) -> None:
+    both = ranks.run(2, train_both, precision, str(tmp_path / "file"), backend="cpu:gloo,cuda:nccl", deadline=150)
     for replayed, ran in both:
-        assert_close_relative(replayed["trained"], ran["trained"], 1e-3)
+        assert_close_relative(replayed["trained"], ran["trained"], far)
         assert replayed["replays"] >= STEPS
         assert replayed["steps"] >= STEPS // 2
         assert (ran["replays"], ran["steps"]) == (0, 0)

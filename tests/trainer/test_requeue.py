@@ -23,7 +23,7 @@ from tests.helpers.trainer import close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
 
 STEPS = 4
-SIGNAL = signal.SIGHUP  # the ranks of these tests say where they are at SIGUSR1
+SIGNAL = signal.SIGUSR2  # the ranks of these tests say where they are at SIGUSR1, and under nohup SIGHUP is ignored
 
 
 class Signalled(pl.Callback):
