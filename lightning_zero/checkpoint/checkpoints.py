@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.background.saver import BackgroundSaver
 from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_of
+from lightning_zero.checkpoint.lateness import shows
+from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_anew, kind_of
 from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import ShardedValue
@@ -117,7 +118,11 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, when they see different things there.
         """
-        seen = self.together.each(f"look at {path}", lambda: kind_of(path))
+        what = f"look at {path}"
+        seen = self.together.each(what, lambda: kind_of(path))
+        if len(set(seen)) > 1:
+            first = seen[0]
+            seen = self.together.each(what, lambda: first if shows(lambda: kind_anew(path) == first) else kind_of(path))
         if len(set(seen)) > 1:
             other = next(rank for rank, kind in enumerate(seen) if kind != seen[0])
             raise CheckpointError(

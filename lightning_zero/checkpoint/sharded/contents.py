@@ -21,10 +21,11 @@ PIECE_BYTES = 64 << 20  # so that another world size need not read much more tha
 def flattened(state: Mapping[str, Any]) -> dict[str, tuple[Keys, Any]]:
     """Nested dicts, and lists in which there are dicts or tensors, as one dict: what is where, by its path with dots.
 
-    That is how torch's distributed checkpoints name things.
+    That is how torch's distributed checkpoints name things. They have no other keys than strings, and none below
+    tuples: dicts with other keys are kept whole, as one object.
 
     Raises:
-        ValueError: two things would have the same name.
+        ValueError: two things would have the same name; or what is sharded stands where it cannot be named.
     """
     found: dict[str, tuple[Keys, Any]] = {}
     for path, value in _leaves((), state):
@@ -37,13 +38,35 @@ def flattened(state: Mapping[str, Any]) -> dict[str, tuple[Keys, Any]]:
 
 def _leaves(path: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
     if isinstance(value, Mapping) and (value or not path):
+        other = next((key for key in value if not isinstance(key, str)), None)
+        if other is not None:
+            yield path, _whole(path, value, f"a dict with the key {other!r}, of type {type(other).__name__}")
+            return
         for key, inner in value.items():
             yield from _leaves((*path, str(key)), inner)
     elif isinstance(value, list) and _is_opened(value):
         for number, inner in enumerate(value):
             yield from _leaves((*path, number), inner)
+    elif isinstance(value, tuple):
+        yield path, _whole(path, value, "a tuple")
     else:
         yield path, value
+
+
+def _whole(path: Keys, value: Any, what: str) -> Any:
+    """What is pickled: of plain containers, which are unpickled again whatever they were, and without shards, of which
+    no rank has all."""
+    if isinstance(value, ShardedValue):
+        name = ".".join(map(str, path))
+        raise ValueError(
+            f"In the checkpoint, {name or 'what is saved'!r} is {what}, and holds sharded values. Sharded checkpoints "
+            "name these by strings: put them into dicts whose keys are strings, or into lists."
+        )
+    if isinstance(value, Mapping):
+        return {key: _whole(path, inner, what) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_whole(path, inner, what) for inner in value)
+    return value
 
 
 def _is_opened(value: list[Any]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Protocol
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_zero.checkpoint.lateness import ask_again
 from lightning_zero.checkpoint.places import (
     INCOMPLETE,
     beside,
@@ -38,7 +39,7 @@ class Folder(Protocol):
         """Makes room for the files of a save, whose id is ``token``. One rank."""
 
     def sees(self, token: str) -> bool:
-        """Whether this rank sees what :meth:`begin` has made on another."""
+        """Whether this rank sees what :meth:`begin` has made on another; maybe not yet."""
 
     def create(self, name: str) -> BinaryIO:
         """A new file, open for writing."""
@@ -89,6 +90,7 @@ class LocalFolder:
     def sees(self, token: str) -> bool:
         with suppress(OSError):
             return (self._work / TOKEN).read_text() == token
+        ask_again(self._path.parent)
         return False
 
     def create(self, name: str) -> BinaryIO:

@@ -11,10 +11,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
+from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from lightning_zero.checkpoint.lateness import ask_again
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.contents import nested
 from lightning_zero.checkpoint.sharded.folder import read_at
@@ -26,7 +28,7 @@ from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["DOWNLOADED", "OpenedFolder", "kind_of"]
+__all__ = ["DOWNLOADED", "OpenedFolder", "kind_anew", "kind_of"]
 
 DOWNLOADED = ("http://", "https://")
 
@@ -38,6 +40,16 @@ def kind_of(path: Any) -> str:
         return "file"
     fs, place = read_at(str(path))
     return "folder" if fs.isdir(place) else "file" if fs.exists(place) else "nothing"
+
+
+def kind_anew(path: str | Path) -> str:
+    """The same, when it may be otherwise than this host remembers."""
+    if not str(path).startswith(DOWNLOADED):
+        fs, place = url_to_fs(str(path))
+        fs.invalidate_cache()
+        if isinstance(fs, LocalFileSystem):
+            ask_again(Path(place).parent)
+    return kind_of(path)
 
 
 class OpenedFolder:

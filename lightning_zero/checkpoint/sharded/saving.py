@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from lightning_zero.checkpoint.lateness import shows
 from lightning_zero.checkpoint.sharded.contents import flattened, items_of
 from lightning_zero.checkpoint.sharded.folder import Folder, folder_at, full_path
 from lightning_zero.checkpoint.sharded.hashed import FileSum, HashedFile
@@ -146,7 +147,7 @@ def _write(folder: Folder, name: str, data: bytes) -> FileSum:
 
 
 def _look(folder: Folder, save_id: str, path: str) -> None:
-    if not folder.sees(save_id):
+    if not shows(lambda: folder.sees(save_id)):
         raise CheckpointError(
             f"this rank does not see the folder that rank 0 has made at {path}. Sharded checkpoints need a place that "
             "all hosts share; give one, or save with state_dict_type='full'."

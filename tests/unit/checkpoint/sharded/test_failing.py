@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_zero.checkpoint import places
+from lightning_zero.checkpoint import lateness, places
 from lightning_zero.checkpoint.archive import write_archive
 from lightning_zero.checkpoint.sharded import folder, opened, saving
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
@@ -196,12 +196,54 @@ def test_a_rank_that_sees_no_folder_is_named(tmp_path: Path) -> None:
     def attempt(together: Any) -> None:
         save_sharded(path, sharded_state(together.rank, WORLD, 2.0), {}, together)
 
-    for error in on_hosts(attempt, LocalFolder, "sees", lambda self, token: False):
+    with patch.object(lateness, "LATE_S", 0.1):
+        errors = on_hosts(attempt, LocalFolder, "sees", lambda self, token: False)
+    for error in errors:
         assert isinstance(error, CheckpointError)
         assert "rank 1: this rank does not see the folder that rank 0 has made" in str(error)
         assert "state_dict_type='full'" in str(error)
     assert seed_of(path) == 1.0
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+def _late(owner: Any, name: str, before: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """What gives ``before`` the first three times, as a client that remembers."""
+    real, asked = getattr(owner, name), []
+
+    def late(*args: Any) -> Any:
+        asked.append(args)
+        return before if len(asked) <= 3 else real(*args)
+
+    return late, asked
+
+
+def test_what_shows_late_on_a_rank_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+
+    def write(together: Any) -> None:
+        save_sharded(path, sharded_state(together.rank, WORLD, 2.0), {"seed": 2.0}, together)
+
+    late, asked = _late(LocalFolder, "sees", False)
+    assert on_hosts(write, LocalFolder, "sees", late) == [None, None]
+    assert len(asked) == 4
+    assert seed_of(path) == 2.0
+
+    late, asked = _late(opened, "read_at", opened.read_at(str(tmp_path / "nothing")))
+    found = on_hosts(lambda together: checkpoints_of(together).is_folder(path), opened, "read_at", late)
+    assert found == [True, True]
+    assert len(asked) == 4
+
+
+def test_what_a_rank_never_sees_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    save(path, 1.0)
+    with patch.object(lateness, "LATE_S", 0.1):
+        nothing = opened.read_at(str(tmp_path / "nothing"))
+        errors = on_hosts(
+            lambda together: checkpoints_of(together).is_folder(path), opened, "read_at", lambda given: nothing
+        )
+    for error in errors:
+        assert f"Ranks see different things at {path}: folder on rank 0, nothing on rank 1" in str(error)
 
 
 def test_a_rank_in_another_folder_writes_to_rank_0s(tmp_path: Path) -> None:

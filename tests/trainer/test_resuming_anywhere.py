@@ -1,0 +1,151 @@
+"""A training that was interrupted anywhere goes on as if it had not been: in the middle of an epoch and at its border,
+with shuffled samples, dropout and a schedule, from either kind of checkpoint, on other numbers of ranks, to and from
+DDP."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_zero.cli.checkpoint.consolidating import consolidate
+from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import INPUTS, RTOL, Regression, close, global_losses, make_trainer, seeded, whole_state
+from tests.ranks.pool import Ranks
+
+BATCH, STEPS, EPOCHS = 12, 4, 2  # samples of all ranks, which 1 to 4 divide; batches of an epoch
+WIDTH, OUTPUTS = 25, 29  # each of up to 4 ranks holds a good part of each matrix
+
+
+class Dropping(Regression):
+    """Draws the random numbers of a step from the step's own seed, as the README tells."""
+
+    def __init__(self, dropout: float, seed: int = 0) -> None:
+        super().__init__()
+        with seeded(seed):
+            self.net = nn.Sequential(
+                nn.Linear(INPUTS, WIDTH), nn.Dropout(dropout), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS)
+            )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(1000 * self.global_step + self.global_rank)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5), "interval": "step"}
+        ]
+
+
+class Shuffled(DataLoader):
+    """Other samples in each epoch, the same for any number of ranks; knows how far it is, as Lightning asks of a loader
+    that is to go on in the middle."""
+
+    def __init__(self) -> None:
+        rng = torch.Generator().manual_seed(0)
+        count = STEPS * BATCH
+        data = TensorDataset(torch.randn(count, INPUTS, generator=rng), torch.randn(count, OUTPUTS, generator=rng))
+        super().__init__(data, BATCH // dist.get_world_size(), sampler=DistributedSampler(data, shuffle=True))
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        begin, self.given = self.given % STEPS, self.given % STEPS
+        for number, batch in enumerate(super().__iter__()):
+            if number >= begin:
+                self.given += 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def _fit(
+    kind: str, dropout: float, home: str = "", path: str | None = None, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of all steps from the checkpoint at ``path`` on, and the values after them. Saves at each step."""
+    module = Dropping(dropout, seed=0 if path is None else 7)
+    callbacks = [
+        ModelCheckpoint(home, "{step}", every_n_train_steps=1, save_top_k=-1),
+        ModelCheckpoint(home, "{epoch}", every_n_epochs=1, save_top_k=-1),
+    ]
+    trainer = make_trainer(
+        kind, max_epochs=EPOCHS, callbacks=callbacks if home else [], enable_checkpointing=bool(home), **options
+    )
+    trainer.fit(module, Shuffled(), ckpt_path=path)
+    assert trainer.global_step == EPOCHS * STEPS
+    found = global_losses(kind, module), whole_state(module)
+    close(module)
+    return found
+
+
+INTERRUPTED = {"step=3": 3, "step=4": 4, "epoch=0": 4, "step=6": 6}
+KINDS = {"full": {"state_dict_type": "full"}, "sharded": {"state_dict_type": "sharded"}}
+KINDS |= {f"{kind}, async": options | {"async_save": True} for kind, options in KINDS.items()}
+
+
+def _resumed(kind: str, home: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    whole = _fit(kind, 0.3, home, **options)
+    return whole, {name: _fit(kind, 0.3, path=f"{home}/{name}.ckpt") for name in INTERRUPTED}
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved"),
+    [("eager", "sharded"), ("eager", "full"), ("ddp", "")]
+    + [
+        pytest.param(kind, saved, marks=pytest.mark.slow)
+        for kind, saved in (("eager", "sharded, async"), ("eager", "full, async"), ("compiled", "sharded"))
+    ],
+)
+def test_it_goes_on_from_any_step(ranks: Ranks, tmp_path: Path, kind: str, saved: str) -> None:
+    for (losses, state), resumed in ranks.run(2, _resumed, kind, str(tmp_path), KINDS.get(saved, {})):
+        for name, at in INTERRUPTED.items():
+            assert_close_relative(resumed[name][0], losses[at:], RTOL if kind == "compiled" else 0.0, what=name)
+            assert_close_relative(resumed[name][1], state, RTOL if kind == "compiled" else 0.0, what=name)
+
+
+def _written(home: str) -> list[float]:
+    """Of all three ways; the losses of an uninterrupted run."""
+    for kind in ("full", "sharded"):
+        whole = _fit("eager", 0.0, f"{home}/{kind}", **KINDS[kind])
+    _fit("ddp", 0.0, f"{home}/ddp")
+    if dist.get_rank() == 0:
+        arguments = {"path": f"{home}/sharded/step=3.ckpt", "output": f"{home}/one.ckpt", "json": True, "trust": False}
+        consolidate(argparse.Namespace(**arguments))
+    dist.barrier()
+    return whole[0]
+
+
+def _going_on(ways: list[tuple[str, str]]) -> dict[str, list[float]]:
+    return {f"{path} under {kind}": _fit(kind, 0.0, path=path)[0] for kind, path in ways}
+
+
+@pytest.fixture(scope="module")
+def written(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    home = str(tmp_path_factory.mktemp("written"))
+    return home, ranks.run(2, _written, home)[0]
+
+
+WAYS = [("ddp", "full/step=3"), ("ddp", "one"), ("eager", "ddp/step=3"), ("eager", "one"), ("eager", "sharded/step=3")]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_it_goes_on_elsewhere(ranks: Ranks, written: tuple[str, list[float]], world_size: int) -> None:
+    home, losses = written
+    for resumed in ranks.run(world_size, _going_on, [(kind, f"{home}/{name}.ckpt") for kind, name in WAYS]):
+        for way, found in resumed.items():
+            assert_close_relative(found, losses[3:], 5 * RTOL, what=f"{way} on {world_size} ranks: ")
