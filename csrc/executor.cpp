@@ -1,6 +1,6 @@
 #include "executor.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "runtime/compat.h"
 

@@ -1,5 +1,6 @@
 // The ops: what each is called, takes and returns, and what runs. Kernels only find the executor and call it.
 // What torch must know besides, and the passes, says the same op's row in lightning_zero/native/ops.py.
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "executor.h"

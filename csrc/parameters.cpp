@@ -1,6 +1,6 @@
 #include "parameters.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/accumulate.h>
 
 #include <numeric>

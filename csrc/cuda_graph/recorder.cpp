@@ -1,6 +1,7 @@
 #include "cuda_graph/recorder.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <set>

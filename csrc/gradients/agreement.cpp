@@ -1,6 +1,7 @@
 #include "gradients/agreement.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <cstdlib>

@@ -1,6 +1,6 @@
 #include "gradients/attached.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 #include "gradients/recording.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <set>

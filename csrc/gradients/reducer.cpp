@@ -1,6 +1,8 @@
 #include "gradients/reducer.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <utility>

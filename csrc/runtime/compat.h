@@ -7,11 +7,15 @@
 #pragma once
 
 #include <ATen/core/stack.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <functional>
 #include <string>
 #include <vector>
+
+namespace c10d {
+class ProcessGroup;
+class Work;
+}  // namespace c10d
 
 namespace lightning_zero::compat {
 
@@ -53,64 +57,5 @@ void register_work(const at::Tensor& tensor, c10::intrusive_ptr<c10d::Work> work
 // signals; one for each stream on which there are barriers.
 std::function<void()> symmetric_barrier(const at::Tensor& memory, const std::string& group_name,
                                         int64_t timeout_ms, int channel);
-
-// torch 2.13 renamed the single-tensor collectives of c10d::ProcessGroup and deprecated the old names;
-// torch 2.11 has only the old ones. Detecting the member keeps version numbers out of the code.
-
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-template <class Group>
-auto all_gather(Group& group, at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options,
-                int) -> decltype(group.all_gather_single(output, input, options)) {
-  return group.all_gather_single(output, input, options);
-}
-
-template <class Group>
-WorkPtr all_gather(Group& group, at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options,
-                   long) {
-  return group._allgather_base(output, input, options);
-}
-
-template <class Group>
-auto reduce_scatter(Group& group, at::Tensor& output, at::Tensor& input,
-                    const c10d::ReduceScatterOptions& options, int)
-    -> decltype(group.reduce_scatter_single(output, input, options)) {
-  return group.reduce_scatter_single(output, input, options);
-}
-
-template <class Group>
-WorkPtr reduce_scatter(Group& group, at::Tensor& output, at::Tensor& input,
-                       const c10d::ReduceScatterOptions& options, long) {
-  return group._reduce_scatter_base(output, input, options);
-}
-
-// Several of them in one launch.
-
-template <class Group>
-auto all_gather_several(Group& group, std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-                        const c10d::AllgatherOptions& options, int)
-    -> decltype(group.all_gather_single_coalesced(outputs, inputs, options)) {
-  return group.all_gather_single_coalesced(outputs, inputs, options);
-}
-
-template <class Group>
-WorkPtr all_gather_several(Group& group, std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-                           const c10d::AllgatherOptions& options, long) {
-  return group.allgather_into_tensor_coalesced(outputs, inputs, options);
-}
-
-template <class Group>
-auto reduce_scatter_several(Group& group, std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-                            const c10d::ReduceScatterOptions& options, int)
-    -> decltype(group.reduce_scatter_single_coalesced(outputs, inputs, options)) {
-  return group.reduce_scatter_single_coalesced(outputs, inputs, options);
-}
-
-template <class Group>
-WorkPtr reduce_scatter_several(Group& group, std::vector<at::Tensor>& outputs,
-                               std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options,
-                               long) {
-  return group.reduce_scatter_tensor_coalesced(outputs, inputs, options);
-}
 
 }  // namespace lightning_zero::compat

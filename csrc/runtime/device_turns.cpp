@@ -1,6 +1,6 @@
 #include "runtime/device_turns.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <array>
 

@@ -1,6 +1,6 @@
 #include "runtime/device_waits.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 namespace lightning_zero {
 

@@ -1,6 +1,6 @@
 #include "runtime/turns.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <atomic>
 #include <chrono>

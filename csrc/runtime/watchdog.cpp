@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "runtime/compat.h"
+#include "runtime/rank_board.h"
 
 namespace lightning_zero {
 
@@ -31,6 +32,10 @@ Watchdog::Watchdog(const std::string& group_name, double report_s, double timeou
   store->setTimeout(milliseconds(5000));
   board_ = std::make_unique<RankBoard>(std::move(store), rank_, size_);
   thread_ = std::thread([this] { run(); });
+}
+
+Watchdog::~Watchdog() {
+  close();
 }
 
 // ---- what this rank does

@@ -18,8 +18,6 @@
 #pragma once
 
 #include <torch/custom_class.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
 #include <condition_variable>
@@ -31,11 +29,17 @@
 #include <vector>
 
 #include "runtime/rank_activity.h"
-#include "runtime/rank_board.h"
 #include "runtime/rank_end.h"
 #include "runtime/wait_judge.h"
 
+namespace c10d {
+class Backend;
+class Work;
+}  // namespace c10d
+
 namespace lightning_zero {
+
+class RankBoard;
 
 class Watchdog : public torch::CustomClassHolder {
  public:
@@ -44,7 +48,7 @@ class Watchdog : public torch::CustomClassHolder {
   // `group_name`: a process group of all ranks that are watched, whose store they share.
   // `report_s`: a wait that takes longer is reported; `timeout_s`: one that takes longer ends the process.
   Watchdog(const std::string& group_name, double report_s, double timeout_s);
-  ~Watchdog() override { close(); }
+  ~Watchdog() override;
 
   // -- what this rank does
 

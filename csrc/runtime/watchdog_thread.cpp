@@ -1,10 +1,12 @@
 // The Watchdog's thread: looks around twice a second. See watchdog.h.
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
+#include "runtime/rank_board.h"
 #include "runtime/watchdog.h"
 
 namespace lightning_zero {

@@ -1,5 +1,6 @@
 // Weights and gradients by collectives of a process group: what always can be done.
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 
 #include "context.h"
 #include "gradients/bucket.h"
@@ -62,7 +63,7 @@ void CollectiveReduce::reduce(ReduceBucket& bucket) {
     parts.push_back(bucket.part(bucket.slots()[index]));
     runs.push_back(bucket.run(index));
   }
-  bucket.buffer()->pending = comm_.reduce_scatter_group(parts, runs, send, c10d::ReduceOp::SUM, [&bucket] {
+  bucket.buffer()->pending = comm_.reduce_scatter_group(parts, runs, send, [&bucket] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     bucket.accumulate(bucket.recv().unsqueeze(0), 0);
   });

@@ -1,12 +1,16 @@
 #include "transport/communicator.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdlib>
 #include <string_view>
 #include <thread>
 
+#include "runtime/collectives.h"
 #include "runtime/compat.h"
 
 namespace lightning_zero {
@@ -17,6 +21,16 @@ Communicator::Communicator(const std::string& group_name, const c10::Device& dev
       lane_(lane),
       stream_(new_stream(device)),
       line_(line) {}
+
+Communicator::~Communicator() = default;
+
+int Communicator::rank() const {
+  return group_->getRank();
+}
+
+int Communicator::size() const {
+  return group_->getSize();
+}
 
 // `what` ranks do together here, in words; empty for what this rank does alone.
 template <class Launch>
@@ -256,8 +270,7 @@ void Communicator::barrier_on_current_stream() {
 }
 
 Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
-                                           at::Tensor all_inputs, c10d::ReduceOp::RedOpType op,
-                                           std::function<void()> then) {
+                                           at::Tensor all_inputs, std::function<void()> then) {
   refuse_in_graph("gradients are reduced");
   jitter();
   if (jitter_rng_) {
@@ -279,7 +292,7 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
         "the reduction of gradients",
         [&](bool) {
           c10d::AllreduceOptions options;
-          options.reduceOp = op;
+          options.reduceOp = c10d::ReduceOp::SUM;
           std::vector<at::Tensor> tensors{all_inputs};
           return Works{group_->allreduce(tensors, options)};
         },
@@ -290,7 +303,7 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
       [&](bool async) {
         c10d::ReduceScatterOptions options;
         options.asyncOp = async;
-        options.reduceOp = op;
+        options.reduceOp = c10d::ReduceOp::SUM;
         return Works{outputs.size() > 1 ? compat::reduce_scatter_several(*group_, outputs, inputs, options, 0)
                                         : compat::reduce_scatter(*group_, outputs[0], inputs[0], options, 0)};
       },

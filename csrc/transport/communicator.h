@@ -5,8 +5,6 @@
 // in the process group's threads and is waited for through its Work. `Pending` hides the difference.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
 #include <functional>
 #include <optional>
 #include <random>
@@ -18,18 +16,23 @@
 #include "transport/line.h"
 #include "transport/pending.h"
 
+namespace c10d {
+class ProcessGroup;
+}
+
 namespace lightning_zero {
 
 class Communicator {
  public:
   // `line`: in which its collectives stand while a graph is recorded, with those of others.
   Communicator(const std::string& group_name, const c10::Device& device, Lane lane, Line& line);
+  ~Communicator();
 
   // Counts what ranks do together here, and watches over waits for it.
   void watch(c10::intrusive_ptr<Watchdog> watchdog) { watchdog_ = std::move(watchdog); }
 
-  int rank() const { return group_->getRank(); }
-  int size() const { return group_->getSize(); }
+  int rank() const;
+  int size() const;
 
   // output: size() * input.numel() elements of input's dtype. When `cast_to` is given the input is cast to
   // it first, on our stream. Both tensors are 1-D and contiguous. The output must have been allocated on the
@@ -67,8 +70,7 @@ class Communicator {
   // Several reduce-scatters in one launch. inputs[i]: size() * outputs[i].numel() elements; `all_inputs` is
   // the memory they lie in, whose contents are lost. `then` runs on our stream once the outputs are there.
   Pending reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
-                               at::Tensor all_inputs, c10d::ReduceOp::RedOpType op,
-                               std::function<void()> then);
+                               at::Tensor all_inputs, std::function<void()> then);
 
   // Elementwise maximum over ranks of a host tensor; blocks the host. The group must be a CPU one.
   void all_reduce_max(at::Tensor& values, const char* what);

@@ -1,6 +1,7 @@
 #include "transport/communicators.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 
 namespace lightning_zero {
 

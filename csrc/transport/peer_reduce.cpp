@@ -1,6 +1,7 @@
 #include "transport/peer_reduce.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 

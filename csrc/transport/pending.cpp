@@ -1,12 +1,43 @@
 #include "transport/pending.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
 #include <limits>
 #include <thread>
 
+#include "runtime/compat.h"
+
 namespace lightning_zero {
+
+namespace {
+
+// A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
+class PendingWork : public c10d::Work {
+ public:
+  PendingWork(Pending pending, std::vector<at::Tensor> sources, c10::Device device)
+      : pending_(std::move(pending)), sources_(std::move(sources)), device_(device) {}
+  bool wait(std::chrono::milliseconds) override {
+    pending_.wait(device_);
+    return true;
+  }
+  bool isCompleted() override { return pending_.ready(); }
+
+ private:
+  Pending pending_;
+  std::vector<at::Tensor> sources_;
+  c10::Device device_;
+};
+
+}  // namespace
+
+Pending::Pending() = default;
+Pending::Pending(const Pending&) = default;
+Pending::Pending(Pending&&) noexcept = default;
+Pending& Pending::operator=(const Pending&) = default;
+Pending& Pending::operator=(Pending&&) noexcept = default;
+Pending::~Pending() = default;
 
 void Pending::wait(const c10::Device& device) {
   for (auto& work : std::exchange(works_, {}))
@@ -28,6 +59,12 @@ bool Pending::ready_within(std::chrono::milliseconds limit) const {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   return true;
+}
+
+void register_pending(const at::Tensor& tensor, Pending pending, std::vector<at::Tensor> sources,
+                      const c10::Device& device) {
+  compat::register_work(tensor,
+                        c10::make_intrusive<PendingWork>(std::move(pending), std::move(sources), device));
 }
 
 void fill_with_poison(at::Tensor tensor) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
 #include <functional>
@@ -10,6 +9,10 @@
 
 #include "runtime/device.h"
 #include "runtime/watchdog.h"
+
+namespace c10d {
+class Work;
+}
 
 namespace lightning_zero {
 
@@ -19,6 +22,14 @@ using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 // Must be waited for exactly where the result is first needed; waiting twice is harmless.
 class Pending {
  public:
+  // Not here, where nobody knows what a Work is: torch's headers of process groups take seconds to compile.
+  Pending();
+  Pending(const Pending&);
+  Pending(Pending&&) noexcept;
+  Pending& operator=(const Pending&);
+  Pending& operator=(Pending&&) noexcept;
+  ~Pending();
+
   // Queues the wait on the caller's stream (accelerator) or blocks the caller (CPU), then, on a CPU, runs
   // the continuation; on an accelerator the continuation was queued behind the collective at launch.
   void wait(const c10::Device& device);
@@ -46,22 +57,10 @@ class Pending {
   const char* what_ = "";
 };
 
-// A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
-class PendingWork : public c10d::Work {
- public:
-  PendingWork(Pending pending, std::vector<at::Tensor> sources, c10::Device device)
-      : pending_(std::move(pending)), sources_(std::move(sources)), device_(device) {}
-  bool wait(std::chrono::milliseconds) override {
-    pending_.wait(device_);
-    return true;
-  }
-  bool isCompleted() override { return pending_.ready(); }
-
- private:
-  Pending pending_;
-  std::vector<at::Tensor> sources_;  // a cast copy lives until the collective has read it
-  c10::Device device_;
-};
+// Whoever reads `tensor` by _c10d_functional::wait_tensor waits for `pending`; `sources` live until then: a
+// cast copy has to until the collective has read it.
+void register_pending(const at::Tensor& tensor, Pending pending, std::vector<at::Tensor> sources,
+                      const c10::Device& device);
 
 // `length` elements of a contiguous tensor, as 1-D. There are thousands in a step, and narrow() takes three
 // times as long on the host.

@@ -1,6 +1,7 @@
 // Weights by plain copies out of every rank's shards, where ranks take turns: no other rank need come along.
 // See [Note: turns] in weights/access.h.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 

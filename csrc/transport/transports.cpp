@@ -1,6 +1,7 @@
 #include "transport/transports.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/tensor.h>
 
 #include "runtime/device_turns.h"
 #include "transport/peer_reduce.h"

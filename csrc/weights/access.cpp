@@ -1,6 +1,7 @@
 #include "weights/access.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 
 namespace lightning_zero {
 

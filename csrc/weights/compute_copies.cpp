@@ -1,6 +1,7 @@
 #include "weights/compute_copies.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy.h>
 
 namespace lightning_zero {
 

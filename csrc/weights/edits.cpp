@@ -1,6 +1,9 @@
 #include "weights/edits.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 
 #include <algorithm>
 

@@ -1,6 +1,7 @@
 #include "weights/first_groups.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 
 #include "runtime/compat.h"
 
@@ -60,9 +61,7 @@ at::Tensor FirstGroups::take(const std::vector<ParamRecord*>& records, at::Scala
   auto found = std::move(ahead_.front());
   ahead_.pop_front();
   context_.count("groups_ahead");
-  compat::register_work(
-      found.buffer,
-      c10::make_intrusive<PendingWork>(std::move(found.pending), std::vector<at::Tensor>{}, context_.device));
+  register_pending(found.buffer, std::move(found.pending), {}, context_.device);
   return found.buffer;
 }
 

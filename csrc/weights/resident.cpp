@@ -1,6 +1,7 @@
 #include "weights/resident.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 

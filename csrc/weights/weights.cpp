@@ -1,6 +1,7 @@
 #include "weights/weights.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 
 #include "runtime/compat.h"
 
@@ -53,8 +54,7 @@ at::Tensor Weights::gather_start(int64_t index, at::IntArrayRef shape, at::Scala
   std::vector<at::Tensor> sources{record.shard};
   auto pending = gatherer_.gather(record, dtype, flat, sources);
   auto full = as_parameter(flat, record.numel, shape);
-  compat::register_work(
-      full, c10::make_intrusive<PendingWork>(std::move(pending), std::move(sources), context_.device));
+  register_pending(full, std::move(pending), std::move(sources), context_.device);
   return full;
 }
 
@@ -73,8 +73,7 @@ at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, in
     return waiting;
   std::vector<at::Tensor> sources;
   auto started = start(gatherer_, {std::move(records), dtype, numel}, sources);
-  compat::register_work(started.buffer, c10::make_intrusive<PendingWork>(
-                                            std::move(started.pending), std::move(sources), context_.device));
+  register_pending(started.buffer, std::move(started.pending), std::move(sources), context_.device);
   return started.buffer;
 }
 

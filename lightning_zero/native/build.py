@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ FLAGS = (MARK, "-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GL
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 LOCK_DEADLINE_S = 900.0
 UNITS = 8
+LONG_HEADERS = "#include <torch/csrc/"  # those of process groups and autograd: three times the seconds of tensors'
 
 Say = Callable[..., Any]  # as a logger's methods: a format, and what belongs into it
 
@@ -196,12 +197,13 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
 
 
 def _units(sources: Path, directory: Path) -> list[Path]:
-    """Files that include the sources, about as much of them each: most of a source's time goes into torch's headers.
-    With many cores each is split in two, and never made otherwise: two sources that do not go together fail on any
-    machine, so in our tests."""
-    parts: list[list[Path]] = [[] for _ in range(UNITS)]
-    for path in sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path)):
-        min(parts, key=lambda part: sum(other.stat().st_size for other in part)).append(path)
+    """Files that include the sources, about as much of them each: most of a source's time goes into torch's headers, so
+    sources that need those of process groups, which take longest, share files. With many cores each is split in two,
+    and never made otherwise: two sources that do not go together fail on any machine, so in our tests."""
+    paths = sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
+    long = [path for path in paths if LONG_HEADERS in path.read_text()]
+    count = max(1, round(UNITS * _bytes(long) / max(1, _bytes(paths))))
+    parts = [*_split(long, count), *_split([path for path in paths if path not in long], UNITS - count)]
     if (os.cpu_count() or 1) >= 2 * UNITS:
         parts = [half for part in parts for half in (part[::2], part[1::2])]
     units = []
@@ -209,6 +211,18 @@ def _units(sources: Path, directory: Path) -> list[Path]:
         units.append(directory / f"unit{number}.cpp")
         units[-1].write_text("".join(f'#include "{path}"\n' for path in part))
     return units
+
+
+def _split(paths: Sequence[Path], count: int) -> list[list[Path]]:
+    """The largest come first."""
+    parts: list[list[Path]] = [[] for _ in range(count)]
+    for path in paths:
+        min(parts, key=_bytes).append(path)
+    return parts
+
+
+def _bytes(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
 
 
 def _run(commands: Commands, command: list[str]) -> None:
