@@ -29,6 +29,7 @@ from lightning_zero.compat.tensors import tree_map_only
 from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import (
     Storage,
+    called,
     is_view,
     nbytes,
     read_bytes,
@@ -113,13 +114,15 @@ def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
 
 def node_flops(node: Node) -> int:
     """Floating-point operations of a node by torch's formula for its op; 0 where there is none."""
-    if _formula(node.target) is None:
+    op, given = called(node)
+    if _formula(op) is None:
         return 0
     # Formulas compare sizes, and a comparison of symbolic sizes would add a guard.
     args, kwargs, value = tree_map_only(
-        Tensor, _concrete, (*map_arg((node.args, dict(node.kwargs)), _value), node.meta.get("val"))
+        Tensor, _concrete, (*map_arg((given, dict(node.kwargs)), _value), node.meta.get("val"))
     )
-    return op_flops(node.target, args, kwargs, value)
+    kwargs = {name: value for name, value in kwargs.items() if op is node.target or name != "rng_state"}
+    return op_flops(op, args, kwargs, value)
 
 
 def op_flops(op: Any, args: Any, kwargs: Any, value: Any) -> int:

@@ -17,7 +17,7 @@ from torch.fx.experimental import symbolic_shapes
 from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compat.tensors import tree_leaves
 
-__all__ = ["Storage", "is_view", "nbytes", "read_bytes", "size_hint", "storages", "tensors_of", "viewed"]
+__all__ = ["Storage", "called", "is_view", "nbytes", "read_bytes", "size_hint", "storages", "tensors_of", "viewed"]
 
 UNKNOWN_SIZE = 1024  # stands for a size that only running the graph would tell
 
@@ -69,6 +69,16 @@ def nbytes(value: object) -> int:
             elements *= size_hint(size)
         total += elements
     return total
+
+
+def called(node: Node) -> tuple[Any, tuple[Any, ...]]:
+    """The op that runs, and its arguments. Where backward draws the random numbers of forward again, as in activation
+    checkpointing, torch has another op run it, with the state of the generator."""
+    if not isinstance(node.target, OpOverload):
+        for number, given in enumerate(node.args):
+            if isinstance(given, OpOverload):
+                return given, node.args[number + 1 :]
+    return node.target, node.args
 
 
 def is_view(node: Node) -> bool:

@@ -13,14 +13,14 @@ from collections.abc import Hashable
 from enum import Enum, auto
 
 import torch
-from torch import SymBool, SymFloat, SymInt, Tensor
+from torch import Generator, SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat.ops import OpOverload, inductor_seeds, wait_tensor
 from lightning_zero.compile.graph import is_start
 from lightning_zero.native.ops import op_of
-from lightning_zero.profiling.tensors import is_view, tensors_of
+from lightning_zero.profiling.tensors import called, is_view, tensors_of
 
 __all__ = ["Kind", "is_kernel", "is_pointwise", "is_random", "kinds_of", "signature"]
 
@@ -77,11 +77,11 @@ def _kind(node: Node, kinds: dict[Node, Kind]) -> Kind:
 def is_kernel(node: Node) -> bool:
     """Whether a node is a kernel of its own, whose inputs and results lie in memory: matrix products, attention. What
     is not known to be one may be made together with what comes before or behind it."""
-    target = node.target
-    if target is operator.getitem:
+    if node.target is operator.getitem:
         read = node.args[0]
         return isinstance(read, Node) and is_kernel(read)
-    return isinstance(target, OpOverload) and target.overloadpacket in flop_registry
+    op, _ = called(node)
+    return isinstance(op, OpOverload) and op.overloadpacket in flop_registry
 
 
 def is_pointwise(node: Node) -> bool:
@@ -99,9 +99,12 @@ def _shape(node: Node) -> str:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+    if isinstance(value, Generator):  # each op has one of its own; its words say where in memory it lies
+        return f"generator on {value.device}"
     return str(value) if not isinstance(value, list | tuple) else str(len(value))
 
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    op, _ = called(node)
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags

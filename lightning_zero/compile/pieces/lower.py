@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import SymFloat, SymInt, Tensor
+from torch import Generator, SymFloat, SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import SEEN_BY_USERS
@@ -99,6 +99,8 @@ def _value(value: Any) -> str:
         offset: Any = value.storage_offset()
         begins = offset * value.dtype.itemsize % 16 if isinstance(offset, int) else offset
         return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}{begins}{_symbolic(value.shape)}"
+    if isinstance(value, Generator):
+        return f"generator on {value.device}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
     return f"{value}{_symbolic([value])}"

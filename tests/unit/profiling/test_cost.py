@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph
 from torch.nn import functional as F
 
-from lightning_zero.profiling.cost import DeviceSpeed, NodeCost, graph_costs
+from lightning_zero.profiling.cost import DeviceSpeed, NodeCost, graph_costs, node_flops
 from tests.helpers.tracing import traced
 from tests.unit.compile.graphs import Builder
 
@@ -25,6 +25,19 @@ def costs(graph: Graph, speed: DeviceSpeed = BYTES) -> dict[str, NodeCost]:
 def test_a_product_counts_two_operations_per_multiplication() -> None:
     cost = costs(traced(torch.mm, torch.zeros(2, 3), torch.zeros(3, 5)))["mm"]
     assert cost == NodeCost("mm", flops=60, read=4 * (6 + 15), written=40, seconds=124.0)
+
+
+def test_an_op_that_another_one_runs_counts_as_itself() -> None:
+    """With the state of a generator: in front of it, or by name."""
+
+    def again(*args: object, rng_state: object = None) -> None: ...
+
+    b = Builder()
+    x, y, state = b.input("x", 2, 3), b.input("y", 3, 5), b.graph.placeholder("state")
+    for args, kwargs in [((aten.mm.default, x, y), {"rng_state": state}), ((state, aten.mm.default, x, y), {})]:
+        node = b.graph.call_function(again, args, kwargs)
+        node.meta["val"] = torch.empty(2, 5, device="meta")
+        assert node_flops(node) == 60
 
 
 def test_the_slower_of_computing_and_moving_counts_and_the_launch_on_top() -> None:

@@ -98,3 +98,31 @@ def test_signatures_tell_ops_constants_sizes_and_strides() -> None:
         b.call(aten.add.Tensor, half, half),
     ]
     assert len({signature(same), *map(signature, others)}) == 7
+
+
+def test_random_numbers_that_are_drawn_again_are_drawn_where_they_were_and_by_equal_layers_alike() -> None:
+    """Torch has another op run those, with the state of a generator of their own."""
+
+    def again(op: object, *args: object, rng_state: object = None) -> None: ...
+
+    b = Builder()
+    x = b.input("x", 1, 2, 8, 4)
+    attention = aten._scaled_dot_product_efficient_attention.default
+    found, drawn = [], []
+    for number in range(2):
+        state = b.graph.placeholder(f"state_{number}")
+        state.meta["val"] = torch.Generator()
+        node = b.graph.call_function(again, (attention, x, x, x, None, False, 0.1), {"rng_state": state})
+        node.meta["val"] = (x.meta["val"],) * 4
+        part = b.graph.call_function(operator.getitem, (node, 0))
+        part.meta["val"] = x.meta["val"]
+        found.append(part)
+        node = b.graph.call_function(again, (aten.rand.default, [4]), {"rng_state": state})
+        node.meta["val"] = torch.empty(4, device="meta")
+        drawn.append(node)
+    kinds = kinds_of(b.done(*found, *drawn))
+    for nodes in (found, [part.args[0] for part in found], drawn):
+        assert {kinds[node] for node in nodes} == {Kind.WORK}
+        assert len({signature(node) for node in nodes}) == 1
+    assert all(is_kernel(node) for node in found)
+    assert not any(is_kernel(node) for node in drawn)

@@ -104,3 +104,15 @@ def test_pieces_are_equal_by_what_they_do() -> None:
     assert piece("x") == piece("another_name")
     others = {piece("x"), piece("x", scale=3.0), piece("x", rows=4), piece("x", dtype=torch.bfloat16)}
     assert len(others) == 4
+
+
+def with_generator() -> str:
+    graph = Graph()
+    state = graph.placeholder("state")
+    state.meta["val"] = torch.Generator()
+    graph.output(())
+    return _fingerprint(GraphModule(nn.Module(), graph), graph, {"is_backward": False})
+
+
+def test_generators_are_equal_wherever_they_lie_in_memory() -> None:
+    assert with_generator() == with_generator()
