@@ -1,5 +1,6 @@
 #include "gradients/attached.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -16,8 +17,12 @@ void AttachedGradients::attach(const std::vector<char>& brought) {
     auto& held = record.param.mutable_grad();
     if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {
       auto& shown = record.visible_grad;
-      if (!shown.defined() || shown.const_data_ptr() != record.grad.const_data_ptr())
+      if (!shown.defined() || shown.const_data_ptr() != record.grad.const_data_ptr()) {
+        // No view to autograd: Dynamo fakes what a gradient is a view of as well, with symbols for its sizes,
+        // and that is two thirds of the seconds in which it traces a model.
+        at::AutoDispatchBelowADInplaceOrView no_views;
         shown = record.grad.view(record.param.sizes());
+      }
       held = shown;
     }
   }

@@ -109,7 +109,7 @@ class StepLayouts:
         if grad.data_ptr() != home.data_ptr():
             home.copy_(grad.reshape(-1))
             shown = record.shown_gradient
-            param.grad = home.view(record.layout.visible_shape) if shown is None else shown
+            param.grad = home.view(record.layout.visible_shape).data if shown is None else shown
         return True
 
     def _make(self, own: Own) -> StepLayout:
