@@ -71,6 +71,9 @@ FxGraphCache = codecache.FxGraphCache
 # (torch 2.11+)
 AsyncCompile = async_compile.AsyncCompile
 
+# Starts the processes that compile kernels, which Inductor does when it is first called. (torch 2.11+)
+maybe_warm_pool = async_compile.maybe_warm_pool
+
 # Collects the kernels that have been waited for, which are kept with a compiled graph. (torch 2.11+)
 TritonBundler = triton_bundler.TritonBundler
 

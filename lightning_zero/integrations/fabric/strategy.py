@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import BackwardSyncControl, EmptyInit
 from lightning_zero.compile.listener import GraphObserver, PassObserver
+from lightning_zero.compile.workers import start_workers
 from lightning_zero.config import EngineConfig, Options
 from lightning_zero.config.option import option_fields
 from lightning_zero.engine import Engine, engine_of
@@ -111,8 +112,9 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
             raise MisconfigurationException(
                 "The ZeRO-3 strategy was asked for something before processes were started. Call fabric.launch() first."
             )
-        waited = self._build.finish()
         config = computing_in(self.precision.precision, self._options)
+        start_workers(config.compiled, self.root_device)
+        waited = self._build.finish()
         with nccl_lets_errors_show():
             engine = Engine(self.root_device, config, skip_modules=(Metric,), report=rank_zero_info)
         if waited > 1:
