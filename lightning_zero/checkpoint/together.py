@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
@@ -14,6 +15,9 @@ __all__ = ["Alone", "Together"]
 
 T = TypeVar("T")
 
+TO_COME_S, POLL_S = 10.0, 0.02
+ALL = "all have come"
+
 
 class Together:
     """The ranks of a mesh, step by step.
@@ -25,6 +29,7 @@ class Together:
 
     def __init__(self, mesh: Mesh, watchdog: Watchdog) -> None:
         self._mesh, self._watchdog = mesh, watchdog
+        self._stage = 0
 
     @property
     def rank(self) -> int:
@@ -41,6 +46,30 @@ class Together:
         hosts, rank = self._mesh.hosts, self._mesh.rank
         mates = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         return mates.index(rank), len(mates)
+
+    def begin_stage(self) -> int:
+        """On all ranks: who comes to :meth:`absent` from here on comes in another stage. Gives its number."""
+        self._stage += 1
+        return self._stage
+
+    def absent(self, word: str) -> str:
+        """Why ranks cannot do something together after an exception; empty where they can: all have come here, with
+        the same ``word``, or do so soon. The same on all that have come. Not collective: others may never come. Once
+        in a stage."""
+        store = self._mesh.store(f"absent/{self._stage}")
+        store.set(f"{self.rank}", word)
+        deadline, ranks = time.monotonic() + TO_COME_S, range(self.world_size)
+        others = [f"{rank}" for rank in ranks]
+        while not (late := time.monotonic() > deadline or bool(self._watchdog.native.verdict())):
+            if store.check(others):
+                break
+            time.sleep(POLL_S)
+        missing = [name for name in others if late and not store.check([name])]
+        found = "" if missing else _differing([store.get(name).decode() for name in others])
+        if missing:
+            found = f"rank {', '.join(missing)} did not raise one, too, and has a part of what is to be saved"
+        # Whoever is the first to decide does so for all.
+        return store.compare_set("found", "", found or ALL).decode().replace(ALL, "")
 
     def busy(self, what: str) -> AbstractContextManager[None]:
         """Surrounds what may take its time on this rank."""
@@ -108,6 +137,11 @@ class Alone(Together):
 
     def first(self, what: str, attempt: Callable[[], T]) -> T:
         return self.each(what, attempt)[0]
+
+
+def _differing(words: list[str]) -> str:
+    other = next((rank for rank, word in enumerate(words) if word != words[0]), None)
+    return "" if other is None else f"rank 0 is {words[0]}, and rank {other} {words[other]}"
 
 
 def _text(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
 from lightning_zero.checkpoint.sharded.values import ShardedValue
@@ -55,8 +56,12 @@ class _Meeting:
 
 def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
     """What ``attempt`` returns, or the error that it raises, on each rank."""
-    meeting = _Meeting(world_size)
-    watchdog: Any = SimpleNamespace(busy=lambda what: nullcontext(), waiting=lambda what: nullcontext())
+    meeting, shared = _Meeting(world_size), dist.HashStore()
+    watchdog: Any = SimpleNamespace(
+        busy=lambda what: nullcontext(),
+        waiting=lambda what: nullcontext(),
+        native=SimpleNamespace(verdict=lambda: ""),
+    )
 
     def one(rank: int) -> Any:
         turns = itertools.count()
@@ -64,6 +69,7 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
             hosts=(0,) * world_size,
             rank=rank,
             world_size=world_size,
+            store=lambda prefix: dist.PrefixStore(prefix, shared),
             gathered=lambda value: meeting.gathered(rank, next(turns), value),
         )
         try:

@@ -1,5 +1,7 @@
 """Whether to stop for a SIGTERM is asked over CPUs: an answer from the device would make the host wait for it."""
 
+import os
+import signal
 from typing import Any
 from unittest.mock import patch
 
@@ -63,6 +65,56 @@ def test_every_rank_hears_of_it_before_the_same_batch(ranks: Ranks, stop: bool) 
         assert found["calls"] == 0
         assert bool(found["ended"]) == stop
         assert not found["left"], "the loop of a Trainer that is done is not as it was"
+
+
+class Signalled(pl.Callback):
+    """A SIGTERM to this process in a certain batch of training, counted over epochs, or of the first validation."""
+
+    def __init__(self, place: str, at: int, ranks: tuple[int, ...]) -> None:
+        self.place, self.at, self.ranks = place, at, ranks
+        self.seen = {"train": 0, "val": 0}
+
+    def _count(self, place: str) -> None:
+        self.seen[place] += 1
+        if place == self.place and self.seen[place] == self.at and dist.get_rank() in self.ranks:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._count("train")
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._count("val")
+
+
+def signalled(*args: Any) -> tuple[str, dict[str, int], bool]:
+    module, callback = Regression(), Signalled(*args)
+    # gathers that are collectives keep ranks beside each other
+    trainer = make_trainer("eager", callbacks=[callback], max_epochs=2, gather_transport="collective")
+    ended = ""
+    try:
+        trainer.fit(module, make_loader("eager", 3), make_loader("eager", 5))
+    except (SIGTERMException, SystemExit) as error:
+        ended = type(error).__name__
+    close(module)
+    return ended, callback.seen, trainer.received_sigterm
+
+
+ENDS = {  # what was begun is done to its end, by all ranks alike
+    ("train", 2, (1,)): {"train": 2, "val": 0},
+    ("train", 3, (1,)): {"train": 3, "val": 5},  # at the end of an epoch
+    ("train", 6, (0,)): {"train": 6, "val": 10},  # at the end of training
+    ("val", 1, (1,)): {"train": 3, "val": 5},
+    ("val", 1, (0, 1)): {"train": 3, "val": 3},  # it may take longer than a scheduler waits
+    ("val", 5, (0, 1)): {"train": 3, "val": 5},
+}
+
+
+@pytest.mark.parametrize("case", ENDS, ids=str)
+def test_a_real_one_ends_all_ranks_after_the_same_batch(ranks: Ranks, case: tuple[Any, ...]) -> None:
+    for ended, seen, received in ranks.run(2, signalled, *case, deadline=60):
+        assert ended == "SIGTERMException"
+        assert received
+        assert seen == ENDS[case]
 
 
 def another_lightning() -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from lightning_zero.integrations.trainer.precision import plain
 
 __all__ = ["Saving"]
 
+log = logging.getLogger(__name__)
+
 
 class Saving(ParallelStrategy):
     """For a strategy, which says where its engine is, and shards its module."""
@@ -34,6 +37,7 @@ class Saving(ParallelStrategy):
     _prepared: bool
     _engine: Engine | None
     _options: EngineConfig
+    _came: bool | None  # of all ranks, after an exception in this stage; None: nobody has asked
 
     def _require_engine(self) -> Engine:
         raise NotImplementedError
@@ -102,6 +106,26 @@ class Saving(ParallelStrategy):
             )
         else:
             engine.checkpoints.save(filepath, *parted(checkpoint), background=self._in_background)
+
+    def all_came_to_save(self) -> bool:
+        """After an exception: whether all ranks have raised one after the same step, and will save together."""
+        if self._came is None:
+            self._came = self._come_to_save()
+        return self._came
+
+    def _come_to_save(self) -> bool:
+        module = self.lightning_module
+        engine = (module is not None and engine_of(module)) or self._engine
+        if module is None or engine is None:
+            return module is None or module.trainer.world_size == 1
+        absent = engine.checkpoints.together.absent(f"after step {module.trainer.global_step}")
+        if absent:
+            log.error(
+                "No checkpoint is saved after this exception: %s. Those that were saved before are there.", absent
+            )
+        else:
+            engine.cycle.tidy_up()  # an exception may have left work half done
+        return not absent
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -183,6 +207,6 @@ class Saving(ParallelStrategy):
         # A copy of the module is a plain one, with whole parameters. Optimizers, schedulers and what observes an
         # engine's graphs belong to the shards: a copy is a strategy that has not been set up.
         state = super().__getstate__()
-        state.update(_engine=None, _ask_again=None, _prepared=False, _observers=[])
+        state.update(_engine=None, _ask_again=None, _stop=None, _prepared=False, _observers=[])
         state.update(_optimizers=[], lr_scheduler_configs=[])
         return state

@@ -6,7 +6,11 @@ question goes over a process group of CPUs. The method that asks is Lightning's 
 another way is left alone.
 
 Its handler of the signal broadcasts, too, from wherever the process happens to be: where one rank alone gets the signal
-nobody takes part, and the job hangs. Here the handler only notes it. So it is with SLURM's signal to requeue a job: the
+nobody takes part, and the job hangs. Here the handler only notes it. Lightning's loops look at each rank's own note,
+too, after each batch: a rank that got the signal a moment earlier than the others, as from a parent that passes it on,
+would leave, and what callbacks then save needs all ranks. So the note is kept from them until all know of it.
+
+So it is with SLURM's signal to requeue a job: the
 handler saves a checkpoint, for which all ranks are needed, and each gets the signal at another place. Here it is
 noted, and before the next batch all save together, whoever got it.
 """
@@ -23,7 +27,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-__all__ = ["ask_on_cpu", "note_sigterm"]
+__all__ = ["ask_now", "ask_on_cpu", "has_noted", "note_sigterm", "show"]
 
 Start = Callable[[bool], dist.Work | None]
 
@@ -31,6 +35,7 @@ _METHOD = "_broadcast_sigterm_tensor"
 _HANDLER = "_sigterm_notifier_fn"
 _REQUEUE = "_slurm_sigusr_handler_fn"
 _NOTED = "_zero_requeue"  # our attribute of Lightning's connector: the signal
+_TERM = "_zero_sigterm"  # another: whether this rank has got one
 
 
 def _at_once(start: Start) -> None:
@@ -52,13 +57,16 @@ def ask_on_cpu(
         return lambda: None
 
     def ask() -> None:
-        received = torch.tensor([int(trainer.received_sigterm), int(getattr(connector, _NOTED, 0))])
+        term = trainer.received_sigterm or getattr(connector, _TERM, False)
+        received = torch.tensor([int(term), int(getattr(connector, _NOTED, 0))])
         collective(lambda later: dist.all_reduce(received, dist.ReduceOp.MAX, group=group, async_op=later))
         stop, requeue = received.tolist()
         if requeue:
             setattr(connector, _NOTED, 0)
             getattr(type(connector), _REQUEUE)(connector, requeue, None)
         if stop:
+            setattr(connector, _TERM, False)
+            connector.received_sigterm = True
             with suppress(Exception):
                 dist.barrier(group=group)  # all have heard before the first of them ends
             raise SIGTERMException
@@ -71,12 +79,31 @@ def ask_on_cpu(
     return undo
 
 
+def ask_now(trainer: pl.Trainer) -> None:
+    """At the end of training, after which nobody asks any more."""
+    ask = vars(trainer.fit_loop.epoch_loop).get(_METHOD)
+    if ask is not None:
+        ask()
+
+
+def has_noted(trainer: pl.Trainer) -> bool:
+    """Whether this rank has got a SIGTERM of which Lightning's loops do not know."""
+    return bool(getattr(trainer._signal_connector, _TERM, False))
+
+
+def show(trainer: pl.Trainer, whether: bool) -> None:
+    """What this rank has noted, if anything, to Lightning's loops, which then stop; or no more."""
+    if has_noted(trainer):
+        trainer._signal_connector.received_sigterm = whether
+
+
 def note_sigterm(trainer: pl.Trainer) -> None:
     """A SIGTERM is only noted from now on, and passed on to the processes that the Trainer has started; and so is, with
     several ranks, the signal by which SLURM says that a job will be requeued.
 
     Must come before the Trainer registers its handlers."""
     connector = trainer._signal_connector
+    setattr(connector, _TERM, False)
     if callable(getattr(type(connector), _HANDLER, None)):
         setattr(connector, _HANDLER, partial(_note, connector))
     if trainer.world_size > 1 and all(
@@ -91,7 +118,9 @@ def _note_requeue(connector: Any, signum: Any, _: Any) -> None:
 
 
 def _note(connector: Any, signum: Any, _: Any) -> None:
-    launcher = connector.trainer.strategy.launcher
-    if not connector.received_sigterm and launcher is not None:
+    trainer = connector.trainer
+    launcher = trainer.strategy.launcher
+    if not connector.received_sigterm and not getattr(connector, _TERM) and launcher is not None:
         launcher.kill(signum)
-    connector.received_sigterm = True
+    asked = trainer.world_size > 1 and _METHOD in vars(trainer.fit_loop.epoch_loop)
+    setattr(connector, _TERM if asked else "received_sigterm", True)

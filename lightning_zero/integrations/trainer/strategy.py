@@ -34,11 +34,13 @@ from lightning_zero.integrations.processes import nccl_lets_errors_show
 from lightning_zero.integrations.trainer.arguments import Arguments
 from lightning_zero.integrations.trainer.averaging import average_shards
 from lightning_zero.integrations.trainer.checks import check_adopted, check_trainable, refuse_callbacks
+from lightning_zero.integrations.trainer.evaluation_stop import EvaluationStop
 from lightning_zero.integrations.trainer.finetuning import tell_shards_apart
+from lightning_zero.integrations.trainer.interrupted import save_together_after_exceptions
 from lightning_zero.integrations.trainer.precision import for_shards
 from lightning_zero.integrations.trainer.processes import ProcessStrategy
 from lightning_zero.integrations.trainer.saving import Saving
-from lightning_zero.integrations.trainer.sigterm import Start, ask_on_cpu, note_sigterm
+from lightning_zero.integrations.trainer.sigterm import Start, ask_now, ask_on_cpu, has_noted, note_sigterm, show
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.watchdog import Lane
@@ -70,6 +72,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self._pass_observers: list[PassObserver] = []
         self._lightning_module_ref: pl.LightningModule | None = None
         self._prepared = False  # in this stage
+        self._came = None
+        self._stop: EvaluationStop | None = None
         super().__init__(
             accelerator=arguments.accelerator,
             parallel_devices=arguments.parallel_devices,
@@ -112,12 +116,16 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     @override
     def setup_environment(self) -> None:
+        self._came = None
+        module = self.lightning_module
+        if module is not None:
+            save_together_after_exceptions(module.trainer)
         with nccl_lets_errors_show():
             super().setup_environment()
-            module = self.lightning_module
             engine = (module is not None and engine_of(module)) or self._require_engine()
         # From here on, so that whatever keeps a rank away in one of the user's hooks is seen by the others.
         engine.cycle.begin_stage()
+        self._stop = EvaluationStop(engine.mesh, engine.checkpoints.together.begin_stage())
         self._end_startup()
 
     @override
@@ -278,6 +286,19 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self._require_engine().cycle.eval_step()
         yield
         self._require_engine().cycle.after_eval()
+        module = self.lightning_module
+        if module is not None and self._stop is not None and self._stop.after_batch(has_noted(module.trainer)):
+            show(module.trainer, True)
+
+    @override
+    def on_validation_end(self) -> None:
+        assert self.lightning_module is not None
+        show(self.lightning_module.trainer, False)  # that was its last batch
+
+    @override
+    def on_train_end(self) -> None:
+        assert self.lightning_module is not None
+        ask_now(self.lightning_module.trainer)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

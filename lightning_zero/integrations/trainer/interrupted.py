@@ -1,0 +1,43 @@
+"""Checkpoints that callbacks save after an exception (``save_on_exception``, ``OnExceptionCheckpoint``): all ranks are
+needed for them, and one may have raised alone.
+
+Lightning calls the callbacks before the strategy hears of the exception. A rank that saved by itself would wait at
+another collective than those that still train, until both time out, and nobody would be told why. Here ranks that have
+raised meet first: where all have come within a few seconds, and after the same step, they save together; otherwise
+nothing is saved, a line says why, and the exception goes its way.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+
+__all__ = ["save_together_after_exceptions"]
+
+
+def save_together_after_exceptions(trainer: pl.Trainer) -> None:
+    """Of all callbacks of this Trainer. Harmless when repeated. What users have put there instead stays."""
+    vars(trainer).setdefault("save_checkpoint", partial(_save, trainer))
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # These do more than save: look for files together, make links.
+        if isinstance(callback, Checkpoint) and type(callback).on_exception is not pl.Callback.on_exception:
+            vars(callback).setdefault("on_exception", partial(_on_exception, callback))
+
+
+def _save(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+    if not trainer.interrupted or _all_came(trainer):
+        type(trainer).save_checkpoint(trainer, *args, **kwargs)
+
+
+def _on_exception(callback: Any, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+    # a callback that would not save asks nobody: another one may be on the way
+    if not getattr(callback, "save_on_exception", True) or _all_came(trainer):
+        type(callback).on_exception(callback, trainer, *args, **kwargs)
+
+
+def _all_came(trainer: pl.Trainer) -> bool:
+    came = getattr(trainer.strategy, "all_came_to_save", None)  # it may be another Trainer's callback by now
+    return came is None or came()

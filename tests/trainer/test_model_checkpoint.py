@@ -1,0 +1,170 @@
+"""``ModelCheckpoint`` in all its ways, and what is saved when training is stopped, on both kinds of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+from lightning_zero.checkpoint import together
+from lightning_zero.integrations.trainer import saving
+from tests.helpers.damage import flip
+from tests.helpers.saved import Scheduled
+from tests.helpers.trainer import close, make_loader, make_trainer, whole_state
+from tests.ranks.pool import RankFailure, Ranks
+
+KINDS = {"full": {"state_dict_type": "full"}, "sharded": {"state_dict_type": "sharded"}}
+KINDS |= {f"{kind}, async": options | {"async_save": True} for kind, options in KINDS.items()}
+SLOW = [pytest.param(f"{kind}, async", marks=pytest.mark.slow) for kind in ("full", "sharded")]
+
+
+# -- while it trains
+
+
+def _kept(saved: str, home: str) -> dict[str, Any]:
+    """The best two of what is saved at each step, and the last one, twice; then the best is damaged."""
+    module = Scheduled()
+    keeps = ModelCheckpoint(
+        home, "{step}", monitor="step", mode="max", save_top_k=2, train_time_interval=timedelta(0), save_last=True
+    )
+    trainer = make_trainer("eager", callbacks=[keeps], enable_checkpointing=True, **KINDS[saved])
+    trainer.fit(module, make_loader("eager"))
+    state = whole_state(module)
+    found = sorted(entry.name for entry in Path(home).iterdir())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        best = Path(keeps.best_model_path)
+        flip(best / "__1_0.distcp" if best.is_dir() else best, 0.5)
+    dist.barrier()
+    with torch.no_grad():
+        for param in module.parameters():
+            param.mul_(2.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.validate(module, make_loader("eager"), ckpt_path="best", verbose=False)
+    loaded = whole_state(module)
+    close(module)
+    same = all(torch.equal(value, loaded[key]) for key, value in state.items() if key != "calls")
+    return {"found": found, "same": same, "said": [str(warning.message) for warning in said]}
+
+
+@pytest.mark.parametrize("saved", ["full", "sharded", *SLOW])
+def test_the_best_and_the_last_are_kept_and_a_damaged_best_is_replaced(
+    ranks: Ranks, tmp_path: Path, saved: str
+) -> None:
+    results = ranks.run(2, _kept, saved, str(tmp_path))
+    for found in results:
+        assert found["found"] == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
+        assert found["same"]
+    wanted = f"Going on from {tmp_path / 'last.ckpt'} instead"
+    assert any("step=4.ckpt" in text and wanted in text for text in results[0]["said"])
+
+
+# -- when it is stopped
+
+
+class Stopping(pl.Callback):
+    """In the third step something comes, on these ranks."""
+
+    def __init__(self, what: str, ranks: tuple[int, ...]) -> None:
+        self.what, self.ranks = what, ranks
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and dist.get_rank() in self.ranks:
+            if self.what == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                raise KeyboardInterrupt if self.what == "Ctrl-C" else ArithmeticError("the user's")
+
+
+def _stopped(saved: str, home: str, what: str, ranks: tuple[int, ...], how: str) -> dict[str, Any]:
+    saves: Any = ModelCheckpoint(home, "{step}", save_on_exception=True, save_last=how == "True" or how)
+    if how == "OnExceptionCheckpoint":
+        saves = OnExceptionCheckpoint(home, "failed")
+    module = Scheduled()
+    trainer = make_trainer("eager", callbacks=[Stopping(what, ranks), saves], enable_checkpointing=True, **KINDS[saved])
+    begun, ended = time.monotonic(), ""
+    try:
+        trainer.fit(module, make_loader("eager"))
+    except BaseException as error:
+        ended = type(error).__name__
+    return {"ended": ended, "s": time.monotonic() - begun, "module": module}
+
+
+def _all_stopped(saved: str, home: str, what: str, ranks: tuple[int, ...], how: str) -> dict[str, Any]:
+    found = _stopped(saved, home, what, ranks, how)
+    module = found.pop("module")
+    found["state"] = whole_state(module)
+    close(module)
+    dist.barrier()  # rank 0 has ended, too, and with it what wrote beside it
+    return found | {"found": sorted(entry.name for entry in Path(home).iterdir())}
+
+
+ENDS = {"an error": "ArithmeticError", "Ctrl-C": "SystemExit", "SIGTERM": "SIGTERMException"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "what", "ranks_", "how"),
+    [
+        ("full", "an error", (0, 1), "True"),
+        ("sharded", "SIGTERM", (1,), "link"),
+        ("sharded", "Ctrl-C", (0, 1), "OnExceptionCheckpoint"),
+        pytest.param("sharded, async", "an error", (0, 1), "True", marks=pytest.mark.slow),
+        pytest.param("full, async", "SIGTERM", (0, 1), "True", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_that_are_stopped_save(
+    ranks: Ranks, tmp_path: Path, saved: str, what: str, ranks_: tuple[int, ...], how: str
+) -> None:
+    steps = 3 if what == "SIGTERM" else 2  # which is looked for before each batch
+    for found in ranks.run(2, _all_stopped, saved, str(tmp_path), what, ranks_, how):
+        assert found["ended"] == ENDS[what]
+        names = ["failed.ckpt"] if how == "OnExceptionCheckpoint" else ["last.ckpt", f"step={steps}.ckpt"]
+        assert found["found"] == names
+        for name in names:
+            state = Scheduled.load_from_checkpoint(tmp_path / name).state_dict()
+            assert all(torch.equal(value, found["state"][key]) for key, value in state.items())
+
+
+def _one_stopped(saved: str, home: str, what: str, rank: int, how: str) -> None:
+    """The group of these ranks is of no use any more, so they end."""
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(together, "TO_COME_S", 1.0)
+        patch.setattr(saving.log, "error", lambda text, *args: said.append(text % args))
+        found = _stopped(saved, f"{home}/saved", what, (rank,), how)
+    told = {"ended": found["ended"], "s": found["s"], "said": said}
+    Path(home, f"{dist.get_rank()}.json").write_text(json.dumps(told))
+    deadline = time.monotonic() + 20
+    while len(list(Path(home).glob("*.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    raise RuntimeError("has ended")
+
+
+@pytest.mark.parametrize(
+    ("saved", "rank", "how"),
+    [("full", 1, "link"), pytest.param("sharded", 0, "OnExceptionCheckpoint", marks=pytest.mark.slow)],
+)
+def test_a_rank_that_raises_alone_saves_nothing_and_nobody_waits(
+    ranks: Ranks, tmp_path: Path, saved: str, rank: int, how: str
+) -> None:
+    with pytest.raises(RankFailure, match="has ended"):
+        ranks.run(2, _one_stopped, saved, str(tmp_path), "an error", rank, how)
+    found = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
+    assert found[rank]["ended"] == "ArithmeticError"
+    assert found[1 - rank]["ended"] == "RankFailedError"
+    for one in found:
+        assert f"rank {1 - rank} did not raise one, too" in one["said"][0]
+    assert max(one["s"] for one in found) < 20
+    assert not (tmp_path / "saved").exists() or not list((tmp_path / "saved").iterdir())
