@@ -34,6 +34,7 @@ from lightning_zero.compat.compiler import (
     min_cut_partition,
 )
 from lightning_zero.compat.graphs import SEEN_BY_USERS
+from lightning_zero.compile.attention import drop_causal_masks
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.discover import CallNotes
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
@@ -126,6 +127,10 @@ class Compiler:
         def compile_graph(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             names = name_weights(module)
             refuse_edits(module)
+            if dropped := drop_causal_masks(module):
+                log.info(
+                    "The masks of %d calls of attention say no more than is_causal=True, which is faster.", dropped
+                )
             communicates = has_collectives(module)
             last = self.last_weight is not None and last_read(module, inputs) is self.last_weight
             begun = time.monotonic()

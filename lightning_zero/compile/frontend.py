@@ -24,7 +24,16 @@ from lightning_zero.compat.ops import CHECKPOINTS
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["has_collectives", "last_read", "name_weights", "refuse_edits"]
+__all__ = [
+    "body_of",
+    "has_collectives",
+    "last_read",
+    "name_weights",
+    "refuse_edits",
+    "storage_of",
+    "with_bodies",
+    "written_by",
+]
 
 _DISTRIBUTED = "torch.distributed"
 
@@ -61,13 +70,13 @@ def _gathers(module: GraphModule, outside: Mapping[Node, Node] | None = None) ->
     for node in module.graph.nodes:
         if getattr(node.target, "overloadpacket", node.target) is op:
             yield node, inputs.get(node.args[0], node.args[0])
-        elif (body := _body(module, node)) is not None:
+        elif (body := body_of(module, node)) is not None:
             own = body.graph.find_nodes(op="placeholder")
             given = [inputs.get(value, value) if isinstance(value, Node) else value for value in node.args[1:]]
             yield from _gathers(body, dict(zip(own, given, strict=False)))
 
 
-def _body(module: GraphModule, node: Node) -> GraphModule | None:
+def body_of(module: GraphModule, node: Node) -> GraphModule | None:
     """The graph that a call of a checkpointed region runs; its inputs are the call's other arguments."""
     if node.op != "call_function" or node.target not in CHECKPOINTS:
         return None
@@ -79,11 +88,12 @@ def _body(module: GraphModule, node: Node) -> GraphModule | None:
     return body
 
 
-def _with_bodies(module: GraphModule) -> Iterator[Node]:
+def with_bodies(module: GraphModule) -> Iterator[Node]:
+    """All nodes, those of the graphs of checkpointed regions among them."""
     for node in module.graph.nodes:
         yield node
-        if (body := _body(module, node)) is not None:
-            yield from _with_bodies(body)
+        if (body := body_of(module, node)) is not None:
+            yield from with_bodies(body)
 
 
 def has_collectives(module: GraphModule) -> bool:
@@ -97,14 +107,14 @@ def refuse_edits(module: GraphModule) -> None:
     """Raises :class:`UnsupportedError`, naming the weight, when Dynamo's own graph writes to a gathered one."""
     weights: dict[int, Node] = {}  # storage -> the input that was gathered
     for gather, shard in _gathers(module):
-        storage = _storage(gather)
+        storage = storage_of(gather)
         if storage is not None:
             weights[storage] = shard
     if not weights:
         return
-    for node in _with_bodies(module):
-        for written in _written(node):
-            edited = weights.get(_storage(written) or -1)
+    for node in with_bodies(module):
+        for written in written_by(node):
+            edited = weights.get(storage_of(written) or -1)
             if edited is not None:
                 raise UnsupportedError(
                     f"The weight {_name(edited)!r} is edited in place inside compiled code, where the edit would be "
@@ -113,19 +123,21 @@ def refuse_edits(module: GraphModule) -> None:
                 )
 
 
-def _storage(node: Node) -> int | None:
+def storage_of(node: Node) -> int | None:
+    """The same number for values that share memory; None for what is no tensor."""
     value = node.meta.get(EXAMPLE)
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
-def _written(node: Node) -> list[Node]:
+def written_by(node: Node) -> list[Node]:
     """The tensors that this node writes to."""
     target: Any = node.target
     if node.op not in ("call_function", "call_method"):
         return []
     written = [value for value in [node.kwargs.get("out")] if isinstance(value, Node)]
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
+    # operator.and_ and its like are called so for another reason.
+    in_place = name.endswith("_") and not name.endswith("__") and getattr(operator, name, None) is not target
     if (in_place or target in _IN_PLACE or node.kwargs.get("inplace") is True) and isinstance(node.args[0], Node):
         written.append(node.args[0])
     return written
