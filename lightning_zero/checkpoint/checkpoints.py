@@ -3,7 +3,8 @@ folders that ranks write and read together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.background.saver import BackgroundSaver
 from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
 from lightning_zero.checkpoint.lateness import shows
+from lightning_zero.checkpoint.sharded.again import SavedState, fingerprint, place_of_again, save_again
 from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_anew, kind_of
 from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.sharded.writing import packed
 from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
@@ -57,7 +60,13 @@ class Checkpoints:
         self.together = Together(sharder.mesh, watchdog)
         self.hooks = StateDictHooks(sharder)
         self.saver = BackgroundSaver(sharder.mesh, self.together)
-        sharder.access.beside = self.saver.before_writing
+        self._last: SavedState | None = None
+        self._writes = 0
+        sharder.access.beside = self._before_writing
+
+    def _before_writing(self) -> None:
+        self._writes += 1
+        self.saver.before_writing()
 
     # -- what there is to save
 
@@ -97,20 +106,57 @@ class Checkpoints:
 
     # -- folders
 
-    def save(self, path: str | Path, state: Mapping[str, Any], rest: Any = None, background: bool = False) -> None:
+    def save(
+        self,
+        path: str | Path,
+        state: Mapping[str, Any],
+        rest: Any = None,
+        background: bool = False,
+        mark: Hashable = None,
+        again: bool = False,
+    ) -> None:
         """Writes a sharded checkpoint, see :func:`~lightning_zero.checkpoint.sharded.saving.save_sharded`; with
         ``background``, beside what comes next, until :attr:`saver` finishes it or saves again. Collective.
+
+        Args:
+            path: see there, like the next two.
+            state: nested dicts.
+            rest: other things.
+            background: whether to save beside what comes next.
+            mark: of a state that will be saved again at once.
+            again: this is the second time, if the save before had the same mark. Unless something shows that the state
+                has changed, its files are linked; what is written to ``param.data`` in between would not show.
 
         Raises:
             CheckpointError: on every rank, when it, or the one before, could not be written; what stood there is still
                 there.
         """
         self._sharder.access.before_reading()
+        last, self._last = self._last, None
+        if again and last is not None and last.mark == mark and self._save_again(last, path, state, rest):
+            return
         if background:
-            self.saver.save(path, state, rest)
+            place = self.saver.save(path, state, rest)
         else:
             self.saver.finish()
-            save_sharded(path, state, rest, self.together, Telling(f"Saving {path}", "written", self._tell))
+            place = save_sharded(path, state, rest, self.together, Telling(f"Saving {path}", "written", self._tell))
+        if mark is not None and not again:
+            self._last = SavedState(mark, place, fingerprint(state, self.together.rank), self._writes)
+
+    def _save_again(self, last: SavedState, path: str | Path, state: Mapping[str, Any], rest: Any) -> bool:
+        """False where the state is another one, or its files cannot be linked."""
+        what, rank = f"save a checkpoint to {path}", self.together.rank
+        same = self.together.each(what, lambda: self._writes == last.writes and fingerprint(state, rank) == last.print)
+        if not all(same):
+            return False
+        second = self.together.first(what, lambda: place_of_again(path, last.path))
+        if second is None:
+            return False
+        later = partial(save_again, last.path, second)
+        if not self.together.first(what, lambda: self.saver.at_end(partial(later, packed(rest), may_copy=True))):
+            self.saver.finish()
+            return self.together.first(what, lambda: _tried(partial(later, packed(rest))))
+        return True
 
     def is_folder(self, path: str | Path) -> bool:
         """Whether the checkpoint there is sharded. Collective.
@@ -166,6 +212,14 @@ class Checkpoints:
             read = Telling(f"Comparing {path} with its checksums", "read", self._tell)
             self.together.each(what, lambda: folder.check(names, read))
         return folder
+
+
+def _tried(attempt: Callable[[], bool]) -> bool:
+    """False where it fails: all ranks then save as always, and say what is wrong, if that is wrong, too."""
+    try:
+        return attempt()
+    except (CheckpointError, OSError):
+        return False
 
 
 def _share(sizes: Mapping[str, int], part: int, parts: int) -> list[str]:

@@ -12,7 +12,7 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,12 @@ class BackgroundSaver:
         except OSError as error:  # the save itself will say so, on every rank
             log.info("No memory for a copy of what is to be saved yet: %s", error)
 
-    def save(self, path: str | Path, state: Mapping[str, Any], rest: Any) -> None:
+    def save(self, path: str | Path, state: Mapping[str, Any], rest: Any) -> str:
         """Begins a save, see :func:`~lightning_zero.checkpoint.sharded.saving.save_sharded`; waits for the one before.
         Collective.
+
+        Returns:
+            Where it will be, as rank 0 understands ``path``.
 
         Raises:
             CheckpointError: on every rank: the one before has failed, or this one could not begin.
@@ -104,10 +107,19 @@ class BackgroundSaver:
             self._store = self._mesh.store("checkpoints").clone()  # type: ignore[attr-defined]
         outcome = Outcome(self._mesh, self._store, save)
         paths, [packed_rest] = paths_of(flat), rests
-        self._saving = _Saving(
-            lambda: outcome.of(lambda: self._write(order), lambda ranks: finish_save(save, ranks, paths, packed_rest))
-        )
-        self._saving.start()
+
+        def finish(ranks: Sequence[RankFiles]) -> None:
+            finish_save(save, ranks, paths, packed_rest)
+            saving.run_at_end()
+
+        saving = self._saving = _Saving(lambda: outcome.of(lambda: self._write(order), finish))
+        saving.start()
+        return save.path
+
+    def at_end(self, job: Callable[[], object]) -> bool:
+        """Lets ``job`` be done as a part of the save that goes on, which fails with it, once that is committed. On
+        rank 0. False where it is too late for that."""
+        return self._saving is not None and self._saving.at_end(job)
 
     def before_writing(self) -> None:
         """Must come before shards change: the device then waits for the copies that go on."""
@@ -179,6 +191,24 @@ class _Saving(threading.Thread):
         self._save = save
         self._lock = threading.Lock()
         self._jobs: list[Callable[[], None]] | None = []
+        self._at_end: list[Callable[[], object]] | None = []
+
+    def at_end(self, job: Callable[[], object]) -> bool:
+        """False when it is too late."""
+        with self._lock:
+            if self._at_end is not None:
+                self._at_end.append(job)
+            return self._at_end is not None
+
+    def run_at_end(self) -> None:
+        """What was given to :meth:`at_end` so far, and until it is done."""
+        while True:
+            with self._lock:
+                if not self._at_end:
+                    self._at_end = None
+                    return
+                job = self._at_end.pop(0)
+            job()
 
     def queue(self, job: Callable[[], None]) -> bool:
         """False when it is over, and the job nobody's."""

@@ -7,6 +7,9 @@ what stood there before, and a folder ``NAME.incomplete``, which the next save t
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -30,6 +33,9 @@ from lightning_zero.checkpoint.sharded.manifest import MANIFEST
 __all__ = ["Folder", "folder_at", "full_path", "read_at"]
 
 TOKEN = ".save_id"
+BLOCK = 16 << 20  # bytes
+# What systems say that know no links, from one mount to another, or no more of a file.
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 
 
 class Folder(Protocol):
@@ -95,6 +101,21 @@ class LocalFolder:
 
     def create(self, name: str) -> BinaryIO:
         return open(self._work / name, "xb", buffering=0)
+
+    def link(self, name: str, file: Path, may_copy: bool) -> bool:
+        """Another name for a file that is complete and that nobody changes any more, or a copy; False where neither
+        may be."""
+        try:
+            os.link(file, self._work / name)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if not may_copy:
+                return False
+            with open(file, "rb") as given, self.create(name) as copy:
+                shutil.copyfileobj(given, copy, BLOCK)
+                os.fsync(copy.fileno())
+        return True
 
     def commit(self) -> None:
         (self._work / TOKEN).unlink()

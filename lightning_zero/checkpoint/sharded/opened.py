@@ -93,6 +93,11 @@ class OpenedFolder:
                 "checkpoint."
             )
 
+    @property
+    def place(self) -> Path | None:
+        """On a file system of this host; None elsewhere."""
+        return Path(self._place) if isinstance(self._fs, LocalFileSystem) else None
+
     # -- files
 
     def open(self, name: str) -> BinaryIO:

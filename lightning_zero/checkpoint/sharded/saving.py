@@ -21,7 +21,18 @@ from lightning_zero.checkpoint.sharded.writing import RankFiles, packed, write_p
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["REST", "SAVED_BY", "Save", "begin_save", "discard", "discarding", "finish_save", "paths_of", "save_sharded"]
+__all__ = [
+    "REST",
+    "SAVED_BY",
+    "Save",
+    "begin_save",
+    "discard",
+    "discarding",
+    "finish_save",
+    "paths_of",
+    "save_sharded",
+    "write_file",
+]
 
 REST = "meta.pt"  # as Lightning's own sharded strategies name it
 SAVED_BY = "lightning_zero-"  # save ids begin so: whoever reads one knows that there must be a manifest
@@ -69,7 +80,7 @@ def save_sharded(
     rest: Any,
     together: Together,
     wrote: Callable[[int], None] = lambda count: None,
-) -> None:
+) -> str:
     """Writes a folder that torch's distributed checkpoints, Lightning's own strategies and this package can read.
     Collective.
 
@@ -81,6 +92,9 @@ def save_sharded(
         together: the ranks.
         wrote: is told, from several threads, how many bytes more this rank has written.
 
+    Returns:
+        Where it is, as rank 0 understands ``path``.
+
     Raises:
         CheckpointError: on every rank, when one could not do its part; what stood at ``path`` is still there.
     """
@@ -91,6 +105,7 @@ def save_sharded(
         [(flat, items)] = plans
         ranks = together.each(save.what, lambda: write_pieces(items, together.rank, save.folder.create, wrote))
         together.first(save.what, lambda: finish_save(save, ranks, paths_of(flat), packed(rest)))
+    return save.path
 
 
 @contextmanager
@@ -135,12 +150,13 @@ def finish_save(save: Save, ranks: Sequence[RankFiles], paths: Mapping[str, Keys
         sums.update(files.sums)
     metadata = metadata_of(chain.from_iterable(files.placed for files in ranks), paths, save.save_id)
     for name, data in ((REST, rest), (METADATA, pickle.dumps(metadata))):
-        sums[name] = _write(save.folder, name, data)
-    _write(save.folder, MANIFEST, Manifest(save.save_id, len(ranks), sums).to_bytes())
+        sums[name] = write_file(save.folder, name, data)
+    write_file(save.folder, MANIFEST, Manifest(save.save_id, len(ranks), sums).to_bytes())
     save.folder.commit()
 
 
-def _write(folder: Folder, name: str, data: bytes) -> FileSum:
+def write_file(folder: Folder, name: str, data: bytes) -> FileSum:
+    """Of one piece."""
     with HashedFile(folder.create(name)) as file:
         file.write(data)
     return file.sum

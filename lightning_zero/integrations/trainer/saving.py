@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -105,7 +106,21 @@ class Saving(ParallelStrategy):
                 "or save with state_dict_type='full'."
             )
         else:
-            engine.checkpoints.save(filepath, *parted(checkpoint), background=self._in_background)
+            mark, again = self._saved_twice(str(filepath), checkpoint)
+            state, rest = parted(checkpoint)
+            engine.checkpoints.save(filepath, state, rest, self._in_background, mark, again)
+
+    def _saved_twice(self, path: str, checkpoint: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:
+        """Which callback with ``save_last=True`` saves after which step, and whether for the second time: first it
+        saves to a place of its own, and then at once to that of the last one."""
+        assert self.lightning_module is not None
+        for number, callback in enumerate(self.lightning_module.trainer.checkpoint_callbacks):
+            if not isinstance(callback, ModelCheckpoint) or callback.save_last is not True:
+                continue
+            again = path == callback.last_model_path
+            if again or path in (callback.best_model_path, *callback.best_k_models):
+                return (number, checkpoint["global_step"]), again
+        return None, False
 
     def all_came_to_save(self) -> bool:
         """After an exception: whether all ranks have raised one after the same step, and will save together."""
