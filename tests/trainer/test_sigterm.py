@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,9 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.engine import engine_of
+from lightning_zero.integrations.folders import read_whole
 from lightning_zero.integrations.trainer.sigterm import ask_on_cpu
+from tests.helpers.command import run
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
 
@@ -130,3 +133,14 @@ def another_lightning() -> list[bool]:
 def test_a_lightning_that_asks_in_another_way_is_left_alone(ranks: Ranks) -> None:
     for found in ranks.run(2, another_lightning):
         assert found == [False, False, True]
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_script_save_and_end(native_library: None, tmp_path: Path) -> None:
+    """The signal reaches the others a moment later, passed on by the one that started them."""
+    done = run(str(Path(__file__).with_name("terminated.py")), str(tmp_path), "sharded", cwd=tmp_path)
+    found = sorted(entry.name for entry in tmp_path.iterdir())
+    assert found == ["last.ckpt", "step=6.ckpt"], done.stdout
+    for name in found:
+        assert read_whole(tmp_path / name, None)["global_step"] == 6
+    assert "RankFailedError" not in done.stdout

@@ -131,8 +131,9 @@ class Saving(ParallelStrategy):
     def _come_to_save(self) -> bool:
         module = self.lightning_module
         engine = (module is not None and engine_of(module)) or self._engine
-        if module is None or engine is None:
-            return module is None or module.trainer.world_size == 1
+        alone = module is None or module.trainer.world_size == 1
+        if module is None or alone or engine is None:
+            return alone
         absent = engine.checkpoints.together.absent(f"after step {module.trainer.global_step}")
         if absent:
             log.error(
