@@ -7,9 +7,12 @@ manifest.json"`` and so on; :func:`observed` calls somebody at each.
 from __future__ import annotations
 
 import os
+import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +24,7 @@ import lightning_zero.checkpoint.places as places
 import lightning_zero.checkpoint.sharded.folder as folder
 import lightning_zero.checkpoint.sharded.hashed as hashed
 
-__all__ = ["observed"]
+__all__ = ["killed_everywhere", "observed"]
 
 Reach = Callable[[str], None]
 
@@ -77,3 +80,24 @@ def observed(reach: Reach) -> Iterator[None]:
 
 def _target(number: int) -> str:
     return os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
+
+
+def killed_everywhere(home: Path, save: Callable[[], Any]) -> dict[str, Path]:
+    """Copies of ``home`` as a SIGKILL of all ranks at each point would leave it: what was written is in the system's
+    memory, and stays there."""
+    copies: dict[str, Path] = {}
+    lock, inside = threading.RLock(), threading.local()
+
+    def reach(point: str) -> None:
+        if getattr(inside, "now", False):
+            return
+        with lock:
+            inside.now = True
+            name = f"{len(copies):03} {point}"
+            copies[name] = home.with_name(f"{home.name} {name}")
+            shutil.copytree(home, copies[name], symlinks=True)
+            inside.now = False
+
+    with observed(reach):
+        save()
+    return copies

@@ -18,9 +18,9 @@ from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.checkpoint.sharded.writing import packed
 from lightning_zero.errors import CheckpointError
 from tests.helpers.damage import cut
+from tests.helpers.save_points import killed_everywhere
 from tests.helpers.saves import save, seed_of
 from tests.helpers.threaded import sharded_state
-from tests.unit.checkpoint.sharded.test_saving import killed_everywhere
 
 REST = packed({"seed": 1.0, "which": "second"})
 

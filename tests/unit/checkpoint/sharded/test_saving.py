@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,30 +12,8 @@ import pytest
 from lightning_zero.checkpoint import places
 from lightning_zero.checkpoint.archive import check_archive
 from lightning_zero.errors import CheckpointError
-from tests.helpers.save_points import observed
+from tests.helpers.save_points import killed_everywhere
 from tests.helpers.saves import save, save_file, seed_of
-
-
-def killed_everywhere(home: Path, save: Callable[[], Any]) -> dict[str, Path]:
-    """Copies of ``home`` as a SIGKILL of all ranks at each point would leave it: what was written is in the system's
-    memory, and stays there."""
-    copies: dict[str, Path] = {}
-    lock, inside = threading.RLock(), threading.local()
-
-    def reach(point: str) -> None:
-        if getattr(inside, "now", False):
-            return
-        with lock:
-            inside.now = True
-            name = f"{len(copies):03} {point}"
-            copies[name] = home.with_name(f"{home.name} {name}")
-            shutil.copytree(home, copies[name], symlinks=True)
-            inside.now = False
-
-    with observed(reach):
-        save()
-    return copies
-
 
 KINDS: dict[str, Callable[[Path, float], Any]] = {"sharded": save, "full": save_file}
 NAMED = {  # a save that does not come by these is another one than this test is about
