@@ -59,7 +59,7 @@ NONE, ZERO = True, False  # zero_grad(set_to_none=...)
         pytest.param(2, "aot_eager", Lengths, "twos and one", ZERO, marks=pytest.mark.slow),
         (1, EAGER, Branches, "twos and one", NONE),
         pytest.param(3, "aot_eager", Branches, "twos and one", NONE, marks=pytest.mark.slow),
-        (3, "aot_eager", Lengths, "fours and three", ZERO),
+        pytest.param(3, "aot_eager", Lengths, "fours and three", ZERO, marks=pytest.mark.slow),
     ],
 )
 def test_micro_batches_add_up(

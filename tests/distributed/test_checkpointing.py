@@ -19,7 +19,7 @@ from tests.ranks.pool import Ranks
 ALL = WAYS | TRANSFORMERS
 STEPS, SAMPLES = 3, 8
 # By function and by wrapper, reentrant and not, and two regions that read one weight; the others vary these.
-QUICK = ("checkpoint", "reentrant checkpoint_wrapper", "weights of two regions")
+QUICK = ("checkpoint", "weights of two regions")
 LAYERS = ("blocks.", "layers.", ".h.")  # in the names of their weights
 
 

@@ -262,7 +262,10 @@ def unshard_and_train_on(backend: str) -> None:
         assert_close_relative(out.params, expected.params, 1e-6, atol=2e-8, what="sharded again")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [1, 3], ids="W={}".format)
+@pytest.mark.parametrize(
+    ("world_size", "backend"),
+    [(1, "aot_eager"), (3, EAGER), pytest.param(3, "aot_eager", marks=pytest.mark.slow)],
+    ids=["W=1-aot_eager", "W=3-eager", "W=3-aot_eager"],
+)
 def test_an_unsharded_module_trains_on_like_any_other(ranks: Ranks, world_size: int, backend: str) -> None:
     ranks.run(world_size, unshard_and_train_on, backend)

@@ -39,7 +39,7 @@ def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Referen
 @pytest.mark.parametrize(
     ("case", "backend", "mixed"),
     [
-        ("TiedBlock", "aot_eager", True),
+        pytest.param("TiedBlock", "aot_eager", True, marks=pytest.mark.slow),
         ("LoRA", "aot_eager", False),
         pytest.param("OddMLP", "inductor", False, marks=pytest.mark.slow),
         ("NeverUsed", "aot_eager", False),

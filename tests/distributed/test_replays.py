@@ -19,12 +19,10 @@ def both(way: str) -> tuple[Any, Any]:
 # Each of the others varies what one of these does.
 QUICK = (
     "accumulated, kept until the step",
-    "gradients dropped first, then added to",
     "dropout",
     "buffers",
     "an evaluation between",
     "a weight edited between",
-    "another weight trained from then on",
     "called twice before a backward",
     "modules one after another, accumulated",
     "a weight in two modules",

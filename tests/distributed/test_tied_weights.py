@@ -42,7 +42,7 @@ class EqualUses(Case):
         (3, "TiedTransformer", EAGER),
         (1, "TiedAcrossBreak", EAGER),
         (2, "TiedAcrossBreak", EAGER),
-        (3, "TiedAcrossBreak", "aot_eager"),
+        pytest.param(3, "TiedAcrossBreak", "aot_eager", marks=pytest.mark.slow),
         (1, "CalledTwice", EAGER),
         (2, "CalledTwice", "aot_eager"),
         (3, "CalledTwice", EAGER),

@@ -12,7 +12,7 @@ from lightning_zero.mesh import Mesh
 from tests.helpers.models import build, make_batches
 from tests.helpers.options import config
 from tests.helpers.oracle import Reference, assert_close_relative
-from tests.helpers.sharded import BACKENDS, adamw, engine_for, sgd, train_plain, train_sharded
+from tests.helpers.sharded import EAGER, adamw, engine_for, sgd, train_plain, train_sharded
 from tests.ranks.pool import Ranks
 
 STEPS, SAMPLES = 4, 12
@@ -42,8 +42,11 @@ def train_in_turn(backend: str) -> list[list[Reference]]:
     return out
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [1, 3], ids="W={}".format)
+@pytest.mark.parametrize(
+    ("world_size", "backend"),
+    [(1, "aot_eager"), (3, EAGER), pytest.param(3, "aot_eager", marks=pytest.mark.slow)],
+    ids=["W=1-aot_eager", "W=3-eager", "W=3-aot_eager"],
+)
 def test_two_engines_trained_in_turn(ranks: Ranks, world_size: int, backend: str) -> None:
     outs = ranks.run(world_size, train_in_turn, backend)[0]
     for number, (case, seed, make) in enumerate([(CASES[0], 0, adamw), (CASES[1], 0, sgd), (CASES[0], 1, sgd)]):

@@ -39,7 +39,9 @@ def compare(out: Reference, expected: Reference) -> None:
 @pytest.mark.parametrize(
     ("case", "world_size", "backend"),
     [
-        *((case, *how) for case in ("LoRA", "BranchByStep") for how in ((2, "aot_eager"), (3, EAGER))),
+        ("LoRA", 2, "aot_eager"),
+        pytest.param("BranchByStep", 2, "aot_eager", marks=pytest.mark.slow),
+        *((case, 3, EAGER) for case in ("LoRA", "BranchByStep")),
         *((case, *how) for case in ("NeverUsed", "ReturnsParameter") for how in ((2, EAGER), (3, "aot_eager"))),
     ],
 )

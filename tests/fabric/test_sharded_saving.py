@@ -40,7 +40,9 @@ def _resume(path: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "beside training"])
+@pytest.mark.parametrize(
+    "background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "beside training"]
+)
 def test_loops_go_on_from_folders(ranks: Ranks, tmp_path: Path, background: bool) -> None:
     path = str(tmp_path / "x")
     after, state = ranks.run(2, _write, path, background)[0]

@@ -61,7 +61,9 @@ def _train(kind: str, name: str, path: str, plugin: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("plugin", [False, True], ids=["async_save", "AsyncCheckpointIO"])
+@pytest.mark.parametrize(
+    "plugin", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["async_save", "AsyncCheckpointIO"]
+)
 def test_training_goes_on_as_from_the_moment_of_the_save(ranks: Ranks, tmp_path: Path, kind: str, plugin: bool) -> None:
     path = str(tmp_path / "x.ckpt")
     name = "Scheduled"
@@ -121,7 +123,7 @@ def _fails(kind: str, home: str, again: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("again", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_errors_show_on_every_rank_at_the_next_save_or_the_end(
     ranks: Ranks, tmp_path: Path, kind: str, again: bool
 ) -> None:
@@ -144,6 +146,7 @@ def _kept(kind: str, home: str) -> list[str]:
     return sorted(p.name for p in Path(home).iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_checkpoint_keeps_what_it_is_told_to(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     for found in ranks.run(2, _kept, kind, str(tmp_path)):

@@ -35,7 +35,9 @@ def folders(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
     return found
 
 
-@pytest.mark.parametrize("world_size", WRITERS)
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(world, marks=[pytest.mark.slow] * (world == 2)) for world in WRITERS]
+)
 def test_training_goes_on_from_them_on_any_number_of_ranks(
     ranks: Ranks, folders: dict[tuple[str, int], tuple[str, dict]], world_size: int
 ) -> None:

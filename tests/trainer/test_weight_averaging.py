@@ -111,7 +111,8 @@ def test_averages_start_from_the_first_ranks_values(ranks: Ranks, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "gather_transport"), [("eager", "auto"), ("compiled", "auto"), ("eager", "collective")]
+    ("kind", "gather_transport"),
+    [("eager", "auto"), pytest.param("compiled", "auto", marks=pytest.mark.slow), ("eager", "collective")],
 )
 def test_weights_that_are_held_do_not_undo_an_exchange(
     ranks: Ranks, tmp_path: Path, kind: str, gather_transport: str
