@@ -41,7 +41,6 @@ def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Referen
     [
         pytest.param("TiedBlock", "aot_eager", True, marks=pytest.mark.slow),
         ("LoRA", "aot_eager", False),
-        pytest.param("OddMLP", "inductor", False, marks=pytest.mark.slow),
         ("NeverUsed", "aot_eager", False),
     ],
 )
