@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.doctor import machine, software
+from lightning_zero.cli.doctor.hosts import Job, compared, said
+from lightning_zero.cli.doctor.network import network
 from lightning_zero.cli.doctor.self_test import self_test
 from lightning_zero.cli.doctor.verdict import notes, to_mend
 from lightning_zero.cli.show import show_section, tell
@@ -17,7 +22,8 @@ from lightning_zero.native.build import build
 __all__ = ["DOCTOR"]
 
 LIMIT_S = 120.0
-IN_JSON_ONLY = {"losses", "plain_losses", "failed"}
+HEARD_S = 60.0  # that ranks have to be heard by rank 0: hosts may start at different times
+IN_JSON_ONLY = {"losses", "plain_losses", "failed", "missing", "to_mend", "notes"}
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -32,12 +38,22 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    facts = gather()
+    """Where a launcher has started several, rank 0 tells of all hosts, and the first rank of each other host only how
+    its own self-test ended."""
+    facts, job, host = gather(), Job.of(os.environ), socket.gethostname()
+    if job is not None:
+        heard = job.heard(said(facts, host, to_mend(facts)), HEARD_S)
+        if job.local_rank != 0 and job.rank != 0:
+            return 0
+        if job.rank == 0:
+            facts["hosts"] = compared(job.world_size, heard)
     if not arguments.no_self_test and not to_mend(facts):
         facts |= _test(arguments.limit, quiet=arguments.json)
     facts["to_mend"], facts["notes"] = to_mend(facts), notes(facts)
     facts["ok"] = not facts["to_mend"]
-    if arguments.json:
+    if job is not None and job.rank != 0:
+        print(f"{host}: {'ok' if facts['ok'] else facts['to_mend'][0]}", file=sys.stderr)
+    elif arguments.json:
         print(json.dumps(facts, indent=2))
     else:
         _show(facts)
@@ -52,6 +68,7 @@ def gather() -> dict[str, Any]:
         "devices": found or ["cpu"],
         "links": machine.links(len(found)),
         "system": machine.system(),
+        "network": network(),
         "executor": software.executor(),
         "caches": software.caches(),
         "variables": software.variables(),
@@ -73,7 +90,7 @@ def _nothing(line: str, *values: object) -> None:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    sections = ["versions", "system", "executor", "caches", "variables", "self_test"]
+    sections = ["versions", "system", "network", "executor", "caches", "variables", "self_test", "hosts"]
     show_section("devices", {str(number): device for number, device in enumerate(facts["devices"])})
     if len(facts["devices"]) > 1:
         sections.insert(0, "links")

@@ -12,6 +12,13 @@ FINE: dict[str, Any] = {
     "executor": {"built": True, "compiler": "g++", "compiler_version": None},
     "caches": {name: {"path": f"/{name}", "writable": True} for name in ("executor", "inductor", "triton")},
     "system": {"open_files": 20000, "open_files_at_most": 20000, "shared_memory_gib": 8.0},
+    "network": {
+        "interfaces": ["lo", "eth0"],
+        "infiniband": [{"device": "mlx5_0", "port": "1", "state": "ACTIVE"}],
+        "missing": {},
+        "other_hosts_reachable": True,
+    },
+    "variables": {},
     "self_test": {"failed": ""},
 }
 
@@ -45,6 +52,12 @@ def test_where_all_is_well_there_is_nothing_to_mend_or_note() -> None:
         ({"caches__inductor__writable": False}, "Set TORCHINDUCTOR_CACHE_DIR"),
         ({"caches__triton__writable": False}, "Set TRITON_CACHE_DIR"),
         ({"system__open_files": 256}, "Run `ulimit -n 20000`"),
+        (
+            {"network__missing": {"NCCL_SOCKET_IFNAME": "ens1"}},
+            "NCCL_SOCKET_IFNAME names ens1, which this host does not have (network interfaces with an address: lo, eth0)",
+        ),
+        ({"network__missing": {"NCCL_IB_HCA": "=mlx5_9"}}, "(InfiniBand devices: mlx5_0). Unset it"),
+        ({"hosts": {"to_mend": ["torch is not the same"]}}, "torch is not the same"),
         ({"self_test": {"failed": "rank 1 ended"}}, "The self-test failed: rank 1 ended"),
     ],
 )
@@ -66,6 +79,27 @@ def test_the_reason_comes_before_what_follows_from_it() -> None:
 def test_small_shared_memory_is_noted() -> None:
     [note] = notes(with_(system__shared_memory_gib=0.06))
     assert "--shm-size" in note
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"network__other_hosts_reachable": False}, "--network=host"),
+        ({"network__infiniband": [{"device": "mlx5_0", "port": "1", "state": "DOWN"}]}, "mlx5_0:1 (DOWN)"),
+        ({"variables__NCCL_IB_DISABLE": "1"}, "hosts talk by TCP"),
+        ({"variables__NCCL_NET": "Socket"}, "hosts talk by TCP"),
+        ({"variables__NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE is set"),
+        ({"hosts": {"notes": ["NCCL_DEBUG is not the same"]}}, "NCCL_DEBUG"),
+    ],
+)
+def test_what_slows_several_hosts_down_is_noted(changes: dict[str, Any], words: str) -> None:
+    [note] = notes(with_(**changes))
+    assert words in note
+    assert to_mend(with_(**changes)) == []
+
+
+def test_variables_that_leave_things_on_are_no_news() -> None:
+    assert notes(with_(variables={"NCCL_IB_DISABLE": "0", "NCCL_P2P_DISABLE": "0", "NCCL_NET": "IB"})) == []
 
 
 def test_what_is_gathered_here_is_what_the_verdict_reads() -> None:
