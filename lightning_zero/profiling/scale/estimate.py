@@ -120,7 +120,7 @@ def _bytes(model: Model, cluster: Cluster, sharding: Sharding) -> Bytes:
     return Bytes(
         masters=own * model.master_bytes,
         optimizer=own * model.state_bytes,
-        gradients=model.parameters / sharding.gradients(model, cluster) * model.grad_bytes,
+        gradients=sharding.gradients(model, cluster) * model.grad_bytes,
         compute_copy=copy,
         gathered=0.0 if whole else gathered * layer * model.compute_bytes,
         buckets=0.0 if cluster.ranks == 1 else min(BUCKETS, model.layers) * layer * model.wire_bytes,

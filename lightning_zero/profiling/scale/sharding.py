@@ -52,7 +52,7 @@ class Sharding:
         refresh: of one layer's copies, by other hosts, once in a step.
         reduce: of one layer's gradients, in each micro-batch.
         reduce_last: likewise, once in a step.
-        reduced_over: over how many ranks gradients are divided while micro-batches add up; by default as the states.
+        waiting: over how many ranks gradients are divided, besides, while micro-batches add up on their hosts.
     """
 
     name: str
@@ -63,12 +63,13 @@ class Sharding:
     reduce: Callable[[Cluster, float], Link]
     refresh: Callable[[Cluster, float], Link] = lambda cluster, nbytes: Link()
     reduce_last: Callable[[Cluster, float], Link] = lambda cluster, nbytes: Link()
-    reduced_over: Count | None = None
+    waiting: Count | None = None
 
-    def gradients(self, model: Model, cluster: Cluster) -> int:
-        """Over how many ranks they are divided. With one micro-batch nothing has to wait on its host."""
-        waits = self.reduced_over is not None and model.micro_batches > 1
-        return (self.reduced_over or self.states)(cluster) if waits else self.states(cluster)
+    def gradients(self, model: Model, cluster: Cluster) -> float:
+        """Elements of a rank. With one micro-batch nothing has to wait on its host, and with one host nowhere."""
+        own = model.parameters / self.states(cluster)
+        waits = model.micro_batches > 1 and cluster.hosts > 1
+        return own + (model.parameters / self.waiting(cluster) if self.waiting and waits else 0)
 
 
 def _one(cluster: Cluster) -> int:
@@ -126,7 +127,7 @@ SHARDINGS = (
         _inside,
         refresh=_across,
         reduce_last=_across,
-        reduced_over=_host,
+        waiting=_host,
     ),
     Sharding("all", 'shard_compute_copy="all"', _all, _all, _both, _both),
     Sharding("flat", "each collective is one of all ranks", _all, _all, _flat, _flat),

@@ -38,10 +38,10 @@ def test_bytes_of_each_role(name: str, expected: Bytes) -> None:
     assert of(name).memory.total == sum(vars(expected).values())
 
 
-def test_gradients_that_wait_for_the_step_take_as_much_as_the_host_holds() -> None:
+def test_gradients_that_wait_for_the_step_take_room_besides() -> None:
     assert of("host, step").memory == of("host").memory, "one micro-batch waits for nothing"
     accumulated = of("host, step", replace(MODEL, micro_batches=2)).memory
-    assert accumulated.gradients == 1200 * 4 / 2
+    assert accumulated.gradients == 1200 * 4 / 6 + 1200 * 4 / 2
     assert accumulated.masters == 1200 * 4 / 6
 
 

@@ -1,0 +1,175 @@
+"""examples/multinode: the scripts as users run them, with agents or tasks on this machine that take it for two hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from tests.helpers.ports import free_port
+from tests.ranks.pool import REPO
+
+SCRIPTS = REPO / "examples" / "multinode"
+DEADLINE = 150.0
+TINY = ["--size", "tiny", "--accelerator", "cpu", "--precision", "32-true", "--compile-backend", "aot_eager"]
+TINY += ["--batch", "1", "--length", "32", "--every", "2"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("native_library")]
+
+
+@contextmanager
+def started(script: str, arguments: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Ends with everything that the script has started, whatever happens."""
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "MASTER_PORT", "MASTER_ADDR")
+    own = {name: value for name, value in os.environ.items() if name not in left_out}
+    path = os.pathsep.join([environment.pop("BIN", ""), str(Path(sys.executable).parent), own["PATH"]]).lstrip(":")
+    own |= {"PATH": path, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            ["bash", str(SCRIPTS / script), *arguments],
+            cwd=REPO,
+            env=own,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun's workers are in sessions of their own, and its agent ends them
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until(what: Callable[[], bool], *logs: Path) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not what():
+        if time.monotonic() > deadline:
+            pytest.fail("\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in logs))
+        time.sleep(0.1)
+
+
+def ended_well(process: subprocess.Popen[bytes], log: Path) -> str:
+    until(lambda: process.poll() is not None, log)
+    assert process.returncode == 0, log.read_text()[-4000:]
+    return log.read_text()
+
+
+def agents(nodes: str, **more: str) -> dict[str, str]:
+    return {"HEAD": "localhost", "PORT": str(free_port()), "NODES": nodes, "GPUS": "1", "WAIT_S": "1"} | more
+
+
+def test_two_agents_train_and_one_with_two_processes_goes_on(tmp_path: Path) -> None:
+    arguments, logs = [*TINY, "--out", str(tmp_path / "out")], [tmp_path / name for name in ("a", "b", "c", "d")]
+    told = agents("2")
+    with (
+        started("torchrun.sh", [*arguments, "--steps", "4"], logs[0], **told) as one,
+        started("torchrun.sh", [*arguments, "--steps", "4"], logs[1], **told) as other,
+    ):
+        said = ended_well(one, logs[0]) + ended_well(other, logs[1])
+    assert said.count("ended at step 4") == 1, "rank 0 is on one of both"
+    assert "goes on" not in said
+    assert (tmp_path / "out" / "checkpoints" / "last.ckpt" / MANIFEST).exists()
+    with started("torchrun.sh", [*arguments, "--steps", "6"], logs[2], **agents("1", GPUS="2")) as process:
+        said = ended_well(process, logs[2])
+    assert "goes on after step 4, on 2 processes" in said
+    assert "ended at step 6" in said
+    with started("torchrun.sh", [*arguments, "--steps", "8"], logs[3], **agents("1")) as process:
+        said = ended_well(process, logs[3])
+    assert "goes on after step 6, on 1 processes" in said
+    assert "ended at step 8" in said
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads, and theirs."""
+    found = [
+        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
+    ]
+    return [*found, *(one for child in found for one in children(child))]
+
+
+def listening(port: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", int(port))) == 0
+
+
+def test_training_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
+    arguments, logs = [*TINY, "--steps", "100000", "--out", str(tmp_path / "out")], [tmp_path / "a", tmp_path / "b"]
+    told = agents("1:2", WAIT_S="5")
+    with started("torchrun.sh", arguments, logs[0], **told) as one:
+        until(lambda: listening(told["PORT"]), logs[0])
+        with started("torchrun.sh", arguments, logs[1], **told) as other:
+            until((tmp_path / "out" / "checkpoints" / "last.ckpt" / MANIFEST).exists, *logs)
+            for pid in [other.pid, *children(other.pid)]:
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: "on 1 processes" in logs[0].read_text(), *logs)
+        assert one.poll() is None
+    assert re.search(r"goes on after step \d+, on 1 processes", logs[0].read_text())
+
+
+SRUN = """#!/usr/bin/env bash
+# One task on each of the hosts; then a signal, and the end, if it only announces that.
+while [[ $1 == --* ]]; do shift; done
+for ((i = 0; i < SLURM_NTASKS; i++)); do
+  SLURM_PROCID=$i SLURM_LOCALID=0 SLURM_NODEID=$i SLURM_STEP_NUM_TASKS=$SLURM_NTASKS "$@" &
+  tasks+=($!)
+done
+if [[ -n $SIGNAL_AFTER ]]; then
+  until [[ -e $SIGNAL_AFTER ]]; do sleep 0.1; done
+  kill -"$SIGNAL" "${tasks[@]}"
+  if [[ $SIGNAL == USR1 ]]; then
+    until [[ -e $REQUEUED ]]; do sleep 0.1; done
+    kill -KILL "${tasks[@]}"
+  fi
+fi
+status=0
+for task in "${tasks[@]}"; do wait "$task" || status=$?; done
+exit $status
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "$@" >> "$REQUEUED"
+"""
+
+
+@pytest.mark.parametrize("announced", ["USR1", "TERM"], ids=["its time is over", "it is preempted"])
+def test_a_job_of_slurm_that_ends_early_goes_on(tmp_path: Path, announced: str) -> None:
+    out, commands, requeued = tmp_path / "out", tmp_path / "bin", tmp_path / "requeued"
+    commands.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    told = {"JOB_ID": "17", "JOB_NAME": "gpt", "NTASKS": "2", "NNODES": "2", "NTASKS_PER_NODE": "1"}
+    told |= {"NODELIST": "127.0.0.1", "SUBMIT_DIR": str(REPO)}
+    job = {f"SLURM_{name}": value for name, value in told.items()} | {"BIN": str(commands), "REQUEUED": str(requeued)}
+    arguments, log = [*TINY, "--every", "50", "--out", str(out)], tmp_path / "log"
+    first = {"MASTER_PORT": str(free_port()), "SIGNAL_AFTER": str(out / "checkpoints" / "last.ckpt" / MANIFEST)}
+    first["SIGNAL"] = announced
+    with started("slurm.sh", [*arguments, "--steps", "100000"], log, **job, **first) as process:
+        until(lambda: process.poll() is not None, log)
+    if announced == "USR1":
+        assert requeued.read_text() == "requeue 17\n"
+    # Until the job is killed it trains, and may save once more.
+    saved = [out / "hpc_ckpt_1.ckpt" / "meta.pt", out / "checkpoints" / "last.ckpt" / "meta.pt"]
+    step = max(torch.load(path, weights_only=False)["global_step"] for path in saved if path.exists())
+    assert step > 50
+    again = {"MASTER_PORT": str(free_port()), "SIGNAL_AFTER": "", "SLURM_RESTART_COUNT": "1"}
+    with started("slurm.sh", [*arguments, "--steps", str(step + 2)], tmp_path / "again", **job, **again) as process:
+        said = ended_well(process, tmp_path / "again")
+    assert f"goes on after step {step}, on 2 processes" in said
+    assert f"ended at step {step + 2}" in said
