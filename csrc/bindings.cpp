@@ -103,6 +103,9 @@ Reducer& gradients(Executor& executor) {
 AttachedGradients& attached(Executor& executor) {
   return executor.gradients().attached();
 }
+DeferredGradients& deferred(Executor& executor) {
+  return executor.gradients().deferred();
+}
 Agreement& agreement(Executor& executor) {
   return executor.gradients().agreement();
 }
@@ -151,7 +154,8 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       ("add_compute_copy_memory", &Parameters::add_compute_copy_memory, {arg("copies"), arg("shards")})  //
       ("set_peers", &Parameters::set_peers, {arg("index"), arg("peers")})                                //
       ("set_full_precision_copy", &Parameters::set_full_precision_copy,
-       {arg("index"), arg("copy"), arg("peers")})  //
+       {arg("index"), arg("copy"), arg("peers")})                                           //
+      ("set_host_gradient", &Parameters::set_host_gradient, {arg("index"), arg("memory")})  //
       ("set_shards", &Parameters::set_shards, {arg("index"), arg("shards")});
 
   Rows<Weights>(m, "Weights", weights)                                  //
@@ -160,7 +164,7 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       ("end_writing", &Weights::end_writing)                            //
       ("expire_compute_copies", &Weights::expire_compute_copies)        //
       ("refresh_compute_copies", &Weights::refresh_compute_copies)      //
-      ("sync_peers", &Weights::sync_peers)                              //
+      ("sync_peers", &Weights::sync_peers, {arg("ahead") = false})      //
       ("sync_edits", edits, &Edits::sync, {arg("forget") = false})      //
       ("drop", edits, &Edits::drop)                                     //
       ("find_gathered", edits, &Edits::find_gathered, {arg("tensor")})  //
@@ -177,6 +181,10 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       ("say_at_agreement", agreement, &Agreement::say, {arg("yes")})  //
       ("was_said", agreement, &Agreement::was_said)                   //
       ("release_buffers", &Reducer::release_buffers)                  //
+      ("defer", deferred, &DeferredGradients::defer, {arg("on")})     //
+      ("defers", deferred, &DeferredGradients::is_on)                 //
+      ("has_deferred", deferred, &DeferredGradients::any)             //
+      ("reduce_deferred", deferred, &DeferredGradients::reduce)       //
       ("abort", itself, &Executor::abort_backward);
 
   Rows<Recorder>(m, "Graphs", graphs)                                                     //
@@ -202,7 +210,13 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       ("take_device_turns", itself, &Executor::take_device_turns, {arg("code"), arg("rows")});
 
   m.class_<Executor>("Executor")
-      .def(torch::init<const std::string&, const std::string&, const std::string&, const std::string&>())
+      .def(torch::init([](std::string gathers, std::string gathers_across, std::string reduces,
+                          std::string reduces_across, std::string control, const std::string& device) {
+        return c10::make_intrusive<Executor>(
+            Communicators::Names{std::move(gathers), std::move(gathers_across), std::move(reduces),
+                                 std::move(reduces_across), std::move(control)},
+            device);
+      }))
       .def("parameters", facet<Parameters>())
       .def("weights", facet<Weights>())
       .def("gradients", facet<Reducer>())

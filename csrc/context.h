@@ -23,11 +23,24 @@ struct ExecutorOptions {
   std::optional<at::ScalarType> reduce_dtype;  // on the wire; the parameter's own when empty
 };
 
+// Ranks that do something together, seen from one of them.
+struct Ranks {
+  int64_t rank = 0, size = 1;
+};
+
+// [Note: hosts] Where ranks run on several hosts, each parameter is cut into as many shards as there are
+// ranks, and neighbouring shards lie at one place of all hosts: on rank 0 of the first host, on rank 0 of the
+// second, ..., on rank 1 of the first, ... So what ranks at one place of all hosts have together is one piece
+// of the parameter, its host shard, and the host shards of a host's ranks, in their order, are the parameter.
+// Weights are gathered in two steps, across hosts into host shards, and inside a host into whole ones;
+// gradients are reduced in two, inside and then across. Each step is one collective, or copies, that nothing
+// has to be sorted for.
 struct Context {
   explicit Context(const std::string& device_name) : device(device_name) {}
 
   c10::Device device;
   int64_t rank = 0, size = 1;
+  Ranks inside, across;  // the ranks of this rank's host; and those at its place of each host
   ExecutorOptions options;
   c10::intrusive_ptr<Watchdog> watchdog;
   std::vector<std::unique_ptr<ParamRecord>> records;
@@ -37,6 +50,9 @@ struct Context {
   // from Python, from ops, and from autograd's threads.
   mutable std::recursive_mutex mutex;
 
+  // Which shard of each parameter lies on this rank.
+  int64_t shard_number() const { return inside.rank * across.size + across.rank; }
+  bool has_hosts() const { return across.size > 1; }
   ParamRecord& at(int64_t index) const { return *records.at(static_cast<size_t>(index)); }
   void count(const char* what, int64_t by = 1) { counters[what] += by; }
   void touch(const ParamRecord& record) const {

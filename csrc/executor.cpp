@@ -31,12 +31,11 @@ class Executor::Round {
   bool ran_ = false;
 };
 
-Executor::Executor(const std::string& gather_group, const std::string& reduce_group,
-                   const std::string& control_group, const std::string& device)
+Executor::Executor(const Communicators::Names& groups, const std::string& device)
     : context_(device),
-      communicators_(context_, gather_group, reduce_group, control_group),
+      communicators_(context_, groups),
       transports_(context_, communicators_),
-      weights_(context_, transports_, communicators_.gathers()),
+      weights_(context_, transports_, communicators_),
       gradients_(context_, transports_, communicators_.control(), [this] { begin_round(); }),
       graphs_(context_, communicators_, transports_, weights_, gradients_),
       parameters_(context_, *this, weights_, gradients_) {}
@@ -64,7 +63,7 @@ void Executor::watch(c10::intrusive_ptr<Watchdog> watchdog) {
 
 void Executor::configure(ExecutorOptions options) {
   Lock lock(context_.mutex);
-  TORCH_INTERNAL_ASSERT(!gradients_.in_backward(), "options cannot change during backward");
+  TORCH_INTERNAL_ASSERT(!gradients_.backward().goes_on(), "options cannot change during backward");
   context_.options = std::move(options);
   communicators_.configure(context_.options);
   gradients_.pools().release();
@@ -75,7 +74,7 @@ void Executor::configure(ExecutorOptions options) {
 void Executor::set_staging(std::vector<at::Tensor> staging, const std::string& group_name,
                            int64_t timeout_ms) {
   Lock lock(context_.mutex);
-  TORCH_INTERNAL_ASSERT(!gradients_.in_backward());
+  TORCH_INTERNAL_ASSERT(!gradients_.backward().goes_on());
   transports_.set_staging(std::move(staging), group_name, timeout_ms);
   gradients_.pools().clear();
 }
@@ -93,7 +92,7 @@ void Executor::take_device_turns(const at::Tensor& code, std::vector<at::Tensor>
 void Executor::begin_epoch() {
   Lock lock(context_.mutex);
   weights_.access().begin_step(transports_.next_step());
-  transports_.begin_step(gradients_.in_backward());
+  transports_.begin_step(gradients_.backward().goes_on());
 }
 
 void Executor::abort_backward() {

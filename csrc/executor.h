@@ -29,8 +29,7 @@ namespace lightning_zero {
 
 class Executor : public torch::CustomClassHolder {
  public:
-  Executor(const std::string& gather_group, const std::string& reduce_group, const std::string& control_group,
-           const std::string& device);
+  Executor(const Communicators::Names& groups, const std::string& device);
   ~Executor() override;
 
   // Legal outside backward.

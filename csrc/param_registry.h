@@ -24,10 +24,10 @@ struct Stamp {
   bool operator==(const Stamp&) const = default;
 };
 
-// A copy of this rank's shard. Undefined where there is none.
+// A copy of this rank's shard; with several hosts, of its host shard. Undefined where there is none.
 struct ShardCopy {
   at::Tensor own;
-  std::vector<at::Tensor> of_ranks;  // every rank's, where they can be read from here
+  std::vector<at::Tensor> of_ranks;  // of every rank of the host, where they can be read from here
   Stamp written;
 };
 
@@ -36,6 +36,19 @@ struct ShardCopy {
 struct ResidentWeight {
   at::Tensor memory;
   Stamp filled;
+};
+
+// With several hosts: what the ranks of a host have reduced, in several backwards, and hosts have not yet.
+// See [Note: deferred gradients] in gradients/deferred.h. Undefined where nothing was ever deferred.
+struct HostGradient {
+  int64_t hosts = 1;
+  at::Tensor memory;     // of the host shard, in float32 or what is wider
+  bool filled = false;   // it holds something that is still to be reduced
+  int64_t version = -1;  // of the param.grad that stands for it; negative: none does yet
+  void empty() {
+    filled = false;
+    version = -1;
+  }
 };
 
 struct ParamRecord {
@@ -51,12 +64,15 @@ struct ParamRecord {
   ShardCopy full_precision_copy;
   std::vector<at::Tensor> shards;  // every rank's, where ranks take turns to read and write them
   ResidentWeight resident;
+  HostGradient host_gradient;
   std::vector<int64_t> shape;  // the whole parameter's
   std::vector<int64_t> order;  // its dimensions as they lie in memory
   int64_t numel = 0;           // the whole parameter's, without padding
   bool live = true;            // false once no module reads it
   bool trainable() const { return live && param.requires_grad(); }
   int64_t shard_numel() const { return shard.numel(); }
+  // Of the host shard, see [Note: hosts]; where there is one host, that is the shard.
+  int64_t host_shard_numel() const { return host_gradient.hosts * shard_numel(); }
   // Somebody may have put a tensor of their own into param.grad; it counts as what has been accumulated so
   // far.
   void take_in_gradient();

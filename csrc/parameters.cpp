@@ -27,6 +27,7 @@ int64_t Parameters::add(std::string name, at::Tensor param, at::Tensor shard, st
   record->param = std::move(param);
   record->shard = std::move(shard);
   record->numel = numel;
+  record->host_gradient.hosts = context_.across.size;
   record->shape = std::move(shape);
   record->order = std::move(*order);
   ShardTable::instance().add(record->shard, ParamRef{&executor_, record->index});
@@ -70,8 +71,8 @@ void Parameters::guard_gradient(int64_t index) {
   });
 }
 
-bool Parameters::is_of_every_rank(const std::vector<at::Tensor>& tensors) const {
-  return static_cast<int64_t>(tensors.size()) == context_.size;
+bool Parameters::is_of_whole_host(const std::vector<at::Tensor>& tensors) const {
+  return static_cast<int64_t>(tensors.size()) == context_.inside.size;
 }
 
 void Parameters::add_compute_copy_memory(at::Tensor copies, at::Tensor shards) {
@@ -81,7 +82,7 @@ void Parameters::add_compute_copy_memory(at::Tensor copies, at::Tensor shards) {
 
 void Parameters::set_peers(int64_t index, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
-  TORCH_INTERNAL_ASSERT(is_of_every_rank(peers));
+  TORCH_INTERNAL_ASSERT(is_of_whole_host(peers));
   context_.at(index).compute_copy.of_ranks = std::move(peers);
   weights_.access().share();
   weights_.access().take_back();
@@ -90,7 +91,7 @@ void Parameters::set_peers(int64_t index, std::vector<at::Tensor> peers) {
 void Parameters::set_full_precision_copy(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  TORCH_INTERNAL_ASSERT(!record.compute_copy.of_ranks.empty() && is_of_every_rank(peers) &&
+  TORCH_INTERNAL_ASSERT((is_of_whole_host(peers) || (context_.has_hosts() && peers.empty())) &&
                         copy.scalar_type() == record.shard.scalar_type());
   record.full_precision_copy.own = std::move(copy);
   record.full_precision_copy.of_ranks = std::move(peers);
@@ -99,7 +100,7 @@ void Parameters::set_full_precision_copy(int64_t index, at::Tensor copy, std::ve
 
 void Parameters::set_shards(int64_t index, std::vector<at::Tensor> shards) {
   Lock lock(context_.mutex);
-  TORCH_INTERNAL_ASSERT(weights_.access().takes_turns() && is_of_every_rank(shards));
+  TORCH_INTERNAL_ASSERT(weights_.access().takes_turns() && is_of_whole_host(shards));
   context_.at(index).shards = std::move(shards);
 }
 

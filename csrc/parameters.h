@@ -31,6 +31,10 @@ class Parameters {
   void guard_gradient(int64_t index);
 
   void set_grad(int64_t index, at::Tensor grad) { context_.at(index).grad = std::move(grad); }
+  // With several hosts: see [Note: deferred gradients].
+  void set_host_gradient(int64_t index, at::Tensor memory) {
+    context_.at(index).host_gradient.memory = std::move(memory);
+  }
   void set_resident(int64_t index, at::Tensor memory) {
     context_.at(index).resident.memory = std::move(memory);
   }
@@ -51,7 +55,7 @@ class Parameters {
   void unregister();
 
  private:
-  bool is_of_every_rank(const std::vector<at::Tensor>& tensors) const;
+  bool is_of_whole_host(const std::vector<at::Tensor>& tensors) const;
 
   Context& context_;
   Executor& executor_;

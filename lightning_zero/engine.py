@@ -78,7 +78,7 @@ class Engine(NotCopied):
         report: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        self.mesh = mesh = mesh or Mesh.of(device, self.config.timeout)
+        self.mesh = mesh = mesh or Mesh.of(device, self.config.timeout, self.config.tuning.ranks_per_host)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
         self.device = device
         self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)

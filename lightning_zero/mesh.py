@@ -17,10 +17,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lightning_zero.compat.distributed import default_store
+from lightning_zero.compat.distributed import all_gather_into, default_store
+from lightning_zero.errors import UnsupportedError
 
-__all__ = ["Mesh", "boot_id", "host_name"]
+__all__ = ["Mesh", "Side", "boot_id", "host_name"]
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Some of a mesh's ranks that communicate among themselves: those of one host, or those at one place of all hosts.
+
+    Attributes:
+        ranks: of the mesh, in their order here.
+        rank: this one's number among them.
+        gather_group, reduce_group: of weights and of gradients, as those of the mesh.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    gather_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +54,9 @@ class Mesh:
         rank: this one.
         world_size: number of ranks in the mesh.
         hosts: of each rank, the number of its host; hosts are numbered in the order of their first ranks.
+        machines: likewise, of what ranks really run on: ``ranks_per_host`` may have told them apart otherwise.
+        inside: the ranks of this rank's host.
+        across: where there are several hosts, the ranks at this rank's place of each; None where there is one.
         shard_group: in which weights are all-gathered, and rank 0's values are sent.
         reduce_group: in which gradients are reduced; another one, so that reductions do not queue behind gathers.
         control_group: on the CPU (gloo), in which ranks agree without touching the device.
@@ -43,6 +68,9 @@ class Mesh:
     rank: int
     world_size: int
     hosts: tuple[int, ...]
+    machines: tuple[int, ...]
+    inside: Side
+    across: Side | None
     shard_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
@@ -50,21 +78,29 @@ class Mesh:
     timeout_s: float
 
     @classmethod
-    def of(cls, device: torch.device, timeout: timedelta | None = None) -> Mesh:
+    def of(cls, device: torch.device, timeout: timedelta | None = None, ranks_per_host: int | None = None) -> Mesh:
         """All processes, as one mesh. Collective.
 
         Args:
             device: of this rank.
             timeout: of the process groups that are made; by default torch's.
+            ranks_per_host: so many neighbouring ranks are taken for those of one host; by default they find out.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised.
+            UnsupportedError: hosts have different numbers of ranks.
         """
         _check_initialized()
-        return cls.over([range(dist.get_world_size())], device, timeout)
+        return cls.over([range(dist.get_world_size())], device, timeout, ranks_per_host)
 
     @classmethod
-    def over(cls, parts: Iterable[Sequence[int]], device: torch.device, timeout: timedelta | None = None) -> Mesh:
+    def over(
+        cls,
+        parts: Iterable[Sequence[int]],
+        device: torch.device,
+        timeout: timedelta | None = None,
+        ranks_per_host: int | None = None,
+    ) -> Mesh:
         """A mesh for each part of the world; returns the one that this process belongs to. Collective over all
         processes of the world, each of which gives all parts in the same order: ``torch.distributed.new_group`` wants
         that, and groups made otherwise would take each other's messages.
@@ -73,35 +109,66 @@ class Mesh:
             parts: of each mesh, the ranks of its processes in the world; each process in exactly one.
             device: of this rank.
             timeout: of the process groups that are made; by default torch's.
+            ranks_per_host: so many neighbouring ranks of each part are taken for those of one host; by default they
+                find out.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised.
+            UnsupportedError: hosts have different numbers of ranks.
             ValueError: a process of the world is in no part, or in several.
         """
         _check_initialized()
         parts = [sorted(part) for part in parts]
         _check_parts(parts, dist.get_world_size())
-        backend, me, made = dist.get_backend(), dist.get_rank(), []
-        for part in parts:
-            groups = [dist.new_group(part, backend=name, timeout=timeout) for name in (backend, backend, "gloo")]
-            if me in part:
-                made = groups
-        shard_group, reduce_group, control_group = made
+        backend, me, mine = dist.get_backend(), dist.get_rank(), 0
+        made: list[tuple[dist.ProcessGroup, ...]] = []
+        for number, part in enumerate(parts):
+            made.append(tuple(dist.new_group(part, backend=b, timeout=timeout) for b in (backend, backend, "gloo")))
+            mine = number if me in part else mine
+        shard_group, reduce_group, control_group = made[mine]
+        everyone = control_group if len(parts) == 1 else dist.new_group(backend="gloo", timeout=timeout)
+        names: list[Any] = [None] * everyone.size()
+        dist.all_gather_object(names, host_name(), group=everyone)
+        hosts: tuple[int, ...] = ()
+        machines: tuple[int, ...] = ()
+        sides = None
+        for number, part in enumerate(parts):
+            found = hosts_of([names[rank] for rank in part], ranks_per_host)
+            pairs = _new_sides(part, found, backend, timeout)
+            if number == mine:
+                hosts, machines, sides = found, numbered([names[rank] for rank in part]), pairs
+        rank, size = control_group.rank(), control_group.size()
+        inside, across = sides or (Side(tuple(range(size)), rank, shard_group, reduce_group), None)
         timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
         world = dist.group.WORLD
         assert world is not None
-        size = control_group.size()
-        names: list[Any] = [None] * size
-        dist.all_gather_object(names, host_name(), group=control_group)
-        hosts = numbered(names)
-        return cls(
-            device, control_group.rank(), size, hosts, shard_group, reduce_group, control_group, world, timeout_s
-        )
+        places = hosts, machines, inside, across
+        return cls(device, rank, size, *places, shard_group, reduce_group, control_group, world, timeout_s)
 
     @property
     def device_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Those whose collectives run on the device, where an error may show long after the call."""
-        return self.world_group, self.shard_group, self.reduce_group
+        sides = () if self.across is None else (self.inside, self.across)
+        parts = [group for side in sides for group in (side.gather_group, side.reduce_group)]
+        return self.world_group, self.shard_group, self.reduce_group, *parts
+
+    @property
+    def shard_number(self) -> int:
+        """Which shard of each parameter lies on this rank. With several hosts, those at one place of all hosts hold
+        neighbouring shards: together what a host gathers, or reduces, as one piece."""
+        return self.rank if self.across is None else self.inside.rank * self.across.size + self.across.rank
+
+    def all_shards(self, shard: Tensor) -> Tensor:
+        """Each rank's, 1-D and of one size and dtype, one behind the other in the order of their numbers, on the mesh's
+        device. Collective."""
+        shard = shard.to(self.device)
+        sides = (self.across, self.inside) if self.across is not None else (None,)
+        for side in sides:
+            group, size = (self.shard_group, self.world_size) if side is None else (side.gather_group, side.size)
+            parts = shard.new_empty(shard.numel() * size)
+            all_gather_into()(parts, shard, group=group)
+            shard = parts
+        return shard
 
     def store(self, prefix: str) -> dist.Store:
         """A key-value store of these ranks' own. ``prefix`` is the user's of it among ours."""
@@ -113,6 +180,46 @@ class Mesh:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control_group)
         return values
+
+
+def hosts_of(names: Sequence[str], ranks_per_host: int | None = None) -> tuple[int, ...]:
+    """Of each rank the number of its host, given what it calls its host.
+
+    Raises:
+        UnsupportedError: hosts have different numbers of ranks.
+    """
+    if ranks_per_host is not None:
+        names = [str(rank // ranks_per_host) for rank in range(len(names))]
+    hosts = numbered(names)
+    sizes = [hosts.count(host) for host in range(max(hosts) + 1)]
+    if len(set(sizes)) > 1:
+        how = "by ranks_per_host=" + str(ranks_per_host) if ranks_per_host is not None else "as they were found"
+        raise UnsupportedError(
+            f"The {len(sizes)} hosts ({how}) have {', '.join(map(str, sizes))} ranks. Weights are gathered, and "
+            "gradients reduced, between ranks at the same place of each host, so all hosts need the same number. Start "
+            "as many processes on each; or pass tuning=Tuning(ranks_per_host=WORLD_SIZE): then each collective is one "
+            "of all ranks, which is slower."
+        )
+    return hosts
+
+
+def _new_sides(
+    part: Sequence[int], hosts: Sequence[int], backend: str, timeout: timedelta | None
+) -> tuple[Side, Side] | None:
+    """The ranks of this process's host, and those at its place of each, if it is in ``part`` and there are several
+    hosts. Collective over all processes of the world."""
+    count = max(hosts) + 1
+    if count == 1:
+        return None
+    by_host = [[rank for rank in range(len(part)) if hosts[rank] == host] for host in range(count)]
+    by_place = list(zip(*by_host, strict=True))
+    mine: list[Side] = []
+    for ranks in (*by_host, *by_place):
+        world = [part[rank] for rank in ranks]
+        groups = [dist.new_group(world, backend=backend, timeout=timeout) for _ in range(2)]
+        if dist.get_rank() in world:
+            mine.append(Side(tuple(ranks), world.index(dist.get_rank()), *groups))
+    return (mine[0], mine[1]) if mine else None
 
 
 def numbered(names: Sequence[str]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@
 
 namespace lightning_zero {
 
-void AttachedGradients::attach(const std::vector<char>& brought) {
+void AttachedGradients::attach(const std::vector<char>& brought, const DeferredGradients& deferred) {
   attached_.clear();
   for (const auto index : layout_.order()) {
     if (!brought[index])
@@ -15,6 +15,8 @@ void AttachedGradients::attach(const std::vector<char>& brought) {
     auto& record = context_.at(index);
     attached_.push_back(record.index);
     auto& held = record.param.mutable_grad();
+    if (deferred.is_on() && !held.defined())
+      record.grad.zero_();  // nothing has been reduced of it
     if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {
       auto& shown = record.visible_grad;
       if (!shown.defined() || shown.const_data_ptr() != record.grad.const_data_ptr()) {
@@ -25,6 +27,8 @@ void AttachedGradients::attach(const std::vector<char>& brought) {
       }
       held = shown;
     }
+    if (deferred.is_on())
+      deferred.stand_for(record);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "context.h"
+#include "gradients/deferred.h"
 #include "gradients/layout.h"
 
 namespace lightning_zero {
@@ -14,8 +15,8 @@ class AttachedGradients {
   AttachedGradients(Context& context, const BucketLayout& layout) : context_(context), layout_(layout) {}
 
   // A backward has ended. `brought`: by parameter, whether it brought a gradient to some rank: then it gets
-  // it.
-  void attach(const std::vector<char>& brought);
+  // it. `deferred`: where that is deferred, what the parameter gets stands for it.
+  void attach(const std::vector<char>& brought, const DeferredGradients& deferred);
 
   // Parameters with a gradient from the last backward.
   std::vector<int64_t> of_last_backward() const { return attached_; }

@@ -1,6 +1,7 @@
 #include "gradients/bucket.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mean.h>
 #include <ATen/ops/mul.h>
@@ -22,12 +23,29 @@ const char* name(ReduceBucket::State state) {
   return "?";
 }
 
+// Writes to `to`, or adds, what `rows` come to: the only one, or their mean.
+void add_rows(at::Tensor to, const at::Tensor& rows, bool add, const RowMeans& mean) {
+  const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
+  at::Tensor from;
+  if (rows.size(0) == 1) {
+    from = rows.select(0, 0);
+  } else if (mean(to, rows, add)) {
+    return;
+  } else if (add || to.scalar_type() != wide) {
+    from = at::mean(rows, at::IntArrayRef{0}, /*keepdim=*/false, wide);
+  } else {
+    at::mean_out(to, rows, at::IntArrayRef{0}, /*keepdim=*/false, wide);
+    return;
+  }
+  add ? to.add_(from) : to.copy_(from);
+}
+
 }  // namespace
 
 void ReduceBucket::append(ParamRecord* record, int expected, bool again) {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY);
   slots_.push_back(Slot{record, chunk_, 0, expected, false, again});
-  chunk_ += record->shard_numel();
+  chunk_ += record->host_shard_numel();
 }
 
 void ReduceBucket::has_left() {
@@ -70,7 +88,7 @@ void ReduceBucket::put(size_t index, const at::Tensor& grad, bool borrow) {
   if (slot.arrivals++ > 0) {
     run(index).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
   } else if (borrow && own_send_buffers && scale == 1.0 && grad.scalar_type() == dtype_ &&
-             grad.is_contiguous() && grad.numel() == ranks_ * slot.record->shard_numel()) {
+             grad.is_contiguous() && grad.numel() == ranks_ * slot.record->host_shard_numel()) {
     sent_[index] = {grad.view({-1}), /*borrowed=*/true};
   } else {
     copy_in(index, grad);
@@ -117,14 +135,14 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
     at::mul_out(filled, grad, scale_);
   }
   // Stale values in the padding would reach the last ranks' shards, and from there the gradient norm.
-  const auto padding = ranks_ * record.shard_numel() - record.numel;
+  const auto padding = ranks_ * record.host_shard_numel() - record.numel;
   if (padding > 0)
     piece(whole, record.numel, padding).zero_();
 }
 
 at::Tensor ReduceBucket::run(size_t index) {
   const auto& slot = slots_[index];
-  const auto length = ranks_ * slot.record->shard_numel();
+  const auto length = ranks_ * slot.record->host_shard_numel();
   if (!own_send_buffers)
     return piece(memory(buffer_->send, ranks_ * buffer_->capacity), ranks_ * slot.offset, length);
   return memory(sent_[index].flat, length);
@@ -160,52 +178,86 @@ void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
   buffer_->filling = false;
 }
 
-void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin, const RowMeans& mean) {
+void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin, const RowMeans& mean, bool across) {
+  if (hosts_ == 1 || across)
+    add_to(rows, begin, mean, hosts_, [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
+  else if (deferred)
+    add_to(rows, begin, mean, 1, [](Slot& slot) {
+      auto& kept = slot.record->host_gradient;
+      return Target{kept.memory, &kept.filled};
+    });
+  else
+    add_rows(piece(wide_memory(), begin, rows.size(1)), rows, /*add=*/false, mean);
+}
+
+at::Tensor ReduceBucket::host_sums() {
+  std::vector<at::Tensor> to, from;
+  auto sums = wide_memory();
+  for (auto& slot : slots_) {
+    auto& kept = slot.record->host_gradient;
+    if (kept.filled) {
+      to.push_back(piece(sums, slot.offset, slot.record->host_shard_numel()));
+      from.push_back(kept.memory);
+      kept.empty();
+    }
+  }
+  if (!to.empty())
+    at::_foreach_add_(to, from);
+  return sums;
+}
+
+at::Tensor ReduceBucket::wide_memory() {
+  auto& sums = buffer_->host_sums;
+  if (!sums.defined()) {
+    const auto wide = c10::promoteTypes(dtype_, at::kFloat);
+    const auto& shard = slots_.front().record->shard;
+    sums = at::empty({buffer_->capacity}, shard.options().dtype(wide).requires_grad(std::nullopt));
+  }
+  return piece(sums, 0, chunk_);
+}
+
+// `parts`: slots are so many times as wide as what each contributes to `rows`.
+template <class Find>
+void ReduceBucket::add_to(const at::Tensor& rows, int64_t begin, const RowMeans& mean, int64_t parts,
+                          Find&& target) {
   const auto end = begin + rows.size(1);
-  // What of a slot's gradient shard lies between `begin` and `end`, and where in `rows`.
-  const auto within = [&](const Slot& slot) {
-    const auto from = std::max(begin, slot.offset);
-    const auto to = std::min(end, slot.offset + slot.record->shard_numel());
-    return from < to ? piece(slot.record->grad, from - slot.offset, to - from) : at::Tensor();
+  const auto offset = [&](const Slot& slot) { return slot.offset / parts; };
+  const auto numel = [&](const Slot& slot) { return slot.record->host_shard_numel() / parts; };
+  // What of a slot's target lies between `begin` and `end`, and where in `rows`.
+  const auto within = [&](Slot& slot) {
+    const auto from = std::max(begin, offset(slot));
+    const auto to = std::min(end, offset(slot) + numel(slot));
+    return from < to ? piece(target(slot).memory, from - offset(slot), to - from) : at::Tensor();
   };
   // Neighbours in the bucket are usually neighbours in the gradient arena too: one kernel for each run.
   for (size_t first = 0; first < slots_.size();) {
-    const auto& head = slots_[first];
-    auto target = within(head);
-    if (!target.defined()) {
+    auto& head = slots_[first];
+    auto into = within(head);
+    if (!into.defined()) {
       ++first;
       continue;
     }
-    const auto* expected_next = static_cast<const char*>(target.const_data_ptr()) + target.nbytes();
-    auto length = target.numel();
+    const bool add = *target(head).add;
+    const auto* expected_next = static_cast<const char*>(into.const_data_ptr()) + into.nbytes();
+    auto length = into.numel();
     size_t next = first + 1;
     for (; next < slots_.size(); ++next) {
-      const auto grad = within(slots_[next]);
-      if (!grad.defined() || grad.const_data_ptr() != expected_next || slots_[next].add != head.add ||
-          !grad.is_alias_of(target)) {
+      const auto other = within(slots_[next]);
+      if (!other.defined() || other.const_data_ptr() != expected_next || *target(slots_[next]).add != add ||
+          !other.is_alias_of(into)) {
         break;
       }
-      expected_next += grad.nbytes();
-      length += grad.numel();
+      expected_next += other.nbytes();
+      length += other.numel();
     }
-    auto to = target.as_strided({length}, {1});
-    auto from = rows.narrow(1, std::max(begin, head.offset) - begin, length);
-    const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
-    if (rows.size(0) == 1) {
-      from = from.select(0, 0);
-    } else if (mean(to, from, head.add)) {
-      from.reset();
-    } else if (head.add || to.scalar_type() != wide) {
-      from = at::mean(from, at::IntArrayRef{0}, /*keepdim=*/false, wide);
-    } else {
-      at::mean_out(to, from, at::IntArrayRef{0}, /*keepdim=*/false, wide);
-      from.reset();
-    }
-    if (from.defined())
-      head.add ? to.add_(from) : to.copy_(from);
+    const auto from = rows.narrow(1, std::max(begin, offset(head)) - begin, length);
+    add_rows(into.as_strided({length}, {1}), from, add, mean);
     first = next;
   }
-  for (auto& slot : slots_) slot.add = slot.add || slot.offset + slot.record->shard_numel() <= end;
+  for (auto& slot : slots_) {
+    if (offset(slot) + numel(slot) <= end)
+      *target(slot).add = true;
+  }
 }
 
 void ReduceBucket::reset() {

@@ -9,15 +9,17 @@
 // A gradient that its owner leaves alone until further notice is borrowed instead of copied: what travels is
 // read from where it lies.
 //
-// Memory of a bucket: one run of `ranks` shards for each parameter, so that a gradient is copied in by one
-// contiguous copy and its padding is the end of its run. The reduce-scatters of all parameters in a bucket
-// are one launch.
+// Memory of a bucket: one run of `ranks` host shards for each parameter, so that a gradient is copied in by
+// one contiguous copy and its padding is the end of its run. The reduce-scatters of all parameters in a
+// bucket are one launch. `ranks` are those of a host; with several hosts what comes of them goes on, see
+// [Note: hosts].
 #pragma once
 
 #include <functional>
 #include <optional>
 #include <vector>
 
+#include "context.h"
 #include "gradients/buffer_pool.h"
 #include "param_registry.h"
 #include "transport/row_means.h"
@@ -30,15 +32,15 @@ class ReduceBucket {
 
   struct Slot {
     ParamRecord* record;
-    int64_t offset;      // of the shard within recv(); its run in send() begins at ranks * offset
+    int64_t offset;      // of the host shard within recv(); its run in send() begins at ranks * offset
     int arrivals = 0;    // this backward
     int expected = 1;    // arrivals after which it need not be waited for
     bool add = false;    // the gradient shard already holds a value that counts
     bool again = false;  // an earlier bucket of the same backward has a slot for the parameter, too
   };
 
-  ReduceBucket(at::ScalarType dtype, int ranks, int64_t segment)
-      : dtype_(dtype), ranks_(ranks), segment_(segment) {}
+  ReduceBucket(at::ScalarType dtype, const Ranks& inside, const Ranks& across, int64_t segment)
+      : dtype_(dtype), ranks_(inside.size), hosts_(across.size), segment_(segment) {}
 
   void append(ParamRecord* record, int expected, bool again);
 
@@ -66,28 +68,30 @@ class ReduceBucket {
   // `has_more`: whether an earlier bucket has brought something of a slot that is there `again`.
   void seal(const std::function<bool(const Slot&)>& has_more);
 
-  // Adds up rows, and moves the sums into elements `begin` to `begin + rows.size(1)` of the gradient shards.
-  // One row: recv(), as a reduce-scatter left it. One for each rank: what they sent, of which the mean is
-  // taken in float32.
-  void accumulate(const at::Tensor& rows, int64_t begin, const RowMeans& mean = {});
-
+  // Adds up rows, and moves the sums into elements `begin` to `begin + rows.size(1)` of the gradient shards;
+  // with several hosts, into host_sums(). One row: recv(), as a reduce-scatter left it. One for each rank:
+  // what they sent, of which the mean is taken in float32. `across`: the row is what all hosts have made of
+  // their host_sums(), and comes into the gradient shards.
+  void accumulate(const at::Tensor& rows, int64_t begin, const RowMeans& mean = {}, bool across = false);
   void reset();  // any -> EMPTY; forgets the buffer
 
   State state() const { return state_; }
   at::ScalarType dtype() const { return dtype_; }
-  int64_t chunk() const { return chunk_; }
+  int64_t chunk() const { return chunk_; }      // elements of the host shards
   int64_t segment() const { return segment_; }  // see [Note: segments of a backward]
   std::vector<Slot>& slots() { return slots_; }
   BucketBuffer* buffer() { return buffer_; }
   at::Tensor send() { return piece(memory(buffer_->send, ranks_ * buffer_->capacity), 0, ranks_ * chunk_); }
   at::Tensor recv() { return piece(memory(buffer_->recv, buffer_->capacity), 0, chunk_); }
-  // The parts of send() and recv() that belong to one parameter.
-  // run(): what travels for it; with `own_send_buffers`, a tensor of its own, or the gradient that is
-  // borrowed.
+  // The part of send() that belongs to one parameter: what travels for it; with `own_send_buffers`, a tensor
+  // of its own, or the gradient that is borrowed.
   at::Tensor run(size_t slot);
-  at::Tensor part(const Slot& slot) { return piece(recv(), slot.offset, slot.record->shard_numel()); }
+  // With several hosts: chunk() elements, in float32 or what is wider. What earlier backwards have left on
+  // this host is added to it, and counts as taken along.
+  at::Tensor host_sums();
   // As open() finds them: how the transport wants gradients.
   bool own_send_buffers = false;
+  bool deferred = false;  // nothing crosses hosts, see [Note: deferred gradients]
   double scale = 1.0;
   bool poison = false;
 
@@ -96,9 +100,17 @@ class ReduceBucket {
   at::Tensor& memory(at::Tensor& tensor, int64_t numel);
   void take_over(size_t slot);  // copies a gradient that is borrowed
   void copy_in(size_t slot, const at::Tensor& grad);
+  at::Tensor wide_memory();
+  // Where a slot's values go, and whether they are added.
+  struct Target {
+    at::Tensor memory;
+    bool* add;
+  };
+  template <class Find>
+  void add_to(const at::Tensor& rows, int64_t begin, const RowMeans& mean, int64_t parts, Find&& target);
 
   at::ScalarType dtype_;
-  int ranks_;
+  int64_t ranks_, hosts_;
   int64_t segment_;
   int64_t chunk_ = 0;
   // By slot: what travels, with `own_send_buffers`. `borrowed`: the gradient itself. Not the buffer's, which

@@ -85,7 +85,8 @@ void BufferPool::discard() {
 int64_t BufferPool::bytes() const {
   int64_t total = 0;
   for (const auto& buffer : buffers_) {
-    for (const auto& tensor : {buffer->send, buffer->recv}) total += tensor.defined() ? tensor.nbytes() : 0;
+    for (const auto& tensor : {buffer->send, buffer->recv, buffer->host_sums})
+      total += tensor.defined() ? tensor.nbytes() : 0;
   }
   return total;
 }

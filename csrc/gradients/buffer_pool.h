@@ -19,6 +19,7 @@ struct BucketBuffer {
   int64_t capacity = 0;                      // elements per rank
   at::Tensor send;                           // ranks * capacity; like recv, undefined until it is needed
   at::Tensor recv;                           // capacity
+  at::Tensor host_sums;                      // likewise; only with several hosts
   std::vector<at::Tensor> own_send_buffers;  // what travels and is not in `send`, until `pending` is over
   Pending pending;
   bool filling = false;

@@ -14,7 +14,7 @@ at::ScalarType BucketLayout::wire_dtype(const ParamRecord& record) const {
 }
 
 int64_t BucketLayout::row_limit(at::ScalarType dtype) const {
-  return context_.options.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / context_.size;
+  return context_.options.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / context_.inside.size;
 }
 
 void BucketLayout::add_parameter() {
@@ -86,13 +86,13 @@ void BucketLayout::pack(const Segment& members, int64_t segment) {
     const auto dtype = wire_dtype(record);
     const auto limit = row_limit(dtype);
     auto found = open.find(static_cast<int>(dtype));
-    if (found == open.end() || planned[found->second].chunk + record.shard_numel() > limit) {
+    if (found == open.end() || planned[found->second].chunk + record.host_shard_numel() > limit) {
       planned.push_back({dtype});
       found = open.insert_or_assign(static_cast<int>(dtype), planned.size() - 1).first;
     }
     auto& bucket = planned[found->second];
     bucket.members.push_back(member);
-    bucket.chunk += record.shard_numel();
+    bucket.chunk += record.host_shard_numel();
   }
   for (auto& bucket : planned) {
     // As in the arena: neighbours are accumulated by one kernel. Not by address, which no two ranks have in
@@ -103,7 +103,7 @@ void BucketLayout::pack(const Segment& members, int64_t segment) {
       };
       return place(a.index) < place(b.index);
     });
-    auto& made = buckets_.emplace_back(bucket.dtype, static_cast<int>(context_.size), segment);
+    auto& made = buckets_.emplace_back(bucket.dtype, context_.inside, context_.across, segment);
     for (const auto& [index, count] : bucket.members) {
       positions_[index].push_back(
           {static_cast<int64_t>(buckets_.size()) - 1, static_cast<int64_t>(made.slots().size())});

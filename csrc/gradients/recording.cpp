@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <set>
+#include <tuple>
 
 #include "runtime/compat.h"
 
@@ -34,10 +35,22 @@ void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
   auto& layout = reducer_.layout();
   recorded_ = {};
   recorded_.adding = adding;
+  recorded_.deferred = reducer_.deferred().is_on();
+  recorded_.taking = !recorded_.deferred && reducer_.deferred().any();
+  // Replays find something there, or zeros: before_replay() sees to it.
+  deferred_around_.clear();
+  for (auto& record : context_.records) {
+    auto& kept = record->host_gradient;
+    deferred_around_.emplace_back(kept.filled, kept.version);
+    const bool filled = kept.memory.defined() && (recorded_.deferred || recorded_.taking);
+    if (filled && !kept.filled && !has_streams(context_.device))
+      kept.memory.zero_();  // what a CPU records takes place
+    kept.filled = filled;
+  }
   recorded_.layout = layout.number();
   recorded_.begin = recorded_.end = layout.begin_of(layout.segments().where(segment));
   for (const auto i : layout.order()) recorded_.grads.push_back(context_.at(i).grad.const_data_ptr());
-  if (reducer_.in_backward()) {
+  if (reducer_.backward().goes_on()) {
     if (segment >= 0)
       come_to(recorded_.begin);
   } else {
@@ -63,7 +76,7 @@ void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
 
 std::string GradientRecording::finish() {
   auto& layout = reducer_.layout();
-  if (reducer_.in_backward()) {
+  if (reducer_.backward().goes_on()) {
     reducer_.launch_complete();  // a CPU launches nothing while gradients arrive
     reducer_.pools().drain();
   }
@@ -76,12 +89,14 @@ std::string GradientRecording::finish() {
 
 GradientRecording::Recorded GradientRecording::end() {
   const auto& now = reducer_.backward();
-  if (reducer_.in_backward()) {
+  if (reducer_.backward().goes_on()) {
     recorded_.arrivals = now.arrivals;
     recorded_.end = now.next_launch;
   }
   recorded_.traffic = transports_.reduce().end_recording();
   restore();
+  if (!has_streams(context_.device))
+    note_deferred(recorded_);
   return std::move(recorded_);
 }
 
@@ -97,6 +112,10 @@ void GradientRecording::restore() {
   // The graph's fences go with it, and its memory.
   reducer_.pools().exchange(std::move(pools_around_));
   reducer_.backward() = std::move(around_);
+  for (size_t i = 0; i < deferred_around_.size(); ++i) {
+    auto& kept = context_.records[i]->host_gradient;
+    std::tie(kept.filled, kept.version) = deferred_around_[i];
+  }
 }
 
 bool GradientRecording::fits(const Recorded& graph) const {
@@ -141,12 +160,20 @@ void GradientRecording::before_replay(const Recorded& graph) {
               "of compiled code whose backward is replayed as a graph, with all of them. Pass "
               "cuda_graph_model=False in Tuning(...) to the strategy.");
   reducer_.join();
+  TORCH_CHECK(
+      graph.deferred == reducer_.deferred().is_on(),
+      "lightning_zero: whether this micro-batch is the last before the optimizer's step was another when "
+      "its forward ran than now, in its backward. Let no_backward_sync() surround both.");
   come_to(graph.begin);
   make_way(graph);
   overwritten_.clear();
   const auto& layout = reducer_.layout();
   for (const auto i : std::set<int64_t>(graph.arrivals.begin(), graph.arrivals.end())) {
     auto& record = context_.at(i);
+    if ((graph.deferred || graph.taking) && !record.host_gradient.filled)
+      record.host_gradient.memory.zero_();
+    if (graph.deferred)
+      continue;
     const auto [position, again] = within(graph, i);
     const bool sent = layout.was_launched(i, position.bucket);
     if (!sent)
@@ -172,8 +199,21 @@ void GradientRecording::after_replay(const Recorded& graph) {
     now.arrivals.push_back(i);
     ++layout.slot(within(graph, i).first).arrivals;
   }
+  note_deferred(graph);
   now.next_launch = std::max(now.next_launch, graph.end);
   transports_.reduce().after_replay(graph.traffic);
+}
+
+void GradientRecording::note_deferred(const Recorded& graph) {
+  if (!graph.deferred && !graph.taking)
+    return;
+  for (const auto i : graph.arrivals) {
+    auto& kept = context_.at(i).host_gradient;
+    if (graph.deferred)
+      kept.filled = true;
+    else
+      kept.empty();
+  }
 }
 
 // Where among the graph's buckets a parameter has its place, and whether others come before.

@@ -17,6 +17,8 @@ class GradientRecording {
   // What a graph does to gradients.
   struct Recorded {
     bool adding = false;             // to those that are there, rather than in their place
+    bool deferred = false;           // adds to what is on this host; see [Note: deferred gradients]
+    bool taking = false;             // takes what has been deferred along
     int64_t layout = 0;              // of buckets
     std::vector<const void*> grads;  // where they lie
     std::vector<int64_t> arrivals;   // empty: a forward, or the backward of frozen weights
@@ -48,6 +50,7 @@ class GradientRecording {
   void make_way(const Recorded& graph);
   std::pair<BucketLayout::Position, bool> within(const Recorded& graph, int64_t index);
   void restore();
+  void note_deferred(const Recorded& graph);
 
   Context& context_;
   Transports& transports_;
@@ -56,6 +59,7 @@ class GradientRecording {
   // What goes on around the recording.
   Backward around_;
   std::vector<ReduceBucket> buckets_around_, late_around_;
+  std::vector<std::pair<bool, int64_t>> deferred_around_;  // by parameter: HostGradient's fields
   BufferPools::Pools pools_around_;
   // Gradients, and what was there before a replay that overwrites it.
   std::vector<std::pair<at::Tensor, at::Tensor>> overwritten_;

@@ -33,11 +33,18 @@ Reducer::Reducer(Context& context, Transports& transports, Communicator* control
       layout_(context),
       pools_([this](at::ScalarType dtype) { return make_pool(dtype); }),
       agreement_(context, control),
+      deferred_(context,
+                [this] {
+                  TORCH_INTERNAL_ASSERT(!backward_.goes_on());
+                  prepare_layout();
+                  launch_deferred();
+                  layout_.reset();
+                }),
       attached_(context, layout_) {}
 
 std::unique_ptr<BufferPool> Reducer::make_pool(at::ScalarType dtype) const {
   const int depth = context_.options.double_buffer ? transports_.reduce().buckets_in_flight() : 1;
-  return std::make_unique<BufferPool>(dtype, context_.device, static_cast<int>(context_.size),
+  return std::make_unique<BufferPool>(dtype, context_.device, static_cast<int>(context_.inside.size),
                                       std::max<int64_t>(layout_.row_limit(dtype), 1), depth);
 }
 
@@ -58,11 +65,16 @@ void Reducer::join() {
 }
 
 void Reducer::begin() {
+  deferred_.look();
   backward_.arrivals.clear();
   backward_.marks.clear();
   backward_.next_launch = 0;
   backward_.segment = -1;
   transports_.reduce().begin_backward();
+  prepare_layout();
+}
+
+void Reducer::prepare_layout() {
   if (layout_.is_stale()) {
     layout_.make();
     layout_.expect(pools_);
@@ -80,6 +92,7 @@ void Reducer::open(ReduceBucket& bucket, bool adding) {
   bucket.poison = context_.options.poison;
   bucket.own_send_buffers = transports_.reduce().wants_own_send_buffers();
   bucket.scale = transports_.reduce().scale();
+  bucket.deferred = deferred_.is_on();
   if (bucket.poison && buffer->send.defined())
     fill_with_poison(buffer->send);
   bucket.open(buffer, adding, backward_.recorded_adding);
@@ -129,7 +142,7 @@ bool Reducer::mark() {
   Lock lock(context_.mutex);
   const auto arrived = backward_.arrivals.size();
   auto& marks = backward_.marks;
-  if (!in_backward() || backward_.recorded_adding || arrived == (marks.empty() ? 0 : marks.back()))
+  if (!backward_.goes_on() || backward_.recorded_adding || arrived == (marks.empty() ? 0 : marks.back()))
     return false;
   marks.push_back(arrived);
   return true;
@@ -161,8 +174,8 @@ void Reducer::launch(size_t number, bool late) {
   if (!late && std::exchange(backward_.segment, bucket.segment()) != bucket.segment())
     transports_.reduce().begin_segment();
   context_.count("flushes");
-  context_.count("reduce_bytes",
-                 context_.size * bucket.chunk() * static_cast<int64_t>(c10::elementSize(bucket.dtype())));
+  context_.count("reduce_bytes", context_.inside.size * bucket.chunk() *
+                                     static_cast<int64_t>(c10::elementSize(bucket.dtype())));
   transports_.reduce().reduce(bucket);
 }
 
@@ -183,7 +196,9 @@ Agreement::Agreed Reducer::agree() {
     auto &bucket = layout_.buckets()[b], &late = layout_.late()[b];
     for (size_t s = 0; s < bucket.slots().size(); ++s) {
       const bool is_late = late.state() == ReduceBucket::State::FILLING && late.slots()[s].arrivals > 0;
-      flags.push_back(is_late ? 2 : bucket.slots()[s].arrivals > 0 ? 1 : 0);
+      const auto& slot = bucket.slots()[s];
+      const bool waits = !deferred_.is_on() && slot.record->host_gradient.filled;
+      flags.push_back(is_late ? 2 : slot.arrivals > 0 || waits ? 1 : 0);
     }
   }
   auto order = backward_.arrivals;
@@ -225,7 +240,9 @@ void Reducer::end_backward() {
       context_.count("late_flushes");
     }
     pools_.drain();
-    attached_.attach(brought);
+    if (!deferred_.is_on() && deferred_.any())
+      launch_deferred();
+    attached_.attach(brought, deferred_);
     layout_.learn(backward_.arrivals, backward_.marks, agreed.same_order);
     finish();
     ++backwards_;
@@ -233,6 +250,27 @@ void Reducer::end_backward() {
   // Without the lock: hooks are Python, and may gather.
   if (!end_op_.empty())
     compat::call(end_op_);
+}
+
+// What buckets that have left did not take along: graphs were replayed that knew nothing of it.
+void Reducer::launch_deferred() {
+  for (size_t b = 0; b < layout_.size(); ++b) {
+    auto& late = layout_.late()[b];
+    const auto& slots = late.slots();
+    const bool waits = std::any_of(slots.begin(), slots.end(),
+                                   [](const auto& slot) { return slot.record->host_gradient.filled; });
+    if (!waits)
+      continue;
+    late.reset();
+    open(late, /*adding=*/true);
+    launch(b, /*late=*/true);
+  }
+  pools_.drain();
+  TORCH_CHECK_VALUE(
+      !deferred_.any(),
+      "lightning_zero: requires_grad was switched off for a parameter between micro-batches "
+      "whose gradients the hosts have not reduced yet (reduce_across='step'). Change it between "
+      "optimizer steps.");
 }
 
 void Reducer::finish() {
@@ -244,13 +282,14 @@ void Reducer::finish() {
 }
 
 void Reducer::abort() {
-  if (!in_backward())
+  if (!backward_.goes_on())
     return;
   transports_.interrupt();  // peers may have been interrupted elsewhere
   pools_.discard();
   layout_.reset();
   backward_.tasks.clear();
   backward_.next_launch = 0;
+  deferred_.abort();
   context_.count("aborted_backwards");
 }
 

@@ -35,6 +35,7 @@ struct Backward {
   int64_t segment = -1;  // of what was launched last
   // While a graph is recorded: whether its gradients are added to those that are there.
   std::optional<bool> recorded_adding;
+  bool goes_on() const { return !tasks.empty(); }
 };
 
 class Reducer {
@@ -60,12 +61,12 @@ class Reducer {
   void abort();            // drops what an interrupted backward left
   void release_buffers();  // bucket memory; legal outside backward
 
+  DeferredGradients& deferred() { return deferred_; }
   AttachedGradients& attached() { return attached_; }
   int64_t backwards() const { return backwards_; }  // that have ended
   Agreement& agreement() { return agreement_; }
 
   // -- for the other owners, which hold the lock
-  bool in_backward() const { return !backward_.tasks.empty(); }
   Backward& backward() { return backward_; }
   BucketLayout& layout() { return layout_; }
   BufferPools& pools() { return pools_; }
@@ -83,6 +84,8 @@ class Reducer {
   void open(ReduceBucket& bucket, bool adding);
   void launch(size_t number, bool late = false);
   void launch_all();
+  void launch_deferred();
+  void prepare_layout();
   Agreement::Agreed agree();
   void finish();
 
@@ -95,6 +98,7 @@ class Reducer {
   PoolStats pool_stats_;
   Agreement agreement_;
   Backward backward_;
+  DeferredGradients deferred_;
   AttachedGradients attached_;
   int64_t backwards_ = 0;
 };

@@ -1,10 +1,11 @@
 // Weights and gradients by collectives of a process group: what always can be done.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "context.h"
 #include "gradients/bucket.h"
-#include "transport/communicator.h"
+#include "transport/communicators.h"
 #include "transport/transport.h"
 
 namespace lightning_zero {
@@ -13,7 +14,8 @@ namespace {
 
 class CollectiveGather : public GatherTransport {
  public:
-  CollectiveGather(Communicator& comm, WeightMemory& memory) : comm_(comm), memory_(memory) {}
+  CollectiveGather(Context& context, Communicators& comms, WeightMemory& memory)
+      : context_(context), comm_(comms.gathers()), across_(comms.gathers_across()), memory_(memory) {}
 
   bool can_gather(const std::vector<ParamRecord*>&, const std::vector<at::Tensor>&, bool) const override {
     return true;
@@ -22,7 +24,13 @@ class CollectiveGather : public GatherTransport {
                  std::vector<at::Tensor>& sources, bool grouped) override;
 
  private:
+  // With several hosts: into host shards first, unless these are there already.
+  Pending gather_across(const std::vector<ParamRecord*>& records, const std::vector<at::Tensor>& outputs,
+                        std::vector<at::Tensor>& sources, bool grouped);
+
+  Context& context_;
   Communicator& comm_;
+  Communicator* across_;  // null where there is one host
   WeightMemory& memory_;
 };
 
@@ -43,6 +51,8 @@ class CollectiveReduce : public ReduceTransport {
 
 Pending CollectiveGather::gather(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                                  std::vector<at::Tensor>& sources, bool grouped) {
+  if (across_ != nullptr)
+    return gather_across(records, outputs, sources, grouped);
   if (!grouped) {
     auto& record = *records.front();
     const auto source = memory_.source_in(record, outputs[0].scalar_type());
@@ -56,11 +66,38 @@ Pending CollectiveGather::gather(const std::vector<ParamRecord*>& records, std::
   return comm_.all_gather_group(std::move(outputs), sources);
 }
 
+Pending CollectiveGather::gather_across(const std::vector<ParamRecord*>& records,
+                                        const std::vector<at::Tensor>& outputs,
+                                        std::vector<at::Tensor>& sources, bool grouped) {
+  std::vector<at::Tensor> host_shards, missing, shards;
+  for (size_t i = 0; i < records.size(); ++i) {
+    auto& record = *records[i];
+    const auto dtype = outputs[i].scalar_type();
+    // All ranks must find the same: they do where they have passed the point at which host shards are brought
+    // up to date. Code that reads a weight elsewhere may find one stale on this rank only.
+    auto found = grouped ? memory_.source_in(record, dtype) : at::Tensor();
+    if (!found.defined()) {
+      found = at::empty({record.host_shard_numel()}, record.shard.options().dtype(dtype));
+      missing.push_back(found);
+      shards.push_back(record.shard.to(dtype));
+      context_.count("gather_bytes_across", static_cast<int64_t>(found.nbytes()));
+    }
+    host_shards.push_back(std::move(found));
+  }
+  sources.insert(sources.end(), shards.begin(), shards.end());
+  sources.insert(sources.end(), host_shards.begin(), host_shards.end());
+  if (missing.empty())
+    return comm_.all_gather_group(outputs, host_shards);
+  return comm_.behind(across_->all_gather_group(missing, shards),
+                      [&] { return comm_.all_gather_group(outputs, host_shards); });
+}
+
 void CollectiveReduce::reduce(ReduceBucket& bucket) {
   const auto send = bucket.send();
   std::vector<at::Tensor> parts, runs;
   for (size_t index = 0; index < bucket.slots().size(); ++index) {
-    parts.push_back(bucket.part(bucket.slots()[index]));
+    const auto& slot = bucket.slots()[index];
+    parts.push_back(piece(bucket.recv(), slot.offset, slot.record->host_shard_numel()));
     runs.push_back(bucket.run(index));
   }
   bucket.buffer()->pending = comm_.reduce_scatter_group(parts, runs, send, [&bucket] {
@@ -71,8 +108,9 @@ void CollectiveReduce::reduce(ReduceBucket& bucket) {
 
 }  // namespace
 
-std::unique_ptr<GatherTransport> make_collective_gather(Context&, Communicator& comm, WeightMemory& memory) {
-  return std::make_unique<CollectiveGather>(comm, memory);
+std::unique_ptr<GatherTransport> make_collective_gather(Context& context, Communicators& comms,
+                                                        WeightMemory& memory) {
+  return std::make_unique<CollectiveGather>(context, comms, memory);
 }
 
 std::unique_ptr<ReduceTransport> make_collective_reduce(const Context& context, Communicator& comm) {

@@ -158,7 +158,11 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
   refuse_in_graph("weights are gathered");
   jitter();
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  for (auto& output : outputs) output = scratch(output, copies);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (jitter_rng_ && inputs[i].is_alias_of(outputs[i]))
+      inputs[i] = inputs[i].clone();  // or it would be poisoned
+    outputs[i] = scratch(outputs[i], copies);
+  }
   return launch(
       "an all-gather of parameters",
       [&](bool async) {
@@ -206,10 +210,10 @@ void Communicator::copy(const std::vector<Copy>& copies) {
   copy_all(copies, stream_, recording_ ? lanes_ : std::vector<c10::Stream>());
 }
 
-void Communicator::record() {
-  recording_ = true;
+void Communicator::record(bool on) {
+  recording_ = on;
   used_ = false;
-  while (has_streams(device_) && static_cast<int>(lanes_.size()) + 1 < size())
+  while (on && has_streams(device_) && static_cast<int>(lanes_.size()) + 1 < size())
     lanes_.push_back(new_stream(device_));
 }
 
@@ -225,6 +229,14 @@ Pending Communicator::run(const std::function<void()>& work) {
                   return Works{};
                 },
                 {});
+}
+
+Pending Communicator::behind(Pending first, const std::function<Pending()>& launch) {
+  std::optional<c10::StreamGuard> on_our_stream;
+  if (has_streams(device_))
+    on_our_stream.emplace(stream_);
+  first.wait(device_);
+  return launch();
 }
 
 Pending Communicator::barrier() {

@@ -51,6 +51,9 @@ class Communicator {
   // The same on the current stream, ours, and wherever they go.
   void copy(const std::vector<Copy>& copies);
 
+  // What `launch` launches here, behind what has been launched elsewhere. On an accelerator the caller's
+  // stream waits for neither.
+  Pending behind(Pending first, const std::function<Pending()>& launch);
   // Whatever `work` queues, on our stream, behind what the caller has queued.
   Pending run(const std::function<void()>& work);
 
@@ -80,9 +83,8 @@ class Communicator {
 
   // While a graph of the device is recorded: everything on our stream belongs to it. join(): the current
   // stream waits for ours, if there was anything.
-  void record();
+  void record(bool on);
   void join();
-  void stop_recording() { recording_ = used_ = false; }
   // Why no graph can hold collectives of this process group; empty where one can. On a CPU nothing is held.
   std::string why_not_captured() const;
 

@@ -5,48 +5,64 @@
 
 namespace lightning_zero {
 
-Communicators::Communicators(Context& context, const std::string& gather_group,
-                             const std::string& reduce_group, const std::string& control_group)
+Communicators::Communicators(Context& context, const Names& names)
     : context_(context),
-      gathers_(gather_group, context.device, Lane::GATHER, line_),
-      reduces_(reduce_group, context.device, Lane::REDUCE, line_) {
+      gathers_(names.gathers, context.device, Lane::GATHER, line_),
+      reduces_(names.reduces, context.device, Lane::REDUCE, line_) {
+  context.inside = {gathers_.rank(), gathers_.size()};
   context.rank = gathers_.rank();
   context.size = gathers_.size();
-  if (context.size > 1)
-    control_.emplace(control_group, c10::Device(c10::kCPU), Lane::CONTROL, line_);
+  if (!names.gathers_across.empty()) {
+    const auto across = [&](const std::string& name, Lane lane) {
+      return std::make_unique<Communicator>(name, context.device, lane, line_);
+    };
+    gathers_across_ = across(names.gathers_across, Lane::GATHER);
+    reduces_across_ = across(names.reduces_across, Lane::REDUCE);
+    context.across = {gathers_across_->rank(), gathers_across_->size()};
+    context.size *= context.across.size;
+  }
+  if (context.size == 1)
+    return;
+  control_.emplace(names.control, c10::Device(c10::kCPU), Lane::CONTROL, line_);
+  context.rank = control_->rank();
+  TORCH_INTERNAL_ASSERT(control_->size() == context.size, "hosts have other numbers of ranks");
+}
+
+std::vector<Communicator*> Communicators::on_device() {
+  std::vector<Communicator*> all{&gathers_, &reduces_};
+  if (gathers_across_)
+    all.insert(all.end(), {gathers_across_.get(), reduces_across_.get()});
+  return all;
 }
 
 void Communicators::watch(const c10::intrusive_ptr<Watchdog>& watchdog) {
-  gathers_.watch(watchdog);
-  reduces_.watch(watchdog);
+  for (auto* comm : on_device()) comm->watch(watchdog);
   if (control_)
     control_->watch(watchdog);
 }
 
 void Communicators::configure(const ExecutorOptions& options) {
-  gathers_.synchronize_each = reduces_.synchronize_each = options.sync_collectives;
-  gathers_.poison(options.poison);
-  reduces_.poison(options.poison);
+  for (auto* comm : on_device()) {
+    comm->synchronize_each = options.sync_collectives;
+    comm->poison(options.poison);
+  }
 }
 
 void Communicators::catch_up() {
-  gathers_.catch_up();
-  reduces_.catch_up();
+  for (auto* comm : on_device()) comm->catch_up();
 }
 
 void Communicators::begin_recording() {
   line_.begin_recording();
-  gathers_.record();
-  reduces_.record();
+  for (auto* comm : on_device()) comm->record(true);
 }
 
 void Communicators::join() {
-  gathers_.join();
-  reduces_.join();
+  for (auto* comm : on_device()) comm->join();
 }
 
 void Communicators::join_whatever_happened() {
-  for (auto* comm : {&gathers_, &reduces_}) {
+  for (auto* comm : on_device()) {
     try {
       comm->join();  // or the capture could not even be ended
     } catch (const c10::Error&) {
@@ -56,8 +72,7 @@ void Communicators::join_whatever_happened() {
 }
 
 Meetings Communicators::end_recording() {
-  gathers_.stop_recording();
-  reduces_.stop_recording();
+  for (auto* comm : on_device()) comm->record(false);
   return line_.end_recording();
 }
 
@@ -89,9 +104,12 @@ void Communicators::after_replay(const Meetings& graph) {
     activity.watch_replay(replays_ended_, Lane::GATHER, gathers);
 }
 
-std::string Communicators::why_not_captured() const {
-  const auto reason = gathers_.why_not_captured();
-  return reason.empty() ? reduces_.why_not_captured() : reason;
+std::string Communicators::why_not_captured() {
+  for (auto* comm : on_device()) {
+    if (auto reason = comm->why_not_captured(); !reason.empty())
+      return reason;
+  }
+  return {};
 }
 
 }  // namespace lightning_zero

@@ -1,8 +1,10 @@
 // The process groups of one executor, each with a stream of its own where devices have streams.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "context.h"
 #include "transport/communicator.h"
@@ -11,13 +13,18 @@ namespace lightning_zero {
 
 class Communicators {
  public:
-  // Names of process groups: of the weights' collectives; of the gradients'; and one on CPUs, for agreements.
+  // Names of process groups: of the weights' collectives inside a host, and across hosts; of the gradients';
+  // and one of all ranks on CPUs, for agreements. Where there is one host, nothing goes across: "".
+  struct Names {
+    std::string gathers, gathers_across, reduces, reduces_across, control;
+  };
   // Tells `context` which rank this is, and of how many.
-  Communicators(Context& context, const std::string& gather_group, const std::string& reduce_group,
-                const std::string& control_group);
+  Communicators(Context& context, const Names& names);
 
   Communicator& gathers() { return gathers_; }
   Communicator& reduces() { return reduces_; }
+  Communicator* gathers_across() { return gathers_across_.get(); }
+  Communicator* reduces_across() { return reduces_across_.get(); }
   Communicator* control() { return control_ ? &*control_ : nullptr; }  // null where there is one rank
 
   void watch(const c10::intrusive_ptr<Watchdog>& watchdog);
@@ -35,12 +42,15 @@ class Communicators {
   void before_replay(const Meetings& graph);
   void after_replay(const Meetings& graph);
   // See Communicator; of the first for which there is a reason.
-  std::string why_not_captured() const;
+  std::string why_not_captured();
 
  private:
+  std::vector<Communicator*> on_device();
+
   const Context& context_;
   Line line_;
   Communicator gathers_, reduces_;
+  std::unique_ptr<Communicator> gathers_across_, reduces_across_;  // null where there is one host
   std::optional<Communicator> control_;
   at::Tensor replays_, replays_ended_;  // how many with meetings: on the device, and in memory of the host
 };

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "context.h"
-#include "transport/communicator.h"
+#include "transport/communicators.h"
 #include "transport/transport.h"
 
 namespace lightning_zero {
@@ -54,9 +54,9 @@ Pending PeerCopyGather::gather(const std::vector<ParamRecord*>& records, std::ve
 
 }  // namespace
 
-std::unique_ptr<GatherTransport> make_peer_copy_gather(Context& context, Communicator& comm,
+std::unique_ptr<GatherTransport> make_peer_copy_gather(Context& context, Communicators& comms,
                                                        WeightMemory& memory) {
-  return std::make_unique<PeerCopyGather>(context, comm, memory);
+  return std::make_unique<PeerCopyGather>(context, comms.gathers(), memory);
 }
 
 }  // namespace lightning_zero

@@ -19,9 +19,10 @@ constexpr int64_t kWidest = 8;  // bytes of an element
 PeerReduce::PeerReduce(const Context& context, Communicator& comm, const RowMeans& means,
                        std::vector<at::Tensor> staging)
     : context_(context), comm_(comm), means_(means), staging_(std::move(staging)) {
-  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(staging_.size()) == context_.size);
+  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(staging_.size()) == context_.inside.size);
   for (const auto& memory : staging_)
-    TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte && memory.numel() % unit(context_.size) == 0);
+    TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte &&
+                          memory.numel() % unit(context_.inside.size) == 0);
 }
 
 int64_t PeerReduce::unit(int64_t ranks) {
@@ -59,14 +60,14 @@ void PeerReduce::barrier() {
 }
 
 void PeerReduce::send_round(ReduceBucket& bucket, int64_t begin, int64_t width) {
-  const auto size = context_.size, rank = context_.rank;
+  const auto size = context_.inside.size, rank = context_.inside.rank;
   const auto item = static_cast<int64_t>(c10::elementSize(bucket.dtype()));
   const auto half = staging_[0].numel() / 2;
   const auto at_byte = rounds_++ % 2 * half;
   std::vector<Copy> copies;
   for (size_t index = 0; index < bucket.slots().size(); ++index) {
     const auto& slot = bucket.slots()[index];
-    const auto numel = slot.record->shard_numel();
+    const auto numel = slot.record->host_shard_numel();
     const auto from = std::max(begin, slot.offset), to = std::min(begin + width, slot.offset + numel);
     if (from >= to)
       continue;
@@ -91,7 +92,7 @@ void PeerReduce::send_round(ReduceBucket& bucket, int64_t begin, int64_t width) 
 
 void PeerReduce::reduce(ReduceBucket& bucket) {
   const auto half = staging_[0].numel() / 2;
-  const auto most = half / static_cast<int64_t>(c10::elementSize(bucket.dtype())) / context_.size;
+  const auto most = half / static_cast<int64_t>(c10::elementSize(bucket.dtype())) / context_.inside.size;
   bucket.buffer()->pending = comm_.run([&] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     // After the last round of the segment before, which may have used the same half.

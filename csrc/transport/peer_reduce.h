@@ -26,11 +26,12 @@ class PeerReduce : public ReduceTransport {
   static int64_t unit(int64_t ranks);
 
   void reduce(ReduceBucket& bucket) override;
-  double scale() const override { return 1.0; }  // a mean is taken of what arrives
+  double scale() const override { return 1.0; }
+  bool takes_mean() const override { return true; }
   bool wants_own_send_buffers() const override { return true; }
   int buckets_in_flight() const override { return 4; }  // they hold no memory of their own
   // A host that waits for its peers in each round must not wait for those that have no such gradient.
-  bool leaves_early() const override { return has_streams(context_.device) || context_.size == 1; }
+  bool leaves_early() const override { return has_streams(context_.device) || context_.inside.size == 1; }
 
   void begin_backward() override;
   void begin_segment() override { rounds_ = 0; }

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "context.h"
-#include "transport/communicator.h"
+#include "transport/communicators.h"
 #include "transport/transport.h"
 
 namespace lightning_zero {
@@ -60,9 +60,9 @@ Pending ShardCopyGather::gather(const std::vector<ParamRecord*>& records, std::v
 
 }  // namespace
 
-std::unique_ptr<GatherTransport> make_shard_copy_gather(Context& context, Communicator& comm,
+std::unique_ptr<GatherTransport> make_shard_copy_gather(Context& context, Communicators& comms,
                                                         WeightMemory& memory) {
-  return std::make_unique<ShardCopyGather>(context, comm, memory);
+  return std::make_unique<ShardCopyGather>(context, comms.gathers(), memory);
 }
 
 }  // namespace lightning_zero

@@ -70,6 +70,8 @@ class ReduceTransport {
 
   // What gradients are multiplied with on their way into a bucket.
   virtual double scale() const = 0;
+  // Whether it is a mean that it takes of what ranks have sent, and not a sum.
+  virtual bool takes_mean() const { return false; }
   // Whether each gradient travels from memory of its own, and may be left where its owner has it.
   virtual bool wants_own_send_buffers() const = 0;
   // How many buckets of a dtype may be on their way before the caller's stream waits for the first.

@@ -9,9 +9,11 @@
 namespace lightning_zero {
 
 // Each is made in a file of its own, which says what it does: shard_copy.cpp, peer_copy.cpp, collective.cpp.
-using MakeGather = std::unique_ptr<GatherTransport>(Context&, Communicator&, WeightMemory&);
+using MakeGather = std::unique_ptr<GatherTransport>(Context&, Communicators&, WeightMemory&);
 MakeGather make_shard_copy_gather, make_peer_copy_gather, make_collective_gather;
 std::unique_ptr<ReduceTransport> make_collective_reduce(const Context& context, Communicator& comm);
+std::unique_ptr<ReduceTransport> make_across_reduce(Context& context, Communicator& comm,
+                                                    std::unique_ptr<ReduceTransport> inside);
 
 namespace {
 
@@ -27,18 +29,23 @@ Transports::Transports(Context& context, Communicators& communicators)
 
 std::vector<std::unique_ptr<GatherTransport>> Transports::make_gathers(WeightMemory& memory) {
   std::vector<std::unique_ptr<GatherTransport>> all;
-  for (auto* make : kGathers) all.push_back(make(context_, communicators_.gathers(), memory));
+  for (auto* make : kGathers) all.push_back(make(context_, communicators_, memory));
   return all;
 }
 
 void Transports::reduce_by_collective() {
-  reduce_ = make_collective_reduce(context_, communicators_.reduces());
+  reduce_by(make_collective_reduce(context_, communicators_.reduces()));
+}
+
+void Transports::reduce_by(std::unique_ptr<ReduceTransport> inside) {
+  auto* across = communicators_.reduces_across();
+  reduce_ = across == nullptr ? std::move(inside) : make_across_reduce(context_, *across, std::move(inside));
 }
 
 void Transports::set_staging(std::vector<at::Tensor> staging, const std::string& group_name,
                              int64_t timeout_ms) {
-  const auto mine = staging.at(static_cast<size_t>(context_.rank));
-  reduce_ = std::make_unique<PeerReduce>(context_, communicators_.reduces(), means_, std::move(staging));
+  const auto mine = staging.at(static_cast<size_t>(context_.inside.rank));
+  reduce_by(std::make_unique<PeerReduce>(context_, communicators_.reduces(), means_, std::move(staging)));
   if (!barrier_) {
     communicators_.reduces().use_symmetric_barrier(mine, group_name, timeout_ms, /*channel=*/0);
     communicators_.gathers().use_symmetric_barrier(mine, group_name, timeout_ms, /*channel=*/1);
@@ -46,12 +53,12 @@ void Transports::set_staging(std::vector<at::Tensor> staging, const std::string&
 }
 
 int64_t Transports::staging_unit() const {
-  return PeerReduce::unit(context_.size);
+  return PeerReduce::unit(context_.inside.size);
 }
 
 void Transports::set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words) {
   Lock lock(context_.mutex);
-  barrier_ = std::make_shared<DeviceBarrier>(code, std::move(rows), std::move(words), context_.rank);
+  barrier_ = std::make_shared<DeviceBarrier>(code, std::move(rows), std::move(words), context_.inside.rank);
   communicators_.reduces().use_device_barrier(barrier_, 0);
   communicators_.gathers().use_device_barrier(barrier_, 1);
   if (context_.watchdog)
@@ -60,7 +67,7 @@ void Transports::set_barrier(const at::Tensor& code, std::vector<at::Tensor> row
 
 void Transports::use_means(const at::Tensor& code) {
   Lock lock(context_.mutex);
-  means_ = RowMeans(code, context_.size);
+  means_ = RowMeans(code, context_.inside.size);
 }
 
 std::unique_ptr<Turns> Transports::make_turns(std::vector<at::Tensor> numbers) {

@@ -54,6 +54,7 @@ class Transports {
 
  private:
   void reduce_by_collective();
+  void reduce_by(std::unique_ptr<ReduceTransport> inside);  // and across hosts, where there are several
 
   Context& context_;
   Communicators& communicators_;

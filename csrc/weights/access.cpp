@@ -3,6 +3,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
+#include <utility>
+
 namespace lightning_zero {
 
 void Access::take(std::unique_ptr<Turns> turns) {
@@ -16,6 +18,11 @@ void Access::watch(const c10::intrusive_ptr<Watchdog>& watchdog) {
 }
 
 at::Tensor Access::source_in(ParamRecord& record, at::ScalarType dtype) {
+  if (host_shards_ != nullptr) {
+    const auto& copy = record.shard.scalar_type() == dtype ? record.full_precision_copy : record.compute_copy;
+    const bool serves = published_ && copy.own.defined() && copy.own.scalar_type() == dtype;
+    return serves ? copy.own : at::Tensor();
+  }
   if (record.shard.scalar_type() == dtype)
     return record.shard;
   const auto& copy = record.compute_copy;
@@ -75,8 +82,32 @@ void Access::let_read(bool everything, bool wait) {
     comm_.catch_up();
 }
 
+void Access::let_read_ahead() {
+  let_read(/*everything=*/false, /*wait=*/true);
+  asked_ahead_ = host_shards_ != nullptr && host_shards_->any();
+}
+
+void Access::publish_host_shards(bool wait) {
+  const bool stale = !published_ || host_shards_->any_stale();
+  if (std::exchange(asked_ahead_, false) && !stale)
+    return;
+  if (host_shards_->on_any_rank(stale)) {
+    before_change_();
+    comm_.barrier().wait(context_.device);  // all have read
+    auto refreshed = host_shards_->refresh();
+    auto all_have_written = comm_.behind(std::move(refreshed), [&] { return comm_.barrier(); });
+    if (wait || !has_streams(context_.device))
+      all_have_written.wait(context_.device);
+  } else if (wait) {
+    comm_.catch_up();
+  }
+  published_ = true;
+}
+
 void Access::publish(bool everything, bool wait) {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
+  if (host_shards_ != nullptr)
+    return publish_host_shards(wait);  // what changes shards says so
   const auto stale = copies_.stale(everything);
   if (!stale.empty())
     before_change_();

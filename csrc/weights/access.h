@@ -15,6 +15,10 @@
 // must be told alike on every rank, and without a look at values on a device: its memory is marked as
 // copy-on-write, with nobody to share it, so that whoever may write to it takes the mark away. Only then
 // values are compared.
+//
+// With several hosts there are no turns: what ranks of a host read from each other are host shards, which are
+// brought up to date with other hosts, together, at the same points. Whether that is needed ranks agree on:
+// of all that is stale anywhere, no rank may leave out anything.
 #pragma once
 
 #include <functional>
@@ -25,14 +29,21 @@
 #include "transport/communicator.h"
 #include "transport/transport.h"
 #include "weights/compute_copies.h"
+#include "weights/host_shards.h"
 
 namespace lightning_zero {
 
 class Access : public WeightMemory {
  public:
-  // `comm`: of what reads peers' memory. `before_change`: what has been fetched ahead is of values that go.
-  Access(Context& context, Communicator& comm, ComputeCopies& copies, std::function<void()> before_change)
-      : context_(context), comm_(comm), copies_(copies), before_change_(std::move(before_change)) {}
+  // `comm`: of what reads peers' memory. `host_shards`: null where there is one host. `before_change`: what
+  // has been fetched ahead is of values that go.
+  Access(Context& context, Communicator& comm, ComputeCopies& copies, HostShards* host_shards,
+         std::function<void()> before_change)
+      : context_(context),
+        comm_(comm),
+        copies_(copies),
+        host_shards_(host_shards),
+        before_change_(std::move(before_change)) {}
 
   // Peers read compute copies.
   void share() { shared_ = true; }
@@ -41,7 +52,7 @@ class Access : public WeightMemory {
   // Peers read shards, in turns.
   void take(std::unique_ptr<Turns> turns);
   // Whether peers read anything.
-  bool is_shared() const { return shared_ || turns_; }
+  bool is_shared() const { return shared_ || turns_ || (host_shards_ != nullptr && host_shards_->any()); }
 
   bool is_published() const override { return published_; }
   bool takes_turns() const override { return turns_ != nullptr; }
@@ -61,18 +72,25 @@ class Access : public WeightMemory {
   // Weights may be read here as they are now; on every rank. `everything`: all copies are written, and not
   // only stale ones. `wait`: by the current stream, too, and not only by what this executor launches.
   void let_read(bool everything, bool wait = false);
+  // A graph is about to be captured, and then replayed: what let_read() does before the replay is done now,
+  // since what is captured depends on it. Nothing is left to do then that other ranks, which may run the
+  // same, did not.
+  void let_read_ahead();
   void close() { turns_.reset(); }
 
  private:
   void publish(bool everything, bool wait);
+  void publish_host_shards(bool wait);
 
   Context& context_;
   Communicator& comm_;
   ComputeCopies& copies_;
+  HostShards* host_shards_;
   std::function<void()> before_change_;
   std::unique_ptr<Turns> turns_;
-  bool shared_ = false;     // some compute copy is read by peers
-  bool published_ = false;  // every rank's copies may be read, until the next point where they change
+  bool shared_ = false;       // some compute copy is read by peers
+  bool published_ = false;    // every rank's copies may be read, until the next point where they change
+  bool asked_ahead_ = false;  // with several hosts: whether ranks have agreed for the next replay
 };
 
 }  // namespace lightning_zero

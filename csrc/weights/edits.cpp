@@ -88,11 +88,11 @@ void Edits::refuse_late() {
 
 void Edits::copy(const Tracked& weight) {
   auto& record = context_.at(weight.index);
-  const auto width = record.shard_numel(), begin = context_.rank * width;
+  const auto width = record.shard_numel(), begin = context_.shard_number() * width;
   const auto valid = std::clamp<int64_t>(record.numel - begin, 0, width);
   if (valid > 0)
     record.shard.narrow(0, 0, valid).copy_(weight.flat.narrow(0, begin, valid));
-  record.compute_copy.written = {};
+  record.compute_copy.written = record.full_precision_copy.written = {};
 }
 
 // Whether its values are others than those of the shards. While shards are written nobody can tell, and it

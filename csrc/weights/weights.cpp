@@ -7,10 +7,11 @@
 
 namespace lightning_zero {
 
-Weights::Weights(Context& context, Transports& transports, Communicator& comm)
+Weights::Weights(Context& context, Transports& transports, Communicators& comms)
     : context_(context),
       copies_(context),
-      access_(context, comm, copies_, [this] { first_.drop(); }),
+      host_shards_(context.has_hosts() ? std::make_unique<HostShards>(context, comms) : nullptr),
+      access_(context, comms.gathers(), copies_, host_shards_.get(), [this] { first_.drop(); }),
       gatherer_(context, transports.make_gathers(access_)),
       first_(context, gatherer_),
       resident_(context, gatherer_),
@@ -124,17 +125,23 @@ void Weights::expire_compute_copies() {
 void Weights::refresh_compute_copies() {
   Lock lock(context_.mutex);
   first_.drop();
-  if (!copies_.has_memory() && !access_.takes_turns())
+  if (!copies_.has_memory() && !access_.takes_turns() && !access_.is_shared())
     return;
   access_.let_read(/*everything=*/true);
   first_.begin_step(/*noting=*/access_.is_published());
 }
 
-void Weights::sync_peers() {
+bool Weights::sync_peers(bool ahead) {
   Lock lock(context_.mutex);
+  if (ahead && !(access_.is_shared() && (access_.takes_turns() || context_.has_hosts())))
+    return false;
   sync_edits_if_any();
   first_.drop();
-  access_.let_read(/*everything=*/false, /*wait=*/true);
+  if (ahead)
+    access_.let_read_ahead();
+  else
+    access_.let_read(/*everything=*/false, /*wait=*/true);
+  return true;
 }
 
 void Weights::close() {

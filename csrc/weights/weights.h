@@ -6,6 +6,7 @@
 // any thread.
 #pragma once
 
+#include <memory>
 #include <set>
 #include <string>
 
@@ -16,14 +17,14 @@
 #include "weights/edits.h"
 #include "weights/first_groups.h"
 #include "weights/gatherer.h"
+#include "weights/host_shards.h"
 #include "weights/resident.h"
 
 namespace lightning_zero {
 
 class Weights {
  public:
-  // `comm`: of the weights.
-  Weights(Context& context, Transports& transports, Communicator& comm);
+  Weights(Context& context, Transports& transports, Communicators& comms);
 
   // -- ops
   at::Tensor gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked);
@@ -49,7 +50,9 @@ class Weights {
   void refresh_compute_copies();
   // Ranks come to a barrier where they read each other's copies: these are brought up to date, and may be
   // read by what is queued on the current stream.
-  void sync_peers();
+  // `ahead`: a graph is about to be captured; done only where what is captured depends on it, and then not
+  // once more before its replay, see Access::let_read_ahead(). Whether it was done.
+  bool sync_peers(bool ahead = false);
 
   // Name of an op `(str digest, str plan) -> ()` that is called before a graph with a plan not seen before
   // runs; it may raise.
@@ -72,6 +75,7 @@ class Weights {
 
   Context& context_;
   ComputeCopies copies_;
+  std::unique_ptr<HostShards> host_shards_;  // null where there is one host
   Access access_;
   Gatherer gatherer_;
   FirstGroups first_;

@@ -79,7 +79,7 @@ class Checkpoints:
 
         def show(record: ShardedParameter) -> Tensor:
             if record.index not in parts:
-                parts[record.index] = ShardedValue(record.layout, record.shard, self._sharder.mesh.rank)
+                parts[record.index] = ShardedValue(record.layout, record.shard, self._sharder.mesh.shard_number)
             return parts[record.index]
 
         with self.hooks.showing(show):

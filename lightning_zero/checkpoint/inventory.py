@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lightning_zero.mesh import Mesh
 from lightning_zero.optim.formulas import StateNames, state_names
-from lightning_zero.profiling.bandwidth import all_gather_into
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
@@ -119,7 +118,4 @@ def gather_value(value: Any, record: ShardedParameter | None, mesh: Mesh) -> Any
     its memory holds padding, too. Without a record, the value itself. Collective."""
     if record is None:
         return value
-    shard = value.reshape(-1).to(mesh.device)
-    full = shard.new_empty(shard.numel() * mesh.world_size)
-    all_gather_into()(full, shard, group=mesh.shard_group)
-    return record.layout.whole(full)
+    return record.layout.whole(mesh.all_shards(value.reshape(-1)))

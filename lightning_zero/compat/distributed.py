@@ -1,5 +1,9 @@
 """Process groups, and files of torch's distributed checkpoints."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
 from torch import serialization
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem, metadata
@@ -15,3 +19,8 @@ MemoryFormat = metadata._MEM_FORMAT_ENCODING
 
 # What a pickled torch.layout, which stands there, too, is made by. (torch 2.11+)
 get_layout = serialization._get_layout
+
+
+def all_gather_into() -> Callable[..., Any]:
+    """``all_gather(whole, mine, group=...)``: torch 2.13 calls it by another name, and warns of that in torch 2.11."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

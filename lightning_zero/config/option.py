@@ -128,6 +128,12 @@ def at_least_zero(value: Any) -> str | None:
     return "must be a number of MiB, 0 or more."
 
 
+def at_least_one(value: Any) -> str | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return None
+    return "must be a whole number, 1 or more."
+
+
 def share(value: Any) -> str | None:
     if _is_number(value) and 0 <= value <= 1:
         return None

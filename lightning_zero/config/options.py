@@ -13,6 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.config.option import (
     Change,
+    at_least_one,
     at_least_zero,
     check_options,
     option,
@@ -120,6 +121,28 @@ class Tuning:
         "above",
         default="auto",
         change=Change.NEGOTIATED,
+    )
+    ranks_per_host: int | None = _communication(
+        "so many neighbouring ranks are taken for those of one host; by default ranks find out where they run. The "
+        "number of all ranks: there is one host, and every collective is one of all ranks",
+        default=None,
+        check=at_least_one,
+        change=Change.REFUSED,
+        shown="found out",
+    )
+    shard_compute_copy: Literal["host", "all"] = _communication(
+        "with several hosts, over which ranks the weights are sharded that compiled code reads. ``'host'``: over those "
+        "of each host, which exchange them with other hosts once per optimizer step; ``'all'``: over all, which takes "
+        "less memory, and every gather crosses hosts",
+        default="host",
+        change=Change.REFUSED,
+    )
+    reduce_across: Literal["micro-batch", "step"] = _communication(
+        "with several hosts, when these reduce the gradients of accumulated micro-batches. ``'micro-batch'``: in each "
+        "backward; ``'step'``: in the last one, so that the network is used once per optimizer step, for the memory of "
+        "one float32 gradient of the weights that a rank holds of its host's. Until then ``param.grad`` holds zeros",
+        default="micro-batch",
+        change=Change.APPLIED,
     )
     agreement_timeout_s: float = _communication(
         "a rank that has compiled a graph waits so many seconds for ranks that are not compiling before it raises "

@@ -33,6 +33,7 @@ class Executor:
     Attributes:
         parameters, weights, gradients, graphs, transport: its parts.
         device, rank, world_size: of the mesh.
+        defers: whether hosts reduce gradients once per optimizer step.
     """
 
     def __init__(
@@ -44,9 +45,12 @@ class Executor:
         watchdog: Watchdog | None = None,
     ) -> None:
         load()
+        inside, across = mesh.inside, mesh.across
         self._native = torch.classes.lightning_zero.Executor(
-            mesh.shard_group.group_name,
-            mesh.reduce_group.group_name,
+            inside.gather_group.group_name,
+            "" if across is None else across.gather_group.group_name,
+            inside.reduce_group.group_name,
+            "" if across is None else across.reduce_group.group_name,
             mesh.control_group.group_name,
             str(mesh.device),
         )
@@ -56,6 +60,7 @@ class Executor:
         self.graphs: Graphs = self._native.graphs()
         self.transport = Transport(self._native.transports(), mesh)
         self.device, self.rank, self.world_size = mesh.device, mesh.rank, mesh.world_size
+        self._several_hosts = across is not None
         self.configure(config)
         self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
         self._watchdog = watchdog
@@ -80,6 +85,7 @@ class Executor:
     def configure(self, config: EngineConfig) -> None:
         """Applies options; legal only outside a backward pass."""
         tuning = config.tuning
+        self.defers = self._several_hosts and tuning.reduce_across == "step"
         self._native.configure(
             int(tuning.reduce_bucket_mb * 2**20),
             tuning.reduce_double_buffer,
@@ -120,6 +126,10 @@ class Executor:
         ``resident_gathers`` (into memory where they stay), ``copied_weights`` (without a collective);
         ``gather_groups``, and of these ``groups_ahead`` (under way since the step began);
         ``compute_copy_writes`` (one by one).
+
+        With several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of what the ranks at one place of all
+        hosts have together), ``host_shard_refreshes``,
+        ``deferred_reductions`` (that no backward took along).
 
         Of gradients: ``reduces``, ``flushes`` (buckets), ``reduce_bytes`` (of whole buckets), ``late_flushes`` (of
         gradients whose bucket had left), ``agreements``, ``aborted_backwards``, ``plans`` (layouts of buckets),

@@ -37,6 +37,9 @@ class Parameters(Protocol):
     def set_resident(self, index: int, memory: Tensor) -> None:
         """Memory for the whole parameter, 1-D with padding, where it stays until the optimizer steps."""
 
+    def set_host_gradient(self, index: int, memory: Tensor) -> None:
+        """Memory for the gradient of the host shard, 1-D, in float32 or wider, where ``Gradients.defer`` leaves it."""
+
     def set_compute_copy(self, index: int, copy: Tensor) -> None:
         """Memory for the shard's values in another dtype, 1-D, of the shard's size; what gathers in that dtype read."""
 
@@ -77,8 +80,13 @@ class Weights(Protocol):
     def refresh_compute_copies(self) -> None:
         """Before the forward of a training step: writes all compute copies. Collective where peers read them."""
 
-    def sync_peers(self) -> None:
-        """Writes weights in the dtype that is computed in where they changed. Collective where peers read them."""
+    def sync_peers(self, ahead: bool = False) -> bool:
+        """Writes weights in the dtype that is computed in where they changed. Collective where peers read them.
+
+        ``ahead``: before a graph is captured, and then replayed: done only where what is captured depends on it, and
+        then not once more before the replay. Returns whether it was done.
+        """
+        ...
 
     def epoch(self) -> int:
         """Changes whenever shards may have changed."""
@@ -126,6 +134,20 @@ class Gradients(Protocol):
 
     def was_said(self) -> bool:
         """Whether some rank has said yes there since the last question; the same on every rank."""
+
+    def defer(self, on: bool) -> None:
+        """With several hosts: from now on backwards leave gradients on their hosts, which add them up; the next
+        backward without this takes them along. Not inside one. Parameters that are trained need memory for it, see
+        ``Parameters.set_host_gradient``. Nothing happens where there is one host."""
+
+    def defers(self) -> bool:
+        """Whether backwards do."""
+
+    def has_deferred(self) -> bool:
+        """Whether something is still to be reduced across hosts."""
+
+    def reduce_deferred(self) -> None:
+        """Reduces it. Collective; harmless where there is nothing."""
 
     def release_buffers(self) -> None:
         """Frees the buckets' memory."""

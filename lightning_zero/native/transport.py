@@ -20,12 +20,12 @@ class Transport:
 
     Args:
         native: the C++ object.
-        mesh: of the ranks between which it moves.
+        mesh: of the ranks; those of a host move between their memories.
     """
 
     def __init__(self, native: Any, mesh: Mesh) -> None:
         self._native = native
-        self._device, self._world_size = mesh.device, mesh.world_size
+        self._device, self._ranks = mesh.device, mesh.inside.size
 
     @property
     def staging_unit(self) -> int:
@@ -48,7 +48,7 @@ class Transport:
         Raises:
             RuntimeError: the kernel cannot be compiled or loaded here.
         """
-        code = self._kernels("barrier.cu", RANKS=self._world_size, LANES=2)
+        code = self._kernels("barrier.cu", RANKS=self._ranks, LANES=2)
         words = torch.zeros(8, dtype=torch.int32, pin_memory=True)
         self._native.set_barrier(code, rows, words)
 
@@ -58,7 +58,7 @@ class Transport:
         Raises:
             RuntimeError: it cannot be compiled or loaded here.
         """
-        self._native.use_means(self._kernels("row_means.cu", ROWS=self._world_size))
+        self._native.use_means(self._kernels("row_means.cu", ROWS=self._ranks))
 
     def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
         """Writes, or adds, the mean over dimension 0 of ``rows`` to ``to`` (1-D, contiguous, float32); returns whether
@@ -76,7 +76,7 @@ class Transport:
         if self._device.type == "cpu":
             self._native.take_turns(numbers)
         else:
-            self._native.take_device_turns(self._kernels("turns.cu", RANKS=self._world_size), numbers)
+            self._native.take_device_turns(self._kernels("turns.cu", RANKS=self._ranks), numbers)
 
     def _kernels(self, source: str, **macros: int) -> Tensor:
         capability = torch.cuda.get_device_capability(self._device)

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_zero.compat.distributed import all_gather_into
 
 __all__ = ["BandwidthTable", "measure"]
 
@@ -109,11 +110,6 @@ def measure(
         tuple((size, gather) for size, gather, _ in measured),
         tuple((size, reduce) for size, _, reduce in measured),
     )
-
-
-def all_gather_into() -> Callable[..., Any]:
-    """``all_gather(whole, mine, group=...)``: torch 2.13 calls it by another name, and warns of that in torch 2.11."""
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _fastest(work: Callable[[], object], device: torch.device, repetitions: int) -> float:

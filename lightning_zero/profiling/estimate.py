@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph
 
+from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.mesh import Mesh
-from lightning_zero.profiling.bandwidth import BandwidthTable, Samples, all_gather_into, check_samples, seconds_between
+from lightning_zero.profiling.bandwidth import BandwidthTable, Samples, check_samples, seconds_between
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 
 __all__ = ["NOMINAL", "Costs", "measure_costs"]

@@ -61,6 +61,6 @@ def initialise(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 def _keep(shard: Tensor, whole: Tensor, sight: Sight) -> None:
     # Where autograd would not allow the fill itself, it must not be done behind its back.
-    part = sight.layout.part(whole, sight.rank)
+    part = sight.layout.part(whole, sight.number)
     sight.write(shard)
     shard.copy_(part.view(shard.shape))

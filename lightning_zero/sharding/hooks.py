@@ -60,6 +60,12 @@ class GradientHooks:
                 if not isinstance(hook, _Later):
                     later[key] = _Later(hook)
 
+    def any(self) -> bool:
+        """Whether users want to see gradients that backwards bring."""
+        with plainly():
+            self._adopt()
+            return bool(self._adopted) or any(r.param._post_accumulate_grad_hooks for r in self._sharder.records)
+
     def before_backward(self) -> None:
         """Adopts; and remembers what is accumulated already: ``register_hook`` hooks see a backward's own gradient."""
         self.adopt()

@@ -88,24 +88,24 @@ class ShardLayout:
         """
         return torch.Size((1,) * (len(self.shape) - 1) + (self.shard_numel,))
 
-    def range_of(self, rank: int) -> tuple[int, int]:
-        """The half-open range of the flattened parameter that ``rank`` holds; empty when it holds padding only."""
-        begin = min(rank * self.shard_numel, self.numel)
+    def range_of(self, number: int) -> tuple[int, int]:
+        """The half-open range of the flattened parameter that shard ``number`` is; empty where it is padding only."""
+        begin = min(number * self.shard_numel, self.numel)
         return begin, min(begin + self.shard_numel, self.numel)
 
-    def part(self, full: Tensor, rank: int) -> Tensor:
-        """``rank``'s part of ``full`` (the parameter's shape), as users see a shard: on its device and in its dtype,
-        padded with zeros. Memory of its own."""
+    def part(self, full: Tensor, number: int) -> Tensor:
+        """Shard ``number`` of ``full`` (the parameter's shape), as users see it: on its device and in its dtype, padded
+        with zeros. Memory of its own."""
         shard = torch.empty(self.shard_numel, dtype=full.dtype, device=full.device)
-        self.write(shard, full, rank)
+        self.write(shard, full, number)
         return shard.view(self.visible_shape)
 
-    def write(self, shard: Tensor, full: Tensor, rank: int) -> None:
-        """Copies ``rank``'s part of ``full`` (the parameter's shape, any device and dtype) into the 1-D ``shard``; pads
-        with zeros. A tensor that lies in a checkpoint is asked for this part alone: it has ``read_part``."""
+    def write(self, shard: Tensor, full: Tensor, number: int) -> None:
+        """Copies shard ``number`` of ``full`` (the parameter's shape, any device and dtype) into the 1-D ``shard``;
+        pads with zeros. A tensor that lies in a checkpoint is asked for this part alone: it has ``read_part``."""
         if (read_part := getattr(full, "read_part", None)) is not None:
-            read_part(shard, self, rank)
+            read_part(shard, self, number)
             return
-        begin, end = self.range_of(rank)
+        begin, end = self.range_of(number)
         shard[: end - begin].copy_(self.stored(full.detach()).reshape(-1)[begin:end])
         shard[end - begin :].zero_()

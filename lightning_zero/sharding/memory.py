@@ -7,17 +7,23 @@ master shard         by ``place``, when the model is sharded;  the parameter's  
                      again by ``arrange``, for the optimizers                          before, once another is placed
 gradient             by ``allocate_gradients``, in the first   the parameter's         with the engine
                      training step that trains the parameter
+host gradient        by ``allocate_host_gradients``, with      float32 or wider        with the engine
+                     several hosts, once gradients are
+                     deferred
 compute copy         by ``allocate_compute_copies``, in the    the one that is         with the engine
                      first step of mixed precision             computed in
 full-precision copy  likewise, for what autocast leaves as it  the parameter's         with the engine
-                     is, where peers read copies
+                     is, where peers read copies; with
+                     several hosts, of all that is not computed
+                     in another dtype
 resident weight      by ``allocate_resident``, once the        as compiled code uses   with the engine
                      budget for it is known                    the weight
 ===================  ========================================  ======================  ================================
 
-The first four are shards: 1-D pieces, padding included, neighbours in one tensor for each dtype. Resident weights are
-whole. Where ranks copy each other's weights, master shards and copies lie in memory that peers read, and the executor
-is told where those of other ranks lie.
+The first four are shards: 1-D pieces, padding included, neighbours in one tensor for each dtype. With several hosts,
+copies are of host shards: of what ranks at one place of all hosts have together. Resident weights are whole. Where
+ranks copy each other's weights, master shards and copies lie in memory that peers read, and the executor is told where
+those of other ranks lie.
 """
 
 from __future__ import annotations
@@ -118,6 +124,21 @@ class ShardMemory:
             record.memory[Role.GRADIENT] = view
         self.gradients = self.gradients or arena
 
+    def allocate_host_gradients(self) -> None:
+        """Memory in which the ranks of a host add gradients up before hosts reduce them, for what has a gradient now.
+        Harmless when repeated."""
+        new = [r for r in self._records.live if r.gradient is not None and Role.HOST_GRADIENT not in r.memory]
+        hosts = self._mesh.world_size // self._mesh.inside.size
+        by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+        for record in sorted(new, key=lambda record: record.shard.data_ptr()):
+            by_dtype.setdefault(torch.promote_types(record.param.dtype, torch.float32), []).append(record)
+        for dtype, records in by_dtype.items():
+            sizes = [hosts * record.layout.shard_numel for record in records]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=self._mesh.device)
+            for record, piece in zip(records, flat.split(sizes), strict=True):
+                record.memory[Role.HOST_GRADIENT] = piece
+                self.executor.parameters.set_host_gradient(record.index, piece)
+
     # -- copies
 
     def allocate_compute_copies(self, dtype: torch.dtype, peers: PeerMemory | None = None) -> None:
@@ -149,6 +170,43 @@ class ShardMemory:
         for record, mine, theirs in full_precision:
             record.memory[Role.FULL_PRECISION_COPY] = mine
             self.executor.parameters.set_full_precision_copy(record.index, mine, theirs)
+        self._access.before_writing()  # what is to be read first must be written
+
+    def allocate_host_shards(self, dtype: torch.dtype | None, peers: PeerMemory | None = None) -> None:
+        """Where there are several hosts: memory for host shards in the dtypes in which compiled code reads them;
+        ``dtype``, if wider ones are computed in it. In memory that the ranks of a host can read, if ``peers`` is given.
+        Harmless when repeated. Collective."""
+        if self.holds(Role.COMPUTE_COPY) or self.holds(Role.FULL_PRECISION_COPY):
+            return
+        hosts = self._mesh.world_size // self._mesh.inside.size
+        wanted: list[tuple[ShardedParameter, Role, torch.dtype]] = []
+        for record in self._records.live:
+            own = record.param.dtype
+            narrow = dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize
+            if narrow:
+                assert dtype is not None
+                wanted.append((record, Role.COMPUTE_COPY, dtype))
+            if not narrow or _stays_wide(record):
+                wanted.append((record, Role.FULL_PRECISION_COPY, own))
+        found = []
+        for one in dict.fromkeys(kind for *_, kind in wanted):
+            entries = [(record, role) for record, role, kind in wanted if kind == one]
+            sizes = [hosts * record.layout.shard_numel for record, _ in entries]
+            if peers is not None:
+                mine, all_ranks = peers.empty(sum(sizes), one)
+            else:
+                mine, all_ranks = torch.empty(sum(sizes), dtype=one, device=self._mesh.device), []
+            pieces = zip(mine.split(sizes), *(memory.split(sizes) for memory in all_ranks), strict=True)
+            found += [(*entry, own, list(theirs)) for entry, (own, *theirs) in zip(entries, pieces, strict=True)]
+        for record, role, mine, theirs in found:  # only now that there is memory for all
+            record.memory[role] = mine
+            parameters = self.executor.parameters
+            if role is Role.FULL_PRECISION_COPY:
+                parameters.set_full_precision_copy(record.index, mine, theirs)
+                continue
+            parameters.set_compute_copy(record.index, mine)
+            if theirs:
+                parameters.set_peers(record.index, theirs)
         self._access.before_writing()  # what is to be read first must be written
 
     # -- resident weights
@@ -188,6 +246,11 @@ def _parts(shard: Tensor, memory: Sequence[Tensor]) -> list[Tensor]:
     return [tensor[begin : begin + shard.numel()] for tensor in memory]
 
 
+def _stays_wide(record: ShardedParameter) -> bool:
+    """Whether autocast leaves the parameter in full precision, as norms and embeddings."""
+    return len(record.layout.shape) < 2 or any(isinstance(owner, nn.Embedding) for owner, _ in record.owners)
+
+
 def _full_precision(
     copied: Sequence[ShardedParameter], peers: PeerMemory
 ) -> list[tuple[ShardedParameter, Tensor, list[Tensor]]]:
@@ -195,7 +258,7 @@ def _full_precision(
     each: memory on this rank, and on each."""
     by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
     for record in copied:
-        if len(record.layout.shape) < 2 or any(isinstance(owner, nn.Embedding) for owner, _ in record.owners):
+        if _stays_wide(record):
             by_dtype.setdefault(record.param.dtype, []).append(record)
     found = []
     for dtype, records in by_dtype.items():

@@ -23,6 +23,7 @@ class Role(Enum):
 
     MASTER_SHARD = "master shard"
     GRADIENT = "gradient"
+    HOST_GRADIENT = "host gradient"
     COMPUTE_COPY = "compute copy"
     FULL_PRECISION_COPY = "full-precision copy"
     RESIDENT = "resident weight"
@@ -71,7 +72,7 @@ class ShardedParameter:
     def part_of(self, whole: Tensor) -> Tensor:
         """This rank's elements of a value of the whole parameter's shape, as users see a shard: on the value's device
         and in its dtype, padded with zeros."""
-        return self.layout.part(whole, self.sight.rank)
+        return self.layout.part(whole, self.sight.number)
 
     def show_shard(self) -> None:
         """Points the visible parameter at the shard. It goes on counting the whole parameter's elements: that is what

@@ -30,7 +30,7 @@ class _Part:
 
     def __init__(self, shard: Tensor) -> None:
         self.sight: Sight = sight_of([shard])
-        begin, end = self.sight.layout.range_of(self.sight.rank)
+        begin, end = self.sight.layout.range_of(self.sight.number)
         self.values = shard.detach().reshape(-1)[: end - begin]
         self.count = self.sight.layout.numel
         self.dtype = shard.dtype

@@ -102,7 +102,7 @@ class Sharder:
             if full.data_ptr() == param.data_ptr():
                 full = full.clone()  # a view into something larger may be shared with code that still needs it
             dist.broadcast(full, group=self.mesh.shard_group, group_src=0)
-        shard = layout.part(layout.restored(full), self.mesh.rank)
+        shard = layout.part(layout.restored(full), self.mesh.shard_number)
         return self._register(name, param, shard.view(-1), layout)
 
     def twin(self, record: ShardedParameter) -> ShardedParameter:
@@ -118,7 +118,7 @@ class Sharder:
         sight = Sight(
             name,
             layout,
-            self.mesh.rank,
+            self.mesh.shard_number,
             device,
             weakref.ref(self.mesh.shard_group),
             partial(_tell, weakref.ref(self)),

@@ -36,6 +36,7 @@ class Sight:
     executor holds parameters, and a way back from these would keep all forever.
 
     Attributes:
+        number: of the shard, among those of its parameter.
         changing: called when the parameter is about to be given other values; with True when all are.
         collective: starts one over ``group``, see :meth:`Executor.collective`, and waits for it.
         memory: address of the storage that its values lie in.
@@ -43,7 +44,7 @@ class Sight:
 
     name: str
     layout: ShardLayout
-    rank: int
+    number: int
     device: torch.device
     group: Callable[[], dist.ProcessGroup | None]
     changing: Callable[[bool], None]
@@ -63,7 +64,7 @@ class Sight:
 
     def clear_padding(self, tensor: Tensor) -> None:
         """Padding is zero, whatever was written: norms over arenas count it."""
-        begin, end = self.layout.range_of(self.rank)
+        begin, end = self.layout.range_of(self.number)
         if end - begin < self.layout.shard_numel and tensor.grad_fn is None:
             with plainly(), torch.no_grad():
                 tensor.detach().view(-1)[end - begin :].zero_()

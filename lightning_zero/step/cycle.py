@@ -182,6 +182,28 @@ class StepCycle:
         self._enter(State.IDLE, Phase.BETWEEN)
         self._sharder.access.before_reading()
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """May surround forward and backward of a micro-batch after which others come before the optimizer steps. With
+        several hosts and ``reduce_across="step"``, its gradients stay on their hosts until the last one's backward;
+        unless users have put hooks on gradients, who would see only a part of each."""
+        gradients = self._executor.gradients
+        if not self._executor.defers or self._hooks.any():
+            yield
+            return
+        self._sharder.memory.allocate_gradients()
+        self._sharder.memory.allocate_host_gradients()
+        gradients.defer(True)
+        try:
+            yield
+        finally:
+            gradients.defer(False)
+
+    def gradients_are_final(self) -> None:
+        """Before anything is made of gradients: what hosts have not reduced yet, they reduce now. Collective; harmless
+        where that is nothing, as behind the backward of a last micro-batch."""
+        self._executor.gradients.reduce_deferred()
+
     def before_step(self) -> None:
         """Must come before shards are overwritten, by an optimizer or by whatever does the same (an exchange with
         averages): edits of gathered weights reach them first."""
@@ -199,6 +221,7 @@ class StepCycle:
             self._refuse(State.STEP, "the step of an optimizer")
         self._step = step
         self._enter(State.STEP, Phase.STEP)
+        self.gradients_are_final()
         self.before_step()
 
     def end_step(self, step: UnderWay, changed: bool) -> None:

@@ -112,7 +112,10 @@ class OptimizerSteps:
                 device.
             skip: see :meth:`OptimizerStepper.begin`.
         """
-        norm = None if clip is None else self.stepper(optimizer).clip_norm(clip, later=True)
+        norm = None
+        if clip is not None:
+            self._cycle.gradients_are_final()
+            norm = self.stepper(optimizer).clip_norm(clip, later=True)
         try:
             self.begin(optimizer, skip)
             yield norm
@@ -157,6 +160,7 @@ class OptimizerSteps:
     def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
         """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the
         device, zero where there is no gradient. Collective."""
+        self._cycle.gradients_are_final()
         live = self._sharder.live
         executor = self._sharder.executor
         with plainly():

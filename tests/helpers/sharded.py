@@ -84,10 +84,10 @@ def whole_all(
             assert shard.shape == record.layout.visible_shape, f"{name}: shape {tuple(shard.shape)} is no shard's"
             by_dtype.setdefault(shard.dtype, []).append(name)
     out: dict[str, Tensor | None] = dict.fromkeys(shards)
-    for names in by_dtype.values():
+    for _, names in sorted(by_dtype.items(), key=str):  # alike on every rank, as an optimizer's state need not be
+        names.sort()
         own = torch.cat([shards[name][1].detach().reshape(-1) for name in names])
-        ranks = [torch.empty_like(own) for _ in range(engine.world_size)]
-        dist.all_gather(ranks, own, group=engine.mesh.shard_group)
+        ranks = engine.mesh.all_shards(own).chunk(engine.world_size)
         begin = 0
         for name in names:
             layout = layouts[name]
@@ -146,23 +146,27 @@ def train_sharded(
     retain_graph: bool = False,
     context: Context = nullcontext,
     before_batch: Callable[[nn.Module, int], None] | None = None,
+    announce: bool = False,
 ) -> Reference:
     """Takes global batches and trains on this rank's share, stepping as the Trainer's path does. Steps after a last
     partial window, too.
 
     loss_fn: may return several losses, each of which gets a backward pass of its own
+    announce: the engine is told of micro-batches after which others come, as a Trainer tells it
     """
     check_spread(engine, model)
     out = Reference()
     for index, batch in enumerate(batches):
         if before_batch is not None:
             before_batch(model, index)
-        with engine.train_step(), context():
-            losses = _listed(loss_fn(model, shard_batch(batch, engine.rank, engine.world_size)))
-        for number, loss in enumerate(losses, 1):
-            (loss / accumulate).backward(retain_graph=retain_graph and number < len(losses))
+        more = (index + 1) % accumulate and index + 1 < len(batches)
+        with engine.cycle.accumulating() if more and announce else nullcontext():
+            with engine.train_step(), context():
+                losses = _listed(loss_fn(model, shard_batch(batch, engine.rank, engine.world_size)))
+            for number, loss in enumerate(losses, 1):
+                (loss / accumulate).backward(retain_graph=retain_graph and number < len(losses))
         out.losses.append(mean_over_ranks(torch.stack([loss.detach() for loss in losses]).sum()))
-        if (index + 1) % accumulate and index + 1 < len(batches):
+        if more:
             continue
         out.grads.append(whole_grads(engine, model))
         with engine.optimizers.stepping(optimizer, clip=clip_norm) as norm:

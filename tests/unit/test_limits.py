@@ -200,7 +200,7 @@ def test_the_cpp_counter_sees_what_there_is() -> None:
                 counts[name] = (len(methods), data)
     assert counts["ReduceBucket"][0] == 20
     assert " ".join(counts["ReduceBucket"][1]) == (
-        "own_send_buffers scale poison dtype_ ranks_ segment_ chunk_ sent_ read_ scale_ slots_ state_ buffer_"
+        "own_send_buffers deferred scale poison dtype_ ranks_ hosts_ segment_ chunk_ sent_ read_ scale_ slots_ state_ buffer_"
     )
     assert counts["Turns"] == (6, ["number_", "readable_"])
     assert counts["CudaDriver"] == (4, ["load", "find", "launch_kernel"])

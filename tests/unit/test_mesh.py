@@ -1,14 +1,17 @@
 """The ranks that share a model: who they are, and that parts of the world do not hear each other."""
 
+import re
 from dataclasses import FrozenInstanceError
 from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.mesh import Mesh, host_name, numbered
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.mesh import Mesh, host_name, hosts_of, numbered
 from tests.ranks.pool import Ranks
 
 CPU = torch.device("cpu")
@@ -57,7 +60,79 @@ def hosts_of_each(names: list[str]) -> tuple[int, ...]:
 
 
 def test_ranks_know_who_shares_a_host(ranks: Ranks) -> None:
-    assert ranks.run(3, hosts_of_each, ["b", "a", "b"]) == [(0, 1, 0)] * 3
+    assert ranks.run(4, hosts_of_each, ["b", "a", "b", "a"]) == [(0, 1, 0, 1)] * 4
+
+
+def on_hosts(names: list[str], ranks_per_host: int | None) -> tuple[Any, ...]:
+    with patch("lightning_zero.mesh.host_name", lambda: names[dist.get_rank()]):
+        mesh = Mesh.of(CPU, ranks_per_host=ranks_per_host)
+    assert len({*mesh.device_groups, mesh.control_group}) == (4 if mesh.across is None else 8)
+    sides = [mesh.inside] if mesh.across is None else [mesh.inside, mesh.across]
+    for side in sides:
+        assert side.ranks[side.rank] == mesh.rank
+        for group in (side.gather_group, side.reduce_group):
+            total = torch.tensor([1 << mesh.rank])
+            dist.all_reduce(total, group=group)
+            assert int(total) == sum(1 << rank for rank in side.ranks), "others were heard"
+    # Of shards that are called by their numbers.
+    assert mesh.all_shards(torch.tensor([mesh.shard_number])).tolist() == list(range(mesh.world_size))
+    return mesh.hosts, mesh.machines, tuple(side.ranks for side in sides), mesh.shard_number
+
+
+@pytest.mark.parametrize("ranks_per_host", [None, 2])
+def test_ranks_at_one_place_of_all_hosts_hold_neighbouring_shards(ranks: Ranks, ranks_per_host: int | None) -> None:
+    names = ["a", "b", "a", "b"] if ranks_per_host is None else ["here"] * 4
+    found = ranks.run(4, on_hosts, names, ranks_per_host)
+    if ranks_per_host is None:
+        assert [sides for _, _, sides, _ in found] == [
+            ((0, 2), (0, 1)),
+            ((1, 3), (0, 1)),
+            ((0, 2), (2, 3)),
+            ((1, 3), (2, 3)),
+        ]
+        assert [(hosts, machines, number) for hosts, machines, _, number in found] == [
+            ((0, 1, 0, 1), (0, 1, 0, 1), number) for number in range(4)
+        ]
+    else:
+        assert [sides for _, _, sides, _ in found] == [
+            ((0, 1), (0, 2)),
+            ((0, 1), (1, 3)),
+            ((2, 3), (0, 2)),
+            ((2, 3), (1, 3)),
+        ]
+        assert [(hosts, machines, number) for hosts, machines, _, number in found] == [
+            ((0, 0, 1, 1), (0, 0, 0, 0), number) for number in (0, 2, 1, 3)
+        ]
+
+
+@pytest.mark.parametrize(("names", "ranks_per_host"), [("aaa", None), ("abc", 3), ("abc", 4)])
+def test_where_there_is_one_host_nothing_goes_across(ranks: Ranks, names: str, ranks_per_host: int | None) -> None:
+    for rank, (hosts, _, sides, number) in enumerate(ranks.run(3, on_hosts, list(names), ranks_per_host)):
+        assert (hosts, sides, number) == ((0, 0, 0), ((0, 1, 2),), rank)
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks_per_host", "words"),
+    [("aab", None, "as they were found) have 2, 1 ranks"), ("aaaa", 3, "by ranks_per_host=3) have 3, 1 ranks")],
+)
+def test_hosts_of_other_sizes_are_refused(names: str, ranks_per_host: int | None, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(words) + ".*Start as many processes on each"):
+        hosts_of(list(names), ranks_per_host)
+    assert hosts_of(list("abab"), None) == (0, 1, 0, 1)
+
+
+def parts_on_hosts() -> None:
+    mesh = Mesh.over([[0, 3], [1, 2]], CPU, ranks_per_host=1)
+    assert mesh.across is not None
+    assert (mesh.world_size, mesh.inside.size, mesh.across.ranks) == (2, 1, (0, 1))
+    assert dist.get_process_group_ranks(mesh.across.gather_group) == ([0, 3] if dist.get_rank() in (0, 3) else [1, 2])
+    assert mesh.all_shards(torch.tensor([dist.get_rank()])).tolist() == (
+        [0, 3] if dist.get_rank() in (0, 3) else [1, 2]
+    )
+
+
+def test_each_part_has_hosts_of_its_own(ranks: Ranks) -> None:
+    ranks.run(4, parts_on_hosts)
 
 
 def refused(parts: list[list[int]]) -> str:

@@ -31,7 +31,7 @@ def by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: Sharde
         names[number]: {
             entry.key: entry.value
             if entry.record is None
-            else ShardedValue(entry.record.layout, entry.value, sharder.mesh.rank)
+            else ShardedValue(entry.record.layout, entry.value, sharder.mesh.shard_number)
             for entry in entries
         }
         for number, entries in held.items()

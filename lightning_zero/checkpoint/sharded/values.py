@@ -26,25 +26,25 @@ class ShardedValue(Tensor):
     Attributes:
         cut: its layout.
         shard: 1-D, this rank's elements and padding; not a copy.
-        rank: this one.
+        number: of the shard, among those of its parameter.
     """
 
     cut: ShardLayout
     shard: Tensor
-    rank: int
+    number: int
     # Results are plain tensors.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, layout: ShardLayout, shard: Tensor, rank: int) -> ShardedValue:
+    def __new__(cls, layout: ShardLayout, shard: Tensor, number: int) -> ShardedValue:
         made = make_wrapper_subclass(cls, layout.shape, dtype=shard.dtype, device=shard.device)
-        made.cut, made.shard, made.rank = layout, shard.detach().reshape(-1), rank
+        made.cut, made.shard, made.number = layout, shard.detach().reshape(-1), number
         return made
 
     def parts(self, most: int) -> list[tuple[Box, Tensor]]:
         """Boxes of the whole tensor, each with at most so many elements or a row, and this rank's values of them: views
         of the shard. None of the padding."""
-        begin, end = self.cut.range_of(self.rank)
+        begin, end = self.cut.range_of(self.number)
         order = self.cut.order
         found, position = [], 0
         for box in boxes(self.cut.stored_shape, begin, end, most):
@@ -68,7 +68,7 @@ class ShardedValue(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedValue({tuple(self.shape)}, {self.dtype}, rank {self.rank} of {self.cut.world_size})"
+        return f"ShardedValue({tuple(self.shape)}, {self.dtype}, shard {self.number} of {self.cut.world_size})"
 
 
 class SavedValue(Tensor):
@@ -100,9 +100,10 @@ class SavedValue(Tensor):
         self._read([(everything, value)])
         return value
 
-    def read_part(self, shard: Tensor, layout: ShardLayout, rank: int) -> None:
-        """Writes ``rank``'s elements into the 1-D ``shard``, any device and dtype, and zeros into its padding."""
-        begin, end = layout.range_of(rank)
+    def read_part(self, shard: Tensor, layout: ShardLayout, number: int) -> None:
+        """Writes the elements of shard ``number`` into the 1-D ``shard``, any device and dtype, and zeros into its
+        padding."""
+        begin, end = layout.range_of(number)
         order = layout.order
         wanted, position = [], 0
         for box in boxes(layout.stored_shape, begin, end):

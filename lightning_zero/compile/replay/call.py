@@ -37,12 +37,14 @@ class Key:
         place: among the calls whose backward is still to come; each has memory of its own.
         first: whether it is this graph's first call since the optimizer stepped.
         adding: whether a backward has added gradients since then.
+        deferred: whether its backward leaves gradients on their hosts, and whether some are there.
         sizes: inputs that are not tensors.
     """
 
     place: int
     first: bool
     adding: bool
+    deferred: tuple[bool, bool]
     sizes: tuple[Any, ...]
 
 
@@ -74,6 +76,7 @@ class Call:
             self._free_place(),
             first,
             replays.adding(epoch, backwards),
+            (replays.executor.gradients.defers(), replays.executor.gradients.has_deferred()),
             tuple(a for a in args if not isinstance(a, Tensor)),
         )
         variant = None if self._off else self._variant(replays, args, key)

@@ -145,8 +145,7 @@ class CapturedPair:
         beside = job.beside if isinstance(job.beside, CapturedPair) else None
         stream = beside._stream if beside is not None else torch.cuda.Stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
-        if executor.weights.takes_turns():
-            executor.weights.sync_peers()  # or the graph would hold the wait, of one step for all
+        executor.weights.sync_peers(ahead=True)  # or the graph would hold a wait, of one step for all
         torch.cuda.empty_cache()  # graphs cannot use what is cached for others
         reserved = torch.cuda.memory_reserved(device)
         stream.wait_stream(current)
@@ -216,7 +215,8 @@ class EmulatedPair:
     def _recorded(self, backward: bool, adding: bool) -> Iterator[None]:
         known = self._numbers.get(backward)
         if known is None:
-            self._executor.weights.sync_peers()
+            if not (backward and self._executor.weights.sync_peers(ahead=True)):
+                self._executor.weights.sync_peers()
         else:
             self._executor.graphs.before_replay(known)
         self._executor.graphs.begin(backward, adding, self._job.segment if backward else -1)

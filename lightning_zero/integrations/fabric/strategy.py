@@ -234,6 +234,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
         if float(norm_type) != 2.0:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
+        engine.cycle.gradients_are_final()
         norm = engine.optimizers.stepper(optimizer).clip_norm(float(max_norm))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -246,6 +247,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         engine = self._find_engine(optimizer)
         self.precision.unscale_gradients(optimizer)
+        engine.cycle.gradients_are_final()
         engine.optimizers.stepper(optimizer).clip_value(float(clip_val))
 
     # -- what ranks do together
@@ -268,8 +270,10 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
 
 
 class _Accumulates(BackwardSyncControl):
-    """Gradients are reduced in each backward and added up in shards: there is nothing to wait with."""
+    """Gradients are reduced in each backward and added up in shards; where there are several hosts, these may wait."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+        engines = (made for child in module.modules() if (made := engine_of(child)) is not None)
+        engine = next(engines, None)
+        return engine.cycle.accumulating() if enabled and engine is not None else nullcontext()

@@ -316,6 +316,11 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             return super().predict_step(*args, **kwargs)
 
     @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        # What Lightning surrounds micro-batches with after which others come.
+        return self._require_engine().cycle.accumulating()
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._require_engine().cycle.before_backward()
 

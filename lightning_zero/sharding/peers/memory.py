@@ -1,4 +1,4 @@
-"""Memory of every rank that every rank can read and write.
+"""Memory of every rank that every rank of its host can read and write.
 
 On GPUs of one host it is torch's symmetric memory: copy engines read it over NVLink, without a kernel that would take
 SMs from the model. On a CPU it is shared memory of the operating system.
@@ -27,14 +27,15 @@ PROBE_MS = 60_000  # all ranks come at once: one that is not there then has ende
 
 
 class PeerMemory:
-    """Allocates such memory for the ranks of a process group; see :meth:`of`.
+    """Allocates such memory for the ranks of a mesh; see :meth:`of`. Ranks of one host reach each other's; whether
+    there is any is the same on all hosts, so that all ranks do the same.
 
     Args:
         mesh: of the ranks whose memory it is.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+        self._mesh, self._inside = mesh, mesh.inside
         self._device = mesh.device
         self._owners: list[Any] = []  # what keeps peers' memory mapped
         self._named = False  # whether memory of the CPU needs a name
@@ -43,8 +44,8 @@ class PeerMemory:
     @classmethod
     def of(cls, mesh: Mesh) -> tuple[PeerMemory | None, str]:
         """This memory if there can be any, or None and the reason. The same on every rank. Collective."""
-        if mesh.world_size == 1:
-            return None, "there is one rank"
+        if mesh.inside.size == 1:
+            return None, "there is one rank" if mesh.across is None else "there is one rank on each host"
         memory = cls(mesh)
         try:
             reason = memory._objection() or memory._probe()
@@ -53,7 +54,7 @@ class PeerMemory:
         return (memory, "") if reason is None else (None, reason)
 
     def empty(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """1-D memory of this rank, and that of all ranks in their order, this one's included. Collective.
+        """1-D memory of this rank, and that of all ranks of its host in their order, this one's included. Collective.
 
         Raises:
             UnsupportedError: on every rank, when one has no such memory.
@@ -100,21 +101,26 @@ class PeerMemory:
         errors = self._mesh.gathered(error)
         return next((f"on rank {rank} ({text})" for rank, text in enumerate(errors) if text is not None), None)
 
+    def _of_host(self, values: list[Any]) -> list[Any]:
+        """Those of this rank's host, of all ranks' values."""
+        return [values[rank] for rank in self._inside.ranks]
+
     def _objection(self) -> str | None:
         """Why nothing should even be tried."""
-        hosts = self._mesh.hosts
-        other = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
-        if other is not None:
-            return f"ranks 0 and {other} are on different hosts"
+        machines = self._mesh.machines
+        for rank, host in enumerate(self._mesh.hosts):
+            first = self._mesh.hosts.index(host)
+            if machines[first] != machines[rank]:
+                return f"ranks {first} and {rank} are on different hosts"
         if self._device.type != "cuda":
             return None
-        uuids = self._mesh.gathered(self._all(lambda: uuid_of(self._device), "identified"))
+        uuids = self._of_host(self._mesh.gathered(self._all(lambda: uuid_of(self._device), "identified")))
         mine = self._all(lambda: _other_backend(self._device) or why_no_atomics(self._device, uuids), "judged")
         return next(filter(None, self._mesh.gathered(mine)), None)
 
     def _probe(self) -> str | None:
-        mine, everyone = self.empty(self._mesh.world_size, torch.int64)
-        waits = barrier_waits(mine, everyone, self._mesh.rank, self._meet, self._line_up)
+        mine, everyone = self.empty(self._inside.size, torch.int64)
+        waits = barrier_waits(mine, everyone, self._inside.rank, self._meet, self._line_up)
         reasons = self._mesh.gathered(None if waits else "a barrier between their devices does not wait")
         if self._device.type == "cuda":  # known for certain only now that there is some memory
             reasons += self._mesh.gathered(_other_backend(self._device))
@@ -139,9 +145,9 @@ class PeerMemory:
     def _rendezvous(self, mine: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         from lightning_zero.compat.symmetric_memory import symmetric_memory as symmetric
 
-        handle = symmetric.rendezvous(mine, self._mesh.shard_group.group_name)
+        handle = symmetric.rendezvous(mine, self._inside.gather_group.group_name)
         self._owners.append((handle, mine))
-        return mine, [handle.get_buffer(rank, (numel,), dtype) for rank in range(self._mesh.world_size)]
+        return mine, [handle.get_buffer(rank, (numel,), dtype) for rank in range(self._inside.size)]
 
     # -- CPUs
 
@@ -157,13 +163,13 @@ class PeerMemory:
             return self._shared(numel, dtype)
 
     def _map(self, claim: Claim, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        claims = self._mesh.gathered((claim.path, claim.identity))
+        claims = self._of_host(self._mesh.gathered((claim.path, claim.identity)))
         try:
             tensors = [mapped(path, identity, numel, dtype) for path, identity in claims]
         finally:
             self._line_up()
             claim.release()
-        return tensors[self._mesh.rank], tensors
+        return tensors[self._inside.rank], tensors
 
 
 def _other_backend(device: torch.device) -> str | None:

@@ -35,7 +35,8 @@ class Peers:
     def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         self._config = config
         self._weights, self._gradients = WeightWay(config, mesh), GradientWay(config, mesh)
-        self._rows = MeetingRows()
+        self._rows = MeetingRows(mesh)
+        self._several_hosts = mesh.across is not None
         self._copied = False  # whether compute copies were asked for
         self._told = self._ways
 
@@ -69,7 +70,15 @@ class Peers:
 
     def describe(self) -> dict[str, str]:
         """How weights and gradients travel, and why not by copies, in words."""
-        return {way.what: way.describe() for way in (self._weights, self._gradients)}
+        told = {way.what: way.describe() for way in (self._weights, self._gradients)}
+        if not self._several_hosts:
+            return told
+        often = "once per optimizer step" if self._wants_copies else "for each gather"
+        across = {
+            "weights": f"by all-gathers, {often}",
+            "gradients": "by reduce-scatters of what each host has reduced",
+        }
+        return {what: f"{how}; between hosts {across[what]}" for what, how in told.items()}
 
     def check(self, config: EngineConfig) -> None:
         """Raises :class:`UnsupportedError` where other options want something else to be copied than was settled when
@@ -91,14 +100,30 @@ class Peers:
         Raises:
             UnsupportedError: on every rank, when there is not enough for what must be copied.
         """
-        executor, dtype = memory.executor, self._config.compute_dtype
+        executor = memory.executor
         self._rows.set_barrier(executor, self.for_gradients or self.for_weights)
         self._gradients.stage(executor, self._config.tuning.reduce_bucket_mb)
-        if dtype is not None and self._config.compile and not self._copied:
+        if self._wants_copies and not self._copied:
             self._copied = True
-            self._weights.allocate_compute_copies(executor, lambda peers: memory.allocate_compute_copies(dtype, peers))
+            self._weights.allocate_compute_copies(executor, lambda peers: self._allocate_copies(memory, peers))
         before, self._told = self._told, self._ways
         return before != self._told
+
+    @property
+    def _wants_copies(self) -> bool:
+        config = self._config
+        if not config.compile:
+            return False
+        if self._several_hosts:
+            return config.tuning.shard_compute_copy == "host"
+        return config.compute_dtype is not None
+
+    def _allocate_copies(self, memory: ShardMemory, peers: PeerMemory | None) -> None:
+        dtype = self._config.compute_dtype
+        if self._several_hosts:
+            memory.allocate_host_shards(dtype, peers)
+        elif dtype is not None:
+            memory.allocate_compute_copies(dtype, peers)
 
     def allocate_shards(
         self, executor: Executor, sizes: dict[torch.dtype, int]
@@ -123,7 +148,9 @@ class Peers:
     def missing(self) -> str:
         """What goes through process groups, in words; empty where nothing does."""
         by_collective = [way.what for way in (self._weights, self._gradients) if way.memory is None]
-        return f"{' and '.join(by_collective)} travel by collectives" if by_collective else ""
+        if by_collective:
+            return f"{' and '.join(by_collective)} travel by collectives"
+        return "gradients travel between hosts by collectives" if self._several_hosts else ""
 
     def why_not_replayed(self, executor: Executor) -> str:
         """Why graphs of the device cannot hold what moves weights and gradients here, in words; empty where they

@@ -1,4 +1,5 @@
-"""Small rows of numbers of each rank, which all ranks write: for barriers on their devices, and for turns."""
+"""Small rows of numbers of each rank, which all ranks of its host write: for barriers on their devices, and for
+turns."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.sharding.peers.memory import PeerMemory
 
@@ -17,9 +19,14 @@ LANES = 2  # of barriers on devices: gradients, weights
 
 
 class MeetingRows:
-    """Gives them to one executor."""
+    """Gives them to one executor.
 
-    def __init__(self) -> None:
+    Args:
+        mesh: of the ranks.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._inside = mesh.inside
         self._barrier = False
 
     def set_barrier(self, executor: Executor, memory: PeerMemory | None) -> None:
@@ -31,7 +38,7 @@ class MeetingRows:
         if memory is None or self._barrier or executor.device.type != "cuda":
             return
         self._barrier = True
-        if error := _given_rows(memory, executor, LANES * executor.world_size, executor.transport.set_barrier):
+        if error := self._given(memory, executor, LANES * self._inside.size, executor.transport.set_barrier):
             raise UnsupportedError(
                 f"The kernel of barriers between devices cannot be compiled ({error}). Pass "
                 "gather_transport='collective' and reduce_transport='collective' to the strategy."
@@ -45,19 +52,20 @@ class MeetingRows:
         """
         if executor.device.type == "cpu":
             executor.transport.take_turns(memory.empty(1, torch.int64)[1])
-        elif error := _given_rows(memory, executor, executor.world_size, executor.transport.take_turns):
+        elif error := self._given(memory, executor, self._inside.size, executor.transport.take_turns):
             raise UnsupportedError(f"the kernels by which ranks take turns cannot be compiled ({error})")
 
-
-def _given_rows(memory: PeerMemory, executor: Executor, numel: int, use: Callable[[list[Tensor]], None]) -> str | None:
-    """Gives ``use`` zeros of each rank, int32 that all ranks can write; returns a rank's error. Ranks meet in one way
-    or in another, and nobody before all rows are zero. Collective."""
-    mine, all_ranks = memory.empty(numel, torch.int32)
-    mine.zero_()
-    torch.cuda.synchronize(executor.device)
-    error = None
-    try:
-        use([mine if rank == executor.rank else other for rank, other in enumerate(all_ranks)])
-    except RuntimeError as failure:
-        error = str(failure)
-    return memory.first_error(error)
+    def _given(
+        self, memory: PeerMemory, executor: Executor, numel: int, use: Callable[[list[Tensor]], None]
+    ) -> str | None:
+        """Gives ``use`` zeros of each rank of the host, int32 that all of these can write; returns a rank's error.
+        Ranks meet in one way or in another, and nobody before all rows are zero. Collective."""
+        mine, all_ranks = memory.empty(numel, torch.int32)
+        mine.zero_()
+        torch.cuda.synchronize(executor.device)
+        error = None
+        try:
+            use([mine if rank == self._inside.rank else other for rank, other in enumerate(all_ranks)])
+        except RuntimeError as failure:
+            error = str(failure)
+        return memory.first_error(error)

@@ -92,7 +92,11 @@ class Way(ABC):
     def describe(self) -> str:
         """How they travel, and why not by copies, in words."""
         if self.memory is not None:
-            return "copies in memory that all ranks can read"
+            return (
+                "copies in memory that all ranks of a host can read"
+                if self.mesh.across
+                else "copies in memory that all ranks can read"
+            )
         return f"collectives ({self.reason or f'{self.option}={self._choice!r} means that on this device'})"
 
     def _impossible(self, reason: str) -> UnsupportedError:

@@ -36,8 +36,8 @@ class WeightWay(Way):
             UnsupportedError: on every rank, when there is not enough and weights must be copied.
         """
         memory, found = self.memory, {}
-        if memory is None:
-            return {}
+        if memory is None or self.mesh.across is not None:
+            return {}  # no rank reaches all shards
 
         def allocate() -> None:
             found.update({dtype: memory.empty(size, dtype) for dtype, size in sizes.items()})

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint import inventory
 from lightning_zero.checkpoint.full import shard_optimizer_state
 from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value
 from lightning_zero.optim.formulas import state_names
@@ -26,7 +25,7 @@ class Sharder:
         for index, shape in enumerate(shapes):
             layout = ShardLayout.of(torch.Size(shape), torch.float32, WORLD)
             param = nn.Parameter(torch.zeros(layout.visible_shape))
-            sight: Any = MagicMock(rank=rank)
+            sight: Any = MagicMock(number=rank)
             memory = {Role.MASTER_SHARD: param.data.view(-1)}
             self.records.add(ShardedParameter(index, f"p{index}", param, layout, memory, sight))
         self.find = self.records.find
@@ -195,17 +194,16 @@ def test_of_whole_values_those_of_others_parameters_are_left_out() -> None:
     assert list(OptimizerInventory(optimizer, sharder).saved(saved)) == [1]
 
 
-def test_what_is_cut_is_gathered_in_its_parameters_shape_and_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_cut_is_gathered_in_its_parameters_shape_and_its_own_dtype() -> None:
     record = Sharder((7, 10)).records[0]
-    mesh: Any = MagicMock(world_size=WORLD, device=torch.device("cpu"))
+    mesh: Any = MagicMock()
     all_ranks = torch.arange(WORLD * record.layout.shard_numel, dtype=torch.float64)
 
-    def gather(full: Tensor, shard: Tensor, group: Any) -> None:
-        assert group is mesh.shard_group
+    def all_shards(shard: Tensor) -> Tensor:
         assert shard.equal(all_ranks[: record.layout.shard_numel])
-        full.copy_(all_ranks)
+        return all_ranks
 
-    monkeypatch.setattr(inventory, "all_gather_into", lambda: gather)
+    mesh.all_shards = all_shards
     shard = all_ranks[: record.layout.shard_numel].view(record.layout.visible_shape)
     assert gather_value(shard, record, mesh).equal(all_ranks[:70].view(7, 10))
     assert gather_value(shard, None, mesh) is shard

@@ -13,7 +13,7 @@ from lightning_zero.sharding.record import Records, Role, ShardedParameter
 def record_of(*shape: int, index: int = 0, rank: int = 0, owned: bool = True) -> ShardedParameter:
     layout = ShardLayout.of(torch.Size(shape), torch.float32, 2)
     param = nn.Parameter(torch.zeros(layout.visible_shape))
-    sight: Any = MagicMock(rank=rank)
+    sight: Any = MagicMock(number=rank)
     record = ShardedParameter(index, f"p{index}", param, layout, {Role.MASTER_SHARD: param.data.view(-1)}, sight)
     record.owners = [(nn.Module(), "p")] if owned else []
     return record

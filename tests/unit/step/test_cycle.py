@@ -205,7 +205,7 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
     [
         ("after_backward", ["sync_edits"]),
         ("before_step", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
-        ("begin a", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
+        ("begin a", ["reduce_deferred", "stepped", "stepped", "sync_edits forget", "begin_writing"]),
         ("end a", ["end_writing"]),
         ("eval_step", ["make_room", "sync_edits", "expire_compute_copies", "before_forward"]),
         ("after_eval", ["sync_edits forget"]),

@@ -261,6 +261,7 @@ class Cycle(SimpleNamespace):
     def __init__(self, log: list[Any]) -> None:
         super().__init__(
             before_step=lambda: log.append("before"),
+            gradients_are_final=lambda: log.append("final"),
             begin_step=lambda step: log.append("begin"),
             end_step=lambda step, changed: log.append(("end", changed)),
         )
@@ -280,7 +281,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(bench.copies, CLIP))
         bench.plain.step()
         bench.check()
-    assert log == ["begin", ("end", True)] * 3
+    assert log == ["final", "begin", ("end", True)] * 3
     assert type(optimizers.stepper(bench.optimizer).runner) is CapturedRunner
 
 

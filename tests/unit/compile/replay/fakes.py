@@ -30,6 +30,12 @@ class Books:
     def backwards(self) -> int:
         return self.passes
 
+    def defers(self) -> bool:
+        return False
+
+    def has_deferred(self) -> bool:
+        return False
+
     def is_whole_backward(self) -> bool:
         return not self.partial
 

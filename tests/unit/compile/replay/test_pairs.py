@@ -113,7 +113,7 @@ def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock
     executor = Executor()
     pair = capture(executor)
     assert executor.log == [
-        ("sync_peers",),  # a wait for turns must not become part of the graph
+        ("sync_peers", True),  # a wait for turns must not become part of the graph
         ("begin", False, False, -1),
         ("end",),
         ("begin", True, False, 5),

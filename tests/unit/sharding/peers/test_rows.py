@@ -13,6 +13,10 @@ from lightning_zero.sharding.peers.rows import MeetingRows
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
+def rows_of_three() -> MeetingRows:
+    return MeetingRows(MagicMock(inside=MagicMock(rank=1, size=3)))
+
+
 class Memory:
     """Of three ranks; this one's own row is mapped twice, as symmetric memory does it."""
 
@@ -41,7 +45,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def executor_on(device: torch.device, **failing: Any) -> Any:
-    executor = MagicMock(device=device, rank=1, world_size=3)
+    executor = MagicMock(device=device)
     executor.transport.configure_mock(**failing)
     return executor
 
@@ -56,7 +60,7 @@ def test_ranks_meet_on_gpus_by_rows_that_are_zero_before_anybody_comes(waited: l
         assert [int(rows[rank][0]) for rank in (0, 2)] == [0, 2]
 
     executor.transport.set_barrier.side_effect = use
-    rows = MeetingRows()
+    rows = rows_of_three()
     rows.set_barrier(executor, memory)  # type: ignore[arg-type]
     rows.set_barrier(executor, memory)  # type: ignore[arg-type]
     assert memory.given == [(2 * 3, torch.int32)], "a row for each lane, once"
@@ -66,13 +70,13 @@ def test_ranks_meet_on_gpus_by_rows_that_are_zero_before_anybody_comes(waited: l
 @pytest.mark.parametrize(("device", "memory"), [(CPU, Memory()), (GPU, None)])
 def test_ranks_meet_otherwise_on_cpus_and_without_memory(waited: list[Any], device: Any, memory: Any) -> None:
     executor = executor_on(device)
-    MeetingRows().set_barrier(executor, memory)
+    rows_of_three().set_barrier(executor, memory)
     executor.transport.set_barrier.assert_not_called()
     assert waited == []
 
 
 def test_memory_that_comes_later_is_still_used(waited: list[Any]) -> None:
-    rows, executor = MeetingRows(), executor_on(GPU)
+    rows, executor = rows_of_three(), executor_on(GPU)
     rows.set_barrier(executor, None)
     rows.set_barrier(executor, Memory())  # type: ignore[arg-type]
     executor.transport.set_barrier.assert_called_once()
@@ -90,15 +94,15 @@ def test_a_kernel_that_a_rank_cannot_compile_is_told_on_every_rank(own: Any, the
         UnsupportedError,
         match=rf"barriers between devices cannot be compiled \({said}\).*gather_transport='collective' and reduce",
     ):
-        MeetingRows().set_barrier(executor, memory)
+        rows_of_three().set_barrier(executor, memory)
     with pytest.raises(UnsupportedError, match=rf"the kernels by which ranks take turns cannot be compiled \({said}\)"):
-        MeetingRows().take_turns(executor, memory)
+        rows_of_three().take_turns(executor, memory)
     assert memory.errors == [own, own]
 
 
 def test_gpus_take_turns_by_a_number_of_each_rank(waited: list[Any]) -> None:
     memory, executor = Memory(), executor_on(GPU)
-    MeetingRows().take_turns(executor, memory)  # type: ignore[arg-type]
+    rows_of_three().take_turns(executor, memory)  # type: ignore[arg-type]
     assert memory.given == [(3, torch.int32)]
     ((rows,), _) = executor.transport.take_turns.call_args
     assert rows[1] is memory.mine
@@ -107,7 +111,7 @@ def test_gpus_take_turns_by_a_number_of_each_rank(waited: list[Any]) -> None:
 
 def test_cpus_take_turns_by_one_wide_number_each(waited: list[Any]) -> None:
     memory, executor = Memory(), executor_on(CPU)
-    MeetingRows().take_turns(executor, memory)  # type: ignore[arg-type]
+    rows_of_three().take_turns(executor, memory)  # type: ignore[arg-type]
     assert memory.given == [(1, torch.int64)]
     ((numbers,), _) = executor.transport.take_turns.call_args
     assert len(numbers) == 3

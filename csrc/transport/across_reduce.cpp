@@ -1,0 +1,85 @@
+// Gradients between hosts: what the ranks of each have reduced among themselves is reduced once more, among
+// the ranks at one place of all hosts. See [Note: hosts] in context.h.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
+
+#include "context.h"
+#include "gradients/bucket.h"
+#include "transport/communicator.h"
+#include "transport/transport.h"
+
+namespace lightning_zero {
+
+namespace {
+
+class AcrossReduce : public ReduceTransport {
+ public:
+  AcrossReduce(Context& context, Communicator& comm, std::unique_ptr<ReduceTransport> inside)
+      : context_(context), comm_(comm), inside_(std::move(inside)) {}
+
+  void reduce(ReduceBucket& bucket) override {
+    inside_->reduce(bucket);
+    if (bucket.deferred)
+      return;
+    auto& pending = bucket.buffer()->pending;
+    pending = comm_.behind(std::move(pending), [&] { return send(bucket); });
+  }
+
+  double scale() const override { return inside_->scale(); }
+  bool takes_mean() const override { return inside_->takes_mean(); }
+  bool wants_own_send_buffers() const override { return inside_->wants_own_send_buffers(); }
+  int buckets_in_flight() const override { return inside_->buckets_in_flight(); }
+  // A host waits for the ranks of its own before it can send anything to others, and must not wait for those
+  // that have no such gradient.
+  bool leaves_early() const override { return has_streams(context_.device) && inside_->leaves_early(); }
+
+  void begin_backward() override { inside_->begin_backward(); }
+  void begin_segment() override { inside_->begin_segment(); }
+  int64_t barriers_before() const override { return inside_->barriers_before(); }
+  void forget_barriers() override { inside_->forget_barriers(); }
+  void begin_recording(bool backward) override { inside_->begin_recording(backward); }
+  Traffic end_recording() override { return inside_->end_recording(); }
+  void abort_recording() override { inside_->abort_recording(); }
+  void after_replay(const Traffic& traffic) override { inside_->after_replay(traffic); }
+
+ private:
+  Pending send(ReduceBucket& bucket);
+
+  Context& context_;
+  Communicator& comm_;
+  std::unique_ptr<ReduceTransport> inside_;
+};
+
+Pending AcrossReduce::send(ReduceBucket& bucket) {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const auto hosts = context_.across.size;
+  const auto sums = bucket.host_sums();
+  auto wire = at::empty({bucket.chunk()}, sums.options().dtype(bucket.dtype()));
+  if (inside_->takes_mean())  // of the ranks of one host; in float32, before it is rounded
+    at::mul_out(wire, sums, at::scalar_tensor(1.0 / static_cast<double>(hosts), at::kDouble));
+  else
+    wire.copy_(sums);
+  auto received = at::empty({bucket.chunk() / hosts}, wire.options());
+  std::vector<at::Tensor> outputs, inputs;
+  for (const auto& slot : bucket.slots()) {
+    outputs.push_back(piece(received, slot.offset / hosts, slot.record->shard_numel()));
+    inputs.push_back(piece(wire, slot.offset, slot.record->host_shard_numel()));
+  }
+  context_.count("reduce_bytes_across", static_cast<int64_t>(wire.nbytes()));
+  return comm_.reduce_scatter_group(outputs, inputs, wire, [&bucket, received] {
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    bucket.accumulate(received.unsqueeze(0), 0, {}, /*across=*/true);
+  });
+}
+
+}  // namespace
+
+std::unique_ptr<ReduceTransport> make_across_reduce(Context& context, Communicator& comm,
+                                                    std::unique_ptr<ReduceTransport> inside) {
+  return std::make_unique<AcrossReduce>(context, comm, std::move(inside));
+}
+
+}  // namespace lightning_zero

@@ -1,0 +1,219 @@
+"""Ranks told apart into hosts: weights come, and gradients go, in two steps, and the result is that of one process."""
+
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tests.helpers.models import TinyTransformer, build, make_batches
+from tests.helpers.oracle import Reference, assert_close_relative, shard_batch, train_reference
+from tests.helpers.sharded import (
+    BACKENDS,
+    EAGER,
+    engine_for,
+    sgd,
+    single_thread,
+    train_sharded,
+    whole_grads,
+    whole_params,
+)
+from tests.ranks.pool import RankFailure, Ranks
+
+STEPS, SAMPLES, CLIP = 6, 12, 0.25  # steps of one batch
+MICRO = 3  # batches for one step
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eager": (EAGER, {}),
+    "compiled": ("aot_eager", {}),
+    "by collectives": ("aot_eager", {"gather_transport": "collective", "reduce_transport": "collective"}),
+    "gradients by copies": ("aot_eager", {"reduce_transport": "copy"}),
+    "no copy per host": ("aot_eager", {"shard_compute_copy": "all"}),
+    "kept": ("aot_eager", {"reshard_after_forward": False}),
+    "poisoned": ("aot_eager", {"poison": True}),
+    "replayed": ("aot_eager", {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}),
+}
+HOSTS = [(4, 2), (2, 1), (3, 1), (4, 1)]  # ranks, and those of each host
+
+
+class Wide(TinyTransformer):
+    """Every one of four ranks holds a good part."""
+
+    def __init__(self) -> None:
+        super().__init__(dim=32, blocks=2)
+
+
+@cache
+def reference(world: int, accumulate: int = 1, steps: int = STEPS) -> Reference:
+    with single_thread():
+        batches = make_batches(Wide, steps, SAMPLES)
+        return train_reference(build(Wide), batches, sgd, world=world, clip_norm=CLIP, accumulate=accumulate)
+
+
+def train(
+    ranks_per_host: int, backend: str, accumulate: int = 1, steps: int = STEPS, **options: Any
+) -> tuple[Reference, dict[str, int], int]:
+    """What was trained, what was counted in the last step, and the bytes of all parameters with their padding."""
+    model = build(Wide)
+    with engine_for(model, backend, ranks_per_host=ranks_per_host, **options) as engine:
+
+        def reset(model: nn.Module, index: int) -> None:
+            if index == steps - accumulate:
+                engine.executor.reset_counters()
+
+        out = train_sharded(
+            engine,
+            model,
+            make_batches(Wide, steps, SAMPLES),
+            sgd(model),
+            clip_norm=CLIP,
+            accumulate=accumulate,
+            announce=True,
+            before_batch=reset,
+        )
+        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.world_size
+        return out, engine.executor.counters(), nbytes
+
+
+def check(out: Reference, expected: Reference) -> None:
+    for what in ("losses", "grads", "grad_norms", "params"):
+        assert_close_relative(getattr(out, what), getattr(expected, what), 1e-6, what=what)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_host", "way"),
+    [
+        *((4, 2, way) for way in WAYS),
+        *((2, 1, way) for way in ("eager", "compiled", "replayed")),
+        (3, 1, "compiled"),
+        *(pytest.param(3, 1, way, marks=pytest.mark.slow) for way in ("eager", "poisoned", "replayed")),
+        *(pytest.param(4, 1, way, marks=pytest.mark.slow) for way in ("compiled", "no copy per host")),
+    ],
+)
+def test_training_over_hosts_equals_one_process(ranks: Ranks, world_size: int, ranks_per_host: int, way: str) -> None:
+    backend, options = WAYS[way]
+    out, counters, _ = ranks.run(world_size, train, ranks_per_host, backend, **options)[0]
+    expected = reference(world_size)
+    assert min(expected.grad_norms) > CLIP
+    check(out, expected)
+    assert ("copied_weights" in counters) == (
+        ranks_per_host > 1 and way not in ("eager", "by collectives", "no copy per host")
+    )
+    assert ("replayed_graphs" in counters) == (way == "replayed")
+
+
+@pytest.mark.parametrize(
+    ("options", "gathers", "reductions"),
+    [
+        ({"reduce_across": "step"}, 1, 1),
+        ({}, 1, MICRO),
+        ({"shard_compute_copy": "all", "reduce_across": "step"}, 2 * MICRO, 1),  # in forward and in backward
+    ],
+    ids=["once per step", "gradients of each micro-batch", "weights of each gather"],
+)
+def test_what_crosses_hosts_in_a_step(ranks: Ranks, options: dict[str, Any], gathers: int, reductions: int) -> None:
+    out, counters, nbytes = ranks.run(4, train, 2, "aot_eager", MICRO, **options)[0]
+    check(out, reference(4, MICRO))
+    assert counters["reduce_bytes_across"] == reductions * nbytes // 2
+    if gathers == 1:
+        assert counters["gather_bytes_across"] == nbytes // 2
+    else:  # small weights stay from forward to backward
+        assert 0.7 * gathers < counters["gather_bytes_across"] / (nbytes // 2) <= gathers
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), (3, 1)])
+@pytest.mark.parametrize("way", ["eager", "compiled", "replayed", "gradients by copies"])
+def test_accumulated_micro_batches_are_reduced_across_hosts_once(
+    ranks: Ranks, world_size: int, ranks_per_host: int, way: str
+) -> None:
+    if way == "gradients by copies" and ranks_per_host == 1:
+        pytest.skip("a host of one rank has nobody to copy to")
+    backend, options = WAYS[way]
+    steps = 5 * MICRO if way == "replayed" else STEPS  # each of three micro-batches is captured in its second turn
+    out, counters, nbytes = ranks.run(
+        world_size, train, ranks_per_host, backend, MICRO, steps, reduce_across="step", **options
+    )[0]
+    check(out, reference(world_size, MICRO, steps))
+    assert counters["reduce_bytes_across"] == nbytes // ranks_per_host
+    assert counters.get("replayed_graphs", 0) == (2 * MICRO if way == "replayed" else 0)
+
+
+def zeroed(set_to_none: bool) -> Tensor | None:
+    """A first micro-batch's gradients are dropped; what the second one brings."""
+    model = build(Wide)
+    first, second = make_batches(Wide, 2, SAMPLES)
+    with engine_for(model, ranks_per_host=1, reduce_across="step") as engine:
+        for batch, more in ((first, True), (second, False)):
+            with engine.cycle.accumulating() if more else nullcontext():
+                with engine.train_step():
+                    loss = model.loss(shard_batch(batch, engine.rank, engine.world_size))
+                loss.backward()
+            if more:
+                assert engine.executor.gradients.has_deferred()
+                assert not any(grad.any() for grad in whole_grads(engine, model).values() if grad is not None)
+                model.zero_grad(set_to_none)
+        return whole_grads(engine, model)["head.weight"]
+
+
+def test_gradients_that_were_dropped_between_micro_batches_do_not_come_back(ranks: Ranks) -> None:
+    batches = make_batches(Wide, 2, SAMPLES)
+    expected = build(Wide)
+    expected.loss(batches[1]).backward()
+    (got, _) = ranks.run(2, zeroed, True)
+    assert_close_relative(got, expected.get_parameter("head.weight").grad, 1e-6)
+
+
+def test_gradients_that_were_changed_between_micro_batches_are_refused_by_name(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match=r"was changed between micro-batches.*set_to_none=True"):
+        ranks.run(2, zeroed, False)
+
+
+def stepped_early(backend: str) -> Reference:
+    """The last micro-batch, as was announced, is not the last: the optimizer steps before it comes."""
+    model = build(Wide)
+    with engine_for(model, backend, ranks_per_host=1, reduce_across="step") as engine:
+        optimizer, out = sgd(model), Reference()
+        for batch in make_batches(Wide, STEPS, SAMPLES):
+            with engine.cycle.accumulating():
+                with engine.train_step():
+                    loss = model.loss(shard_batch(batch, engine.rank, engine.world_size))
+                loss.backward()
+            with engine.optimizers.stepping(optimizer, clip=CLIP) as norm:
+                out.grad_norms.append(norm.item())
+                optimizer.step()
+            optimizer.zero_grad()
+            out.params.append(whole_params(engine, model))
+        assert engine.executor.counters()["deferred_reductions"] == STEPS
+        return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_that_comes_early_has_all_gradients(ranks: Ranks, backend: str) -> None:
+    out, expected = ranks.run(2, stepped_early, backend)[0], reference(2)
+    assert_close_relative(out.grad_norms, expected.grad_norms, 1e-6)
+    assert_close_relative(out.params, expected.params, 1e-6)
+
+
+def hooked() -> dict[str, int]:
+    model = build(Wide)
+    with engine_for(model, EAGER, ranks_per_host=1, reduce_across="step") as engine:
+        seen = []
+        with engine.shards_in_sight():
+            model.head.weight.register_hook(lambda grad: seen.append(grad.norm().item()))
+        train_sharded(engine, model, make_batches(Wide, MICRO, SAMPLES), sgd(model), accumulate=MICRO, announce=True)
+        assert len(seen) == MICRO, seen
+        assert all(seen), seen
+        return engine.executor.counters()
+
+
+def test_hooks_see_the_gradient_of_each_micro_batch(ranks: Ranks) -> None:
+    ranks.run(2, hooked)
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_host", "sizes"), [(3, 2, "2, 1"), (4, 3, "3, 1")])
+def test_hosts_of_other_sizes_are_refused_by_name(
+    ranks: Ranks, world_size: int, ranks_per_host: int, sizes: str
+) -> None:
+    with pytest.raises(RankFailure, match=rf"(?s)UnsupportedError: The 2 hosts .* have {sizes} ranks.*WORLD_SIZE"):
+        ranks.run(world_size, train, ranks_per_host, EAGER)
