@@ -48,12 +48,14 @@ class Job:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Job | None:
-        """By torchrun's variables, or by those that srun sets; None: nobody has launched this process.
+        """By torchrun's variables, or by those that srun sets; None: nobody has, or only this one process.
 
         Raises:
             UnsupportedError: Lightning would refuse what srun has set.
         """
         if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+            if int(environment["WORLD_SIZE"]) == 1:
+                return None
             return cls(
                 int(environment["RANK"]),
                 int(environment["WORLD_SIZE"]),

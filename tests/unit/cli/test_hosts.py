@@ -53,6 +53,7 @@ def test_variables_of_nccl_that_differ_are_noted() -> None:
 
 def test_launchers_are_known_by_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Job.of({}) is None
+    assert Job.of(LAUNCHED | {"RANK": "0", "WORLD_SIZE": "1"}) is None
     assert Job.of(LAUNCHED) == Job(3, 8, 1, "node-a", 29500, False)
     assert Job.of(LAUNCHED | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == Job(3, 8, 1, "node-a", 29500, True)
     slurm = {"JOB_ID": "17", "NTASKS": "8", "PROCID": "5", "LOCALID": "1", "NODEID": "1", "NODELIST": "node-[1-2]"}
