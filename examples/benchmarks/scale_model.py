@@ -10,9 +10,9 @@ Bandwidths are those that are reached, in GB/s of one GPU in one direction.
 import argparse
 
 from lightning_zero.profiling.scale.compare import Choice, compare
-from lightning_zero.profiling.scale.estimate import estimate
+from lightning_zero.profiling.scale.estimate import Estimate, estimate
 from lightning_zero.profiling.scale.given import Cluster, Decoder, Model
-from lightning_zero.profiling.scale.sharding import SHARDINGS
+from lightning_zero.profiling.scale.sharding import BESIDE, SHARDINGS
 
 # Llama 3's shapes, all of which have keys and values of 1024.
 SHAPES = {
@@ -42,8 +42,7 @@ def cluster_of(arguments: argparse.Namespace, hosts: int, gpus: int = 8, flops: 
     return Cluster(hosts, gpus, memory, flops, 4.2e12, arguments.inside * 1e9, arguments.across * 1e9)
 
 
-def cell(choice: Choice) -> str:
-    found = choice.estimate
+def cell(found: Estimate) -> str:
     nbytes = f"{found.memory.total / 1e9:.0f}"
     return f"{found.seconds * 1e3:.0f} ({found.exposed_s * 1e3:.0f}), {nbytes if found.fits else nbytes + '!'}"
 
@@ -57,16 +56,18 @@ def chosen(choices: list[Choice]) -> str:
 
 
 def show_tables(arguments: argparse.Namespace) -> None:
-    names = [sharding.name for sharding in SHARDINGS if arguments.accumulate > 1 or sharding.name != "host, step"]
+    shardings = [one for one in SHARDINGS if arguments.accumulate > 1 or one.name != "host, step"]
+    names = [shardings[0].name, BESIDE.name, *(one.name for one in shardings[1:])]
     for tokens in arguments.tokens:
         print(f"\n{tokens} tokens per GPU, {arguments.accumulate} micro-batches, {arguments.across:g} GB/s across:\n")
         print(f"| model | hosts of 8 | {' | '.join(names)} | choose |\n|---|---:|{'---:|' * len(names)}---|")
         for name, shape in SHAPES.items():
             model = shape.model(1, tokens, name in RECOMPUTED, arguments.accumulate)
             for hosts in arguments.hosts:
-                shardings = [sharding for sharding in SHARDINGS if sharding.name in names]
-                choices = compare(model, cluster_of(arguments, hosts), shardings)
-                cells = {choice.name: cell(choice) for choice in choices}
+                cluster = cluster_of(arguments, hosts)
+                choices = compare(model, cluster, shardings)
+                cells = {choice.name: cell(choice.estimate) for choice in choices}
+                cells[BESIDE.name] = cell(estimate(model, cluster, BESIDE))
                 print(f"| {name} | {hosts} | {' | '.join(cells[one] for one in names)} | {chosen(choices)} |")
 
 

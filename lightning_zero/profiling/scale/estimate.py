@@ -2,8 +2,8 @@
 
 Layers are equal. While one computes, the next one's weights are gathered, and in backward the last one's gradients are
 reduced: each layer takes what is longest of its compute, its transfers inside the host, and those across. What nothing
-runs beside is exposed: the first gather of forward and of backward, and the last reduction. Transfers take nothing from
-compute, and compute nothing from them, but what the cluster's numbers have already lost.
+runs beside is exposed: what hosts exchange before a step, the first gather of forward and of backward, and the last
+reduction. Transfers take nothing from compute, and compute nothing from them, but what the cluster's numbers have lost.
 """
 
 from __future__ import annotations
@@ -85,11 +85,12 @@ def _micro_batch(model: Model, cluster: Cluster, sharding: Sharding, number: int
     refresh = sharding.refresh(cluster, per_layer * model.compute_bytes) if first else Link()
     reduce = sharding.reduce(cluster, per_layer * model.wire_bytes)
     if last:
-        reduce += sharding.reduce_last(cluster, per_layer * model.wire_bytes)
+        reduce += sharding.reduce_last(cluster, per_layer * model.grad_bytes)
     there = gather if first or model.kept != "step" else Link()
     back = gather if model.kept == "no" else Link()
     compute = model.flops / cluster.flops / model.layers
-    forward = _pass(model.layers, compute * (1 - model.backward_share), there + refresh, Link())
+    before = sharding.exchange(cluster, model.parameters * model.compute_bytes) if first else 0.0
+    forward = before + _pass(model.layers, compute * (1 - model.backward_share), there + refresh, Link())
     return forward + _pass(model.layers, compute * model.backward_share, back, reduce)
 
 

@@ -13,7 +13,7 @@ from lightning_zero.profiling.scale.transfers import (
     inside_seconds,
 )
 
-__all__ = ["SHARDINGS", "Link", "Sharding"]
+__all__ = ["BESIDE", "SHARDINGS", "Link", "Sharding"]
 
 Count = Callable[[Cluster], int]
 
@@ -49,9 +49,10 @@ class Sharding:
         states: over how many ranks master weights and the optimizer's state are divided.
         copy: over how many the copy to compute with is.
         gather: of one layer with so many bytes, before its forward and again before its backward.
-        refresh: of one layer's copies, by other hosts, once in a step.
+        exchange: seconds before the first layer of a step, in which hosts exchange all copies of so many bytes.
+        refresh: of one layer's copies, by other hosts, once in a step, beside the layers before it.
         reduce: of one layer's gradients, in each micro-batch.
-        reduce_last: likewise, once in a step.
+        reduce_last: likewise once in a step, of so many bytes in the dtype in which they are added up.
         waiting: over how many ranks gradients are divided, besides, while micro-batches add up on their hosts.
     """
 
@@ -61,6 +62,7 @@ class Sharding:
     copy: Count
     gather: Callable[[Cluster, float], Link]
     reduce: Callable[[Cluster, float], Link]
+    exchange: Callable[[Cluster, float], float] = lambda cluster, nbytes: 0.0
     refresh: Callable[[Cluster, float], Link] = lambda cluster, nbytes: Link()
     reduce_last: Callable[[Cluster, float], Link] = lambda cluster, nbytes: Link()
     waiting: Count | None = None
@@ -102,6 +104,10 @@ def _across(cluster: Cluster, nbytes: float) -> Link:
     return Link(across=across_seconds(cluster, nbytes / cluster.gpus))
 
 
+def _exchange(cluster: Cluster, nbytes: float) -> float:
+    return _across(cluster, nbytes).across
+
+
 def _both(cluster: Cluster, nbytes: float) -> Link:
     return _inside(cluster, nbytes) + _across(cluster, nbytes)
 
@@ -117,7 +123,7 @@ def _all_reduce(cluster: Cluster, nbytes: float) -> Link:
 
 # In this order where they take as long: the first is what the strategy does by default.
 SHARDINGS = (
-    Sharding("host", 'shard_compute_copy="host"', _all, _host, _inside, _both, refresh=_across),
+    Sharding("host", 'shard_compute_copy="host"', _all, _host, _inside, _both, exchange=_exchange),
     Sharding(
         "host, step",
         'shard_compute_copy="host", reduce_across="step"',
@@ -125,7 +131,7 @@ SHARDINGS = (
         _host,
         _inside,
         _inside,
-        refresh=_across,
+        exchange=_exchange,
         reduce_last=_across,
         waiting=_host,
     ),
@@ -136,3 +142,6 @@ SHARDINGS = (
     ),
     Sharding("ddp", "everything on every rank", _one, _one, _nothing, _all_reduce),
 )
+
+# As "host" would be if each layer's copies were exchanged beside the layers before it. Not there yet: for tables only.
+BESIDE = Sharding("host, beside", "the exchange beside forward", _all, _host, _inside, _both, refresh=_across)
