@@ -131,6 +131,23 @@ def _more() -> Iterator[Case]:
             yield case(action, point, meanwhile=busy, slow=slow, **_needs(busy.point))
 
 
+def _on_hosts() -> Iterator[Case]:
+    """On one host of two."""
+    hosts: dict[str, Any] = {"world": 4, "ranks": (3,), "options": {"ranks_per_host": 2}}
+    compiled = hosts | {"strategy": "aot_eager"}
+    for action in ("raise", "sigkill"):
+        yield case(action, "forward", **hosts)
+        yield case(action, "backward", **hosts)
+        for point in ("in_step", "checkpoint_gather", "validation_step", "compiled_forward"):
+            yield case(action, point, **compiled, slow=(action, point) == ("sigkill", "compiled_forward"))
+    yield case("raise", "forward", **hosts | {"ranks": (1, 3)})
+    yield case("hang", "backward", **hosts, **AFTER_TIMEOUT)
+    yield case("sleep", "forward", **hosts, **GOES_ON)
+    yield case("skip", "clip", **compiled, **OTHER_COLLECTIVES)
+    once = {"options": {"ranks_per_host": 2, "reduce_across": "step"}, "accumulate": 2}
+    yield case("raise", "backward", **hosts | once)
+
+
 # Who fails must be able to get there while the other is where it is, hence the pairs of points.
 _BUSY = (
     ("data_loader", Fault("sleep", "data_loader", (0,))),
@@ -199,5 +216,5 @@ def _on_gpus() -> Iterator[Case]:
     yield case("skip", "replay", **by_collective, **not_at_once)
 
 
-CASES: tuple[Case, ...] = (*_raises(), *_more())
+CASES: tuple[Case, ...] = (*_raises(), *_more(), *_on_hosts())
 GPU_CASES: tuple[Case, ...] = tuple(_on_gpus())

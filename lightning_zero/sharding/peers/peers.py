@@ -73,6 +73,8 @@ class Peers:
         told = {way.what: way.describe() for way in (self._weights, self._gradients)}
         if not self._several_hosts:
             return told
+        if not self._wants_copies:
+            told["weights"] = "collectives"
         often = "once per optimizer step" if self._wants_copies else "for each gather"
         across = {
             "weights": f"by all-gathers, {often}",

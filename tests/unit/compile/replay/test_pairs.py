@@ -52,7 +52,7 @@ class Executor:
         self.refuse = refuse
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args: self.log.append((name, *args))
+        return lambda *args, **named: self.log.append((name, *args, *named.values()))
 
     def takes_turns(self) -> bool:
         return True

@@ -1,0 +1,102 @@
+"""Trainings on several hosts, told apart among the ranks of one, equal DDP's, and go on from each other's checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_zero.engine import engine_of
+from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import INPUTS, RTOL, Regression, close, global_losses, make_trainer, seeded, whole_state
+from tests.ranks.pool import Ranks
+
+BATCH, STEPS = 12, 4  # samples of all ranks; batches of an epoch
+WIDTH, OUTPUTS = 32, 40  # each of four ranks holds a good part of each matrix
+HOSTS = {"ranks_per_host": 2}
+
+
+class Wide(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.net = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
+
+
+def loader() -> DataLoader:
+    rng = torch.Generator().manual_seed(0)
+    data = TensorDataset(
+        torch.randn(STEPS * BATCH, INPUTS, generator=rng), torch.randn(STEPS * BATCH, OUTPUTS, generator=rng)
+    )
+    sampler: DistributedSampler = DistributedSampler(data, shuffle=False)
+    return DataLoader(data, batch_size=BATCH // dist.get_world_size(), sampler=sampler)
+
+
+def fit(kind: str, home: str = "", path: str | None = None, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of two epochs, from ``path`` on, and the values after them. With ``home``, saves after each epoch."""
+    module = Wide()
+    saves = [ModelCheckpoint(home, "{epoch}", every_n_epochs=1, save_top_k=-1)] if home else []
+    trainer = make_trainer(kind, max_epochs=2, callbacks=saves, enable_checkpointing=bool(home), **options)
+    trainer.fit(module, loader(), loader(), ckpt_path=path)
+    found = global_losses(kind, module), whole_state(module)
+    engine = engine_of(module)
+    if options.get("ranks_per_host") == 2:
+        assert engine is not None
+        assert engine.mesh.across is not None
+        counters = engine.executor.counters()
+        assert counters["reduce_bytes_across"] > 0
+        copied = kind == "compiled" and "shard_compute_copy" not in options
+        assert ("host_shard_refreshes" in counters) == copied
+    close(module)
+    return found
+
+
+def both(kind: str, trainer: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+    return fit(kind, **trainer, **options), fit("ddp", **trainer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer", "options"),
+    [
+        ("compiled", {"gradient_clip_val": 0.1}, HOSTS),
+        ("compiled", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, HOSTS | {"reduce_across": "step"}),
+        ("eager", {"accumulate_grad_batches": 3}, HOSTS | {"reduce_across": "step"}),
+        ("compiled", {"accumulate_grad_batches": 2}, HOSTS | {"shard_compute_copy": "all"}),
+    ],
+    ids=["clipped", "accumulated, reduced once", "eager, reduced once", "no copy per host"],
+)
+def test_training_on_hosts_equals_ddps(
+    ranks: Ranks, kind: str, trainer: dict[str, Any], options: dict[str, Any]
+) -> None:
+    for (losses, state), (expected, values) in ranks.run(4, both, kind, trainer, options):
+        assert_close_relative(losses, expected, RTOL, what="loss")
+        assert_close_relative(state, values, RTOL)
+
+
+def written(home: str, kind: str, options: dict[str, Any]) -> list[float]:
+    return fit("compiled", home, state_dict_type=kind, **options)[0]
+
+
+def resumed(path: str, ways: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, list[float]]:
+    return {name: fit(kind, path=path, **options)[0] for name, (kind, options) in ways.items()}
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoints_of_hosts_go_on_elsewhere_and_the_other_way_round(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    on_hosts = str(tmp_path / "hosts")
+    losses = ranks.run(4, written, on_hosts, kind, HOSTS)[0]
+    path = f"{on_hosts}/epoch=0.ckpt"
+    ways: dict[str, Any] = {"one host": ("compiled", {}), "hosts of one": ("compiled", {"ranks_per_host": 1})}
+    if kind == "full":
+        ways["DDP"] = ("ddp", {})
+    for world_size in (2, 3):
+        for name, found in ranks.run(world_size, resumed, path, ways)[0].items():
+            assert_close_relative(found, losses[STEPS:], 5 * RTOL, what=f"{name}, {world_size} ranks: ")
+    flat = str(tmp_path / "flat")
+    losses = ranks.run(2, written, flat, kind, {})[0]
+    found = ranks.run(4, resumed, f"{flat}/epoch=0.ckpt", {"hosts": ("compiled", HOSTS)})[0]["hosts"]
+    assert_close_relative(found, losses[STEPS:], 5 * RTOL, what="on hosts: ")
