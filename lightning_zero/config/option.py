@@ -12,6 +12,8 @@ from enum import Enum
 from types import UnionType
 from typing import Any, TypeVar, dataclass_transform, get_args, get_origin
 
+from lightning_zero.config.foreign import FOREIGN
+
 __all__ = ["Change", "Option", "option", "option_fields", "options"]
 
 T = TypeVar("T")
@@ -69,7 +71,8 @@ def options(cls: type[T]) -> type[T]:
     def checked(self: T, **given: Any) -> None:
         for name in given:
             if name not in known:
-                raise TypeError(f"{made.owner} has no option {name!r}. {_did_you_mean(name, made.nearest())}")
+                instead = FOREIGN.get(name) or _did_you_mean(name, made.nearest())
+                raise TypeError(f"{made.owner} has no option {name!r}. {instead}")
         init(self, **given)
 
     made.__init__, made.__repr__ = checked, _brief

@@ -3,15 +3,19 @@
 import dataclasses
 import inspect
 import math
+import re
 import typing
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from lightning_zero import FabricZeroStrategy, Tuning, ZeroStrategy
 from lightning_zero.config import CompileConfig, EngineConfig, Options
 from lightning_zero.config.engine import changed
+from lightning_zero.config.foreign import FOREIGN
 from lightning_zero.config.option import Change, option_fields
 from lightning_zero.config.options import GROUPS
 from lightning_zero.integrations.fabric.arguments import Arguments as FabricArguments
@@ -92,6 +96,38 @@ def test_a_wrong_value_is_refused_by_name_with_the_remedy(make: Any, given: dict
 def test_an_unknown_name_is_refused_with_the_nearest_one(make: Any, name: str, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         make(**{name: 1})
+
+
+COMMON = {
+    "self",
+    "kwargs",
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+}
+# Of DeepSpeed's, what no user need know to train.
+LEFT = {"sub_group_size", "allgather_partitions", "reduce_scatter", "logging_level", "contiguous_memory_optimization"}
+LEFT |= {"synchronize_checkpoint_boundary"}
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, DDPStrategy])
+def test_arguments_of_other_strategies_are_refused_with_what_they_are_here(strategy: Any) -> None:
+    """Not with the option of ours that happens to be spelt like them."""
+    for name in set(signature(strategy.__init__).parameters) - COMMON - LEFT - set(option_fields(Options)):
+        with pytest.raises(TypeError, match=rf"ZeroStrategy has no option '{name}'\. (?!Did you mean|There are [a-z_]+,)"):
+            ZeroStrategy(**{name: 1})
+
+
+def test_what_stands_for_other_strategies_arguments_exists() -> None:
+    ours = {cls: set(option_fields(cls)) for cls in (Options, Tuning)}
+    for name, text in FOREIGN.items():
+        assert name not in ours[Options] | ours[Tuning], name
+        for inside in re.findall(r"Tuning\((.*?)\)", text):
+            assert set(re.findall(r"(\w+)=", inside)) <= ours[Tuning], text
+        outside = re.sub(r"Tuning\(.*?\)|plugins=\w+\(.*", "", text)
+        assert set(re.findall(r"(\w+)=", outside)) <= ours[Options] | {"precision"}, text
 
 
 def test_tuning_may_be_a_dict() -> None:
