@@ -33,7 +33,8 @@ class Executor:
     Attributes:
         parameters, weights, gradients, graphs, transport: its parts.
         device, rank, world_size: of the mesh.
-        defers: whether hosts reduce gradients once per optimizer step.
+        several_hosts: whether there are.
+        defers: whether these are to reduce gradients once per optimizer step.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Executor:
         self.graphs: Graphs = self._native.graphs()
         self.transport = Transport(self._native.transports(), mesh)
         self.device, self.rank, self.world_size = mesh.device, mesh.rank, mesh.world_size
-        self._several_hosts = across is not None
+        self.several_hosts = across is not None
         self.configure(config)
         self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
         self._watchdog = watchdog
@@ -85,7 +86,7 @@ class Executor:
     def configure(self, config: EngineConfig) -> None:
         """Applies options; legal only outside a backward pass."""
         tuning = config.tuning
-        self.defers = self._several_hosts and tuning.reduce_across == "step"
+        self.defers = tuning.reduce_across == "step"
         self._native.configure(
             int(tuning.reduce_bucket_mb * 2**20),
             tuning.reduce_double_buffer,

@@ -188,7 +188,7 @@ class StepCycle:
         several hosts and ``reduce_across="step"``, its gradients stay on their hosts until the last one's backward;
         unless users have put hooks on gradients, who would see only a part of each."""
         gradients = self._executor.gradients
-        if not self._executor.defers or self._hooks.any():
+        if not (self._executor.several_hosts and self._executor.defers) or self._hooks.any():
             yield
             return
         self._sharder.memory.allocate_gradients()

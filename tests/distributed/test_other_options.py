@@ -64,6 +64,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "reduce_double_buffer": double,
         "report_stall_after_s": engine.watchdog.native.told,
         "agreement_timeout_s": engine.session._agreement.patience_s,
+        "reduce_across": engine.executor.defers,
         "cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
         "cuda_graph_model": engine.replays._option,
         "sync_collectives": sync,

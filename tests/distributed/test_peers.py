@@ -271,20 +271,23 @@ def test_what_a_sharded_model_cannot_follow_is_refused(
         assert said in message
 
 
-def on_two_hosts(choice: str) -> tuple[str, dict[str, int]]:
+def on_two_hosts(choice: str, ranks_per_host: int | None) -> tuple[str, dict[str, int]]:
+    options = MIXED | {"gather_transport": choice, "ranks_per_host": ranks_per_host}
     with patch("lightning_zero.mesh.host_name", lambda: f"host {dist.get_rank()}"):
         try:
-            _, counters = train_case(
-                "OneBlock", "aot_eager", 2, engine_options=MIXED | {"gather_transport": choice}, context=autocast
-            )
+            _, counters = train_case("OneBlock", "aot_eager", 2, engine_options=options, context=autocast)
         except UnsupportedError as error:
             return str(error), {}
     return "", counters
 
 
-def test_copying_between_hosts_is_refused_by_name(ranks: Ranks) -> None:
-    for message, _ in ranks.run(2, on_two_hosts, "copy"):
-        assert "gather_transport='copy' is impossible here: ranks 0 and 1 are on different hosts" in message
+@pytest.mark.parametrize(
+    ("ranks_per_host", "reason"),
+    [(None, "there is one rank on each host"), (2, "ranks 0 and 1 are on different hosts")],
+)
+def test_copying_between_hosts_is_refused_by_name(ranks: Ranks, ranks_per_host: int | None, reason: str) -> None:
+    for message, _ in ranks.run(2, on_two_hosts, "copy", ranks_per_host):
+        assert f"gather_transport='copy' is impossible here: {reason}" in message
         assert "gather_transport='auto'" in message
 
 

@@ -116,7 +116,9 @@ LEFT |= {"synchronize_checkpoint_boundary"}
 def test_arguments_of_other_strategies_are_refused_with_what_they_are_here(strategy: Any) -> None:
     """Not with the option of ours that happens to be spelt like them."""
     for name in set(signature(strategy.__init__).parameters) - COMMON - LEFT - set(option_fields(Options)):
-        with pytest.raises(TypeError, match=rf"ZeroStrategy has no option '{name}'\. (?!Did you mean|There are [a-z_]+,)"):
+        with pytest.raises(
+            TypeError, match=rf"ZeroStrategy has no option '{name}'\. (?!Did you mean|There are [a-z_]+,)"
+        ):
             ZeroStrategy(**{name: 1})
 
 
