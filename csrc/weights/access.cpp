@@ -88,6 +88,8 @@ void Access::let_read_ahead() {
 }
 
 void Access::publish_host_shards(bool wait) {
+  if (!host_shards_->any())
+    return;  // nobody reads any, and a rank that runs what this one replays would not ask
   const bool stale = !published_ || host_shards_->any_stale();
   if (std::exchange(asked_ahead_, false) && !stale)
     return;
