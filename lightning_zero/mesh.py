@@ -153,20 +153,22 @@ class Mesh:
         return self.world_group, self.shard_group, self.reduce_group, *parts
 
     @property
+    def host_count(self) -> int:
+        return 1 if self.across is None else self.across.size
+
+    @property
     def shard_number(self) -> int:
         """Which shard of each parameter lies on this rank. With several hosts, those at one place of all hosts hold
         neighbouring shards: together what a host gathers, or reduces, as one piece."""
-        return self.rank if self.across is None else self.inside.rank * self.across.size + self.across.rank
+        return self.inside.rank * self.host_count + (0 if self.across is None else self.across.rank)
 
     def all_shards(self, shard: Tensor) -> Tensor:
         """Each rank's, 1-D and of one size and dtype, one behind the other in the order of their numbers, on the mesh's
         device. Collective."""
         shard = shard.to(self.device)
-        sides = (self.across, self.inside) if self.across is not None else (None,)
-        for side in sides:
-            group, size = (self.shard_group, self.world_size) if side is None else (side.gather_group, side.size)
-            parts = shard.new_empty(shard.numel() * size)
-            all_gather_into()(parts, shard, group=group)
+        for side in (self.inside,) if self.across is None else (self.across, self.inside):
+            parts = shard.new_empty(shard.numel() * side.size)
+            all_gather_into()(parts, shard, group=side.gather_group)
             shard = parts
         return shard
 

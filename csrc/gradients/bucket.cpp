@@ -71,10 +71,10 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding, std::optional<bool> d
   }
 }
 
-at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t numel) {
+at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t numel, at::ScalarType dtype) {
   if (!tensor.defined()) {
     const auto& shard = slots_.front().record->shard;
-    tensor = at::empty({numel}, shard.options().dtype(dtype_).requires_grad(std::nullopt));
+    tensor = at::empty({numel}, shard.options().dtype(dtype).requires_grad(std::nullopt));
     if (poison)
       fill_with_poison(tensor);
   }
@@ -207,13 +207,8 @@ at::Tensor ReduceBucket::host_sums() {
 }
 
 at::Tensor ReduceBucket::wide_memory() {
-  auto& sums = buffer_->host_sums;
-  if (!sums.defined()) {
-    const auto wide = c10::promoteTypes(dtype_, at::kFloat);
-    const auto& shard = slots_.front().record->shard;
-    sums = at::empty({buffer_->capacity}, shard.options().dtype(wide).requires_grad(std::nullopt));
-  }
-  return piece(sums, 0, chunk_);
+  const auto wide = c10::promoteTypes(dtype_, at::kFloat);
+  return piece(memory(buffer_->host_sums, buffer_->capacity, wide), 0, chunk_);
 }
 
 // `parts`: slots are so many times as wide as what each contributes to `rows`.

@@ -73,6 +73,7 @@ class ReduceBucket {
   // what they sent, of which the mean is taken in float32. `across`: the row is what all hosts have made of
   // their host_sums(), and comes into the gradient shards.
   void accumulate(const at::Tensor& rows, int64_t begin, const RowMeans& mean = {}, bool across = false);
+
   void reset();  // any -> EMPTY; forgets the buffer
 
   State state() const { return state_; }
@@ -97,7 +98,8 @@ class ReduceBucket {
 
  private:
   // `tensor`, made at its first use.
-  at::Tensor& memory(at::Tensor& tensor, int64_t numel);
+  at::Tensor& memory(at::Tensor& tensor, int64_t numel) { return memory(tensor, numel, dtype_); }
+  at::Tensor& memory(at::Tensor& tensor, int64_t numel, at::ScalarType dtype);
   void take_over(size_t slot);  // copies a gradient that is borrowed
   void copy_in(size_t slot, const at::Tensor& grad);
   at::Tensor wide_memory();

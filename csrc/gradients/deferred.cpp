@@ -41,14 +41,14 @@ void DeferredGradients::look() {
       kept.empty();
       continue;
     }
-    TORCH_CHECK_VALUE(grad.const_data_ptr() == record->grad.const_data_ptr() &&
-                          static_cast<int64_t>(grad._version()) == kept.version,
-                      "lightning_zero: the gradient of ", record->name,
-                      " was changed between micro-batches whose gradients the hosts have not reduced yet "
-                      "(reduce_across='step'), so the change would reach a part of it only. Change gradients "
-                      "after the last "
-                      "micro-batch's backward; drop them by zero_grad(set_to_none=True); or pass "
-                      "tuning=Tuning(reduce_across='micro-batch') to the strategy.");
+    TORCH_CHECK_VALUE(
+        grad.const_data_ptr() == record->grad.const_data_ptr() &&
+            static_cast<int64_t>(grad._version()) == kept.version,
+        "lightning_zero: the gradient of ", record->name,
+        " was changed between micro-batches whose gradients the hosts have not reduced yet "
+        "(reduce_across='step'), so the change would reach a part of it only. Change gradients "
+        "after the last micro-batch's backward; drop them by zero_grad(set_to_none=True); or pass "
+        "tuning=Tuning(reduce_across='micro-batch') to the strategy.");
   }
 }
 

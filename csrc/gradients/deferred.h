@@ -2,7 +2,7 @@
 //
 // [Note: deferred gradients] While deferring is on, a backward's gradients are reduced among the ranks of
 // each host, and added up there, in float32; nothing crosses hosts. The next backward without it takes them
-// along; an optimizer's step that comes first has them reduced by themselves (Reducer::reduce_deferred).
+// along; an optimizer's step that comes first has them reduced by themselves (reduce()).
 // Meanwhile param.grad is there, and holds what has been reduced so far, which may be zeros: that a gradient
 // counts, and that zero_grad() drops it, is known by whether param.grad is there. What is done to its values
 // in between cannot be done to what hosts still keep, and is refused.

@@ -29,7 +29,6 @@ class AcrossReduce : public ReduceTransport {
   }
 
   double scale() const override { return inside_->scale(); }
-  bool takes_mean() const override { return inside_->takes_mean(); }
   bool wants_own_send_buffers() const override { return inside_->wants_own_send_buffers(); }
   int buckets_in_flight() const override { return inside_->buckets_in_flight(); }
   // A host waits for the ranks of its own before it can send anything to others, and must not wait for those

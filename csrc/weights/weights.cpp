@@ -125,7 +125,7 @@ void Weights::expire_compute_copies() {
 void Weights::refresh_compute_copies() {
   Lock lock(context_.mutex);
   first_.drop();
-  if (!copies_.has_memory() && !access_.takes_turns() && !access_.is_shared())
+  if (!copies_.has_memory() && !access_.is_shared())
     return;
   access_.let_read(/*everything=*/true);
   first_.begin_step(/*noting=*/access_.is_published());

@@ -27,7 +27,7 @@ def running(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
 def _stage(engine: Engine) -> str:
     dtype = engine.config.compute_dtype
     computing = f", computing in {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
-    hosts = max(engine.mesh.hosts) + 1
+    hosts = engine.mesh.host_count
     where = f" on {hosts} hosts" if hosts > 1 else ""
     return f"ZeRO-3 over {engine.world_size} x {engine.device.type}{where}{computing}"
 

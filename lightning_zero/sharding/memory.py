@@ -29,6 +29,7 @@ those of other ranks lie.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -128,16 +129,14 @@ class ShardMemory:
         """Memory in which the ranks of a host add gradients up before hosts reduce them, for what has a gradient now.
         Harmless when repeated."""
         new = [r for r in self._records.live if r.gradient is not None and Role.HOST_GRADIENT not in r.memory]
-        hosts = self._mesh.world_size // self._mesh.inside.size
-        by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
-        for record in sorted(new, key=lambda record: record.shard.data_ptr()):
-            by_dtype.setdefault(torch.promote_types(record.param.dtype, torch.float32), []).append(record)
-        for dtype, records in by_dtype.items():
-            sizes = [hosts * record.layout.shard_numel for record in records]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=self._mesh.device)
-            for record, piece in zip(records, flat.split(sizes), strict=True):
-                record.memory[Role.HOST_GRADIENT] = piece
-                self.executor.parameters.set_host_gradient(record.index, piece)
+        new.sort(key=lambda record: record.shard.data_ptr())
+        wide = [torch.promote_types(record.param.dtype, torch.float32) for record in new]
+        arena = Arena(
+            [(self._on_host(record), dtype) for record, dtype in zip(new, wide, strict=True)], self._mesh.device
+        )
+        for record, view in zip(new, arena.views, strict=True):
+            record.memory[Role.HOST_GRADIENT] = view
+            self.executor.parameters.set_host_gradient(record.index, view)
 
     # -- copies
 
@@ -178,36 +177,32 @@ class ShardMemory:
         Harmless when repeated. Collective."""
         if self.holds(Role.COMPUTE_COPY) or self.holds(Role.FULL_PRECISION_COPY):
             return
-        hosts = self._mesh.world_size // self._mesh.inside.size
         wanted: list[tuple[ShardedParameter, Role, torch.dtype]] = []
         for record in self._records.live:
-            own = record.param.dtype
-            narrow = dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize
-            if narrow:
-                assert dtype is not None
-                wanted.append((record, Role.COMPUTE_COPY, dtype))
-            if not narrow or _stays_wide(record):
+            own, used = record.param.dtype, _used_in(record.param.dtype, dtype)
+            if used != own:
+                wanted.append((record, Role.COMPUTE_COPY, used))
+            if used == own or _stays_wide(record):
                 wanted.append((record, Role.FULL_PRECISION_COPY, own))
-        found = []
-        for one in dict.fromkeys(kind for *_, kind in wanted):
-            entries = [(record, role) for record, role, kind in wanted if kind == one]
-            sizes = [hosts * record.layout.shard_numel for record, _ in entries]
-            if peers is not None:
-                mine, all_ranks = peers.empty(sum(sizes), one)
-            else:
-                mine, all_ranks = torch.empty(sum(sizes), dtype=one, device=self._mesh.device), []
-            pieces = zip(mine.split(sizes), *(memory.split(sizes) for memory in all_ranks), strict=True)
-            found += [(*entry, own, list(theirs)) for entry, (own, *theirs) in zip(entries, pieces, strict=True)]
-        for record, role, mine, theirs in found:  # only now that there is memory for all
-            record.memory[role] = mine
-            parameters = self.executor.parameters
+        pieces = [(self._on_host(record), kind) for record, _, kind in wanted]
+        sizes = Arena.sizes(pieces) if peers is not None else {}
+        everywhere = {kind: peers.empty(size, kind) for kind, size in sizes.items()} if peers is not None else {}
+        arena = Arena(pieces, self._mesh.device, {kind: mine for kind, (mine, _) in everywhere.items()})
+        for (record, role, kind), view in zip(wanted, arena.views, strict=True):  # now that there is memory for all
+            record.memory[role] = view
+            theirs = _parts(view, everywhere[kind][1]) if everywhere else []
             if role is Role.FULL_PRECISION_COPY:
-                parameters.set_full_precision_copy(record.index, mine, theirs)
+                self.executor.parameters.set_full_precision_copy(record.index, view, theirs)
                 continue
-            parameters.set_compute_copy(record.index, mine)
+            self.executor.parameters.set_compute_copy(record.index, view)
             if theirs:
-                parameters.set_peers(record.index, theirs)
+                self.executor.parameters.set_peers(record.index, theirs)
         self._access.before_writing()  # what is to be read first must be written
+
+    def _on_host(self, record: ShardedParameter) -> ShardLayout:
+        """How the parameter is cut among the ranks of a host."""
+        layout, hosts = record.layout, self._mesh.host_count
+        return replace(layout, shard_numel=hosts * layout.shard_numel, world_size=layout.world_size // hosts)
 
     # -- resident weights
 
@@ -224,8 +219,7 @@ class ShardMemory:
             return
         found: list[tuple[ShardedParameter, ShardLayout, torch.dtype]] = []
         for record in self._records.live:
-            own = record.param.dtype
-            used = dtype if dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize else own
+            used = _used_in(record.param.dtype, dtype)
             shape = record.layout.stored_shape  # as compiled code reads it
             whole = ShardLayout(shape, record.layout.shard_numel * record.layout.world_size, 1)
             size = whole.shard_numel * used.itemsize
@@ -244,6 +238,12 @@ def _parts(shard: Tensor, memory: Sequence[Tensor]) -> list[Tensor]:
     """Of each of these, laid out like the arena that ``shard`` is a piece of, the same piece."""
     begin = shard.storage_offset()
     return [tensor[begin : begin + shard.numel()] for tensor in memory]
+
+
+def _used_in(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """In which dtype compiled code uses a parameter of its ``own``, where wider floating point ones are computed in
+    ``dtype``."""
+    return dtype if dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize else own
 
 
 def _stays_wide(record: ShardedParameter) -> bool:
