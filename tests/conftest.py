@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 from tests.ranks.pool import Ranks, serve_nurseries
+from tests.ranks.shared_gpu import shares_gpu
 
 WORKERS = 3  # processes; see pytest_cmdline_main
 
@@ -18,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu(count=1): needs that many CUDA devices")
+    config.addinivalue_line(
+        "markers", "gpu(count=1, apart=False): needs that many CUDA devices; apart: which ranks must not share"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at its options
@@ -60,8 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     import torch
 
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item, mark in marked:
+        found = 2 * devices if shares_gpu() and not mark.kwargs.get("apart") else devices
         needed = mark.args[0] if mark.args else mark.kwargs.get("count", 1)
         if found < needed:
             item.add_marker(pytest.mark.skip(reason=f"{needed} CUDA devices needed, {found} found"))

@@ -11,7 +11,7 @@ def differ() -> tuple[str, float]:
     return run_forks({0: [False, False], 1: [False, True]}, 25.0, {}, f"cuda:{torch.cuda.current_device()}")
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, apart=True)
 def test_ranks_that_compile_different_graphs_end_in_a_named_error(ranks: Ranks) -> None:
     for rank, (message, seconds) in enumerate(ranks.run(2, differ, backend="nccl", deadline=120)):
         assert seconds < 30

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.command import run
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, apart=True)
 PEERS = ["floor", "zero3_compile", "ddp", "fsdp", "fsdp2", "fsdp2_graph"]
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.sharded.opened import OpenedFolder
 from lightning_zero.engine import engine_of
-from tests.helpers.trainer import close, seeded
+from tests.helpers.trainer import close, gpus_of_ranks, seeded
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(2)
@@ -60,8 +60,7 @@ def _fit(home: str, options: dict[str, Any], precision: Any) -> int:
     saves, module = Saves(home), Model()
     trainer = pl.Trainer(
         strategy=ZeroStrategy(**options),
-        accelerator="gpu",
-        devices=dist.get_world_size(),
+        **gpus_of_ranks(),
         precision=precision,
         use_distributed_sampler=False,
         callbacks=[saves],

@@ -12,7 +12,7 @@ from lightning_zero.engine import engine_of
 from tests.helpers.fabric import adamw, closing, whole_state
 from tests.helpers.options import arguments
 from tests.helpers.oracle import assert_close_relative
-from tests.helpers.trainer import seeded
+from tests.helpers.trainer import gpus_of_ranks, seeded
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(2)
@@ -23,7 +23,7 @@ WIDTH, STEPS, WINDOW = 128, 24, 2
 def train(replayed: bool, precision: Any, path: str) -> dict[str, Any]:
     """Built as shards, accumulated, clipped, evaluated in between, saved, loaded and trained on."""
     options = arguments(compile_backend="aot_eager", cuda_graphs="auto" if replayed else False, reduce_dtype="32")
-    fabric = Fabric(accelerator="gpu", devices=2, strategy=FabricZeroStrategy(**options), precision=precision)
+    fabric = Fabric(**gpus_of_ranks(), strategy=FabricZeroStrategy(**options), precision=precision)
     fabric.launch()
     with fabric.init_module(), seeded():
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8))

@@ -6,7 +6,7 @@ from tests.faults.cases import GPU_CASES
 from tests.faults.check import check
 from tests.faults.verdict import Case
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.usefixtures("native_library")]
+pytestmark = [pytest.mark.gpu(2, apart=True), pytest.mark.usefixtures("native_library")]
 
 
 @pytest.mark.parametrize("case", [case for case in GPU_CASES if case.quick], ids=str)

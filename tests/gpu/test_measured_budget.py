@@ -31,6 +31,7 @@ def gauge_a_device() -> None:
     assert gauge.read().reserved < after.reserved
 
 
+@pytest.mark.gpu(2, apart=True)
 def test_peaks_and_what_is_left(ranks: Ranks) -> None:
     ranks.run(2, gauge_a_device, backend="nccl")
 

@@ -57,6 +57,7 @@ def where_memory_is_short() -> tuple[int, str]:
     return mine.numel(), "there was memory"
 
 
+@pytest.mark.gpu(2, apart=True)
 def test_what_the_allocator_keeps_is_used_and_what_is_used_is_told(ranks: Ranks) -> None:
     for size, message in ranks.run(2, where_memory_is_short, backend="cpu:gloo,cuda:nccl"):
         assert size == 4 * GIB

@@ -31,7 +31,7 @@ def test_one_rank(ranks: Ranks) -> None:
     assert device == 0
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, apart=True)
 def test_two_ranks_and_a_failure(ranks: Ranks) -> None:
     for total, _ in ranks.run(2, add_up, backend="nccl"):
         assert total.tolist() == [3, 3, 3]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_zero import Tuning, ZeroStrategy
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
-from tests.helpers.trainer import close, seeded, whole_state
+from tests.helpers.trainer import close, gpus_of_ranks, seeded, whole_state
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(2)
@@ -73,8 +73,7 @@ def fit(strategy: Any) -> dict[str, Any]:
     data = TensorDataset(torch.randn(count, WIDTH, generator=rng), torch.randn(count, 8, generator=rng))
     module, profile = Model(), Profile()
     trainer = pl.Trainer(
-        accelerator="gpu",
-        devices=dist.get_world_size(),
+        **gpus_of_ranks(),
         strategy=strategy,
         precision="bf16-mixed",
         gradient_clip_val=0.1,

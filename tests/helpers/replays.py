@@ -160,7 +160,7 @@ class Way:
 WAYS = {
     "clipped": Way(training={"clip_norm": 0.1}),
     "accumulated": Way(training={"accumulate": 3}),
-    "accumulated, kept until the step": Way(engine=TO_STEP, training={"accumulate": 3}),
+    "accumulated, kept until the step": Way(engine=TO_STEP, training={"accumulate": 3, "announce": True}),
     "kept until backward": Way(engine={"resident_mb": float("inf")}),
     "gradients zeroed, not dropped": Way(training={"set_to_none": False}),
     "gradients dropped first, then added to": Way(optimizer=Forgetful),

@@ -1,5 +1,6 @@
 """Trainers that differ only in their strategy, on the same data; the modules that they train are in lightning_modules.py."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -82,7 +83,15 @@ def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
         "max_epochs": 1,
         "default_root_dir": "run",
     }
+    if arguments.get("accelerator") == "gpu":
+        defaults |= gpus_of_ranks()
     return pl.Trainer(**defaults | arguments)
+
+
+def gpus_of_ranks() -> dict[str, Any]:
+    """What a Trainer, or Fabric, is told of the pool's ranks; see tests/ranks/shared_gpu.py for those of one GPU."""
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    return {"accelerator": "gpu", "devices": devices, "num_nodes": dist.get_world_size() // devices}
 
 
 def make_loader(kind: str, steps: int = 4, seed: int = 0) -> DataLoader:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import nursery, report
+from tests.ranks import nursery, report, shared_gpu
 from tests.ranks.report import RankDeadline, RankFailure
 
 __all__ = ["RankDeadline", "RankFailure", "RankPool", "Ranks", "serve_nurseries"]
@@ -239,6 +239,8 @@ class RankPool:
             PYTHONUNBUFFERED="1",
             PYTHONFAULTHANDLER="1",
         )
+        if "nccl" in self.backend and shared_gpu.shares_gpu():
+            env.update(shared_gpu.environ(rank, self.world_size))
         if sys.platform == "linux":  # gloo would look up the host's name, which may not resolve
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if "nccl" not in self.backend:  # a compile-worker pool per rank only crowds the cores
