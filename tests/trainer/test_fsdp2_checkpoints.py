@@ -1,5 +1,5 @@
-"""Sharded checkpoints go to and from FSDP2, as Lightning's ModelParallelStrategy writes and reads them, and curves are
-those of one run."""
+"""Sharded checkpoints go to and from FSDP2, as Lightning's ModelParallelStrategy writes and reads them, and come from
+FSDP, as FSDPStrategy writes them; curves are those of one run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
+from torch.distributed import checkpoint as dcp
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, StateDictType, fully_shard
 
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import RTOL, Regression, close, global_losses, make_loader, make_trainer
@@ -91,4 +92,34 @@ def test_other_numbers_of_ranks_go_on_from_fsdp2s(ranks: Ranks, tmp_path: Path, 
     wanted = ranks.run(2, _uninterrupted)[0]
     ranks.run(2, _fit, "fsdp2", 1, path)
     for losses in ranks.run(world_size, _alone, path):
+        assert_close_relative(losses, wanted[STEPS:], 5 * RTOL)
+
+
+def _as_fsdp_strategy_saves(full: str, folder: str) -> None:
+    """FSDPStrategy needs GPUs, but FSDP does not: it takes a full checkpoint, and saves it as the strategy would."""
+    found = torch.load(full, weights_only=True)
+    module = Scheduled()
+    module.load_state_dict(found.pop("state_dict"))
+    wrapped = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    named = wrapped.rekey_optim_state_dict(found.pop("optimizer_states")[0], OptimStateKeyType.PARAM_NAME, wrapped)
+    optimizer.load_state_dict(wrapped.optim_state_dict_to_load(wrapped, optimizer, named))
+    with wrapped.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": wrapped.state_dict(), "optimizer_0": wrapped.optim_state_dict(wrapped, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    torch.save(found, f"{folder}/meta.pt")
+
+
+def _on_from_fsdp(home: str) -> list[float]:
+    trained = make_trainer("eager", max_epochs=1)
+    trained.fit(module := Scheduled(), make_loader("eager", STEPS))
+    trained.save_checkpoint(f"{home}/full.ckpt")
+    close(module)
+    _as_fsdp_strategy_saves(f"{home}/full.ckpt", f"{home}/fsdp.ckpt")
+    return _fit("eager", 2, path=f"{home}/fsdp.ckpt")
+
+
+def test_training_goes_on_from_fsdps(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = ranks.run(2, _uninterrupted)[0]
+    for losses in ranks.run(2, _on_from_fsdp, str(tmp_path)):
         assert_close_relative(losses, wanted[STEPS:], 5 * RTOL)
