@@ -1,10 +1,21 @@
 """Errors that users meet. Each message says what is wrong, where, and what to do next."""
 
-__all__ = ["CheckpointError", "NativeBuildError", "RankFailedError", "RankMismatchError", "UnsupportedError"]
+__all__ = [
+    "CheckpointError",
+    "HostMemoryError",
+    "NativeBuildError",
+    "RankFailedError",
+    "RankMismatchError",
+    "UnsupportedError",
+]
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint is incomplete, damaged or of something else, or could not be written."""
+
+
+class HostMemoryError(RuntimeError):
+    """The host has too little memory for what is to be offloaded, or it cannot be pinned."""
 
 
 class NativeBuildError(RuntimeError):

@@ -67,9 +67,21 @@ class EngineConfig(Options):
     Args:
         compute_dtype: what autocast computes in; shards have a compute copy in this dtype, written once per step,
             and parameters that are used in it are gathered in it. None without autocast.
+
+    Raises:
+        UnsupportedError: a choice that has a name, and nothing yet that does it.
     """
 
     compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.offload:
+            if name != "optimizer":
+                raise UnsupportedError(
+                    f"offload={self.offload!r}: offloading {name} does not exist yet. Pass offload=('optimizer',); for "
+                    "activations there are activation_memory_budget= and torch.utils.checkpoint."
+                )
 
     @cached_property
     def compiled(self) -> CompileConfig:

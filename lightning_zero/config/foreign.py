@@ -7,7 +7,11 @@ __all__ = ["FOREIGN"]
 _NO_POLICY = (
     "There is no wrap policy: every parameter is sharded by itself, and layers that are alike are compiled once."
 )
-_NO_OFFLOAD = "Nothing is offloaded to the host yet."
+_OFFLOAD = (
+    "Pass offload=('optimizer',): the optimizer's state lies in pinned memory of the host, and the device steps; "
+    "weights and gradients stay on the device."
+)
+_NO_OFFLOAD = "Only the optimizer's state can lie on the host, by offload=('optimizer',), and nothing on disks."
 _BUCKETS = "Sizes of transfers are tuning=Tuning(gather_group_mb=..., reduce_bucket_mb=...), and seldom need to change."
 _COMPUTE = (
     "Pass precision= to the Trainer ('bf16-mixed', 'bf16-true', ...), and reduce_dtype= for gradients on the wire."
@@ -37,12 +41,12 @@ FOREIGN = (
         "forward_prefetch": "Gathers start ahead of their use; tuning=Tuning(prefetch=False) turns that off.",
         "backward_prefetch": "Gathers start ahead of their use; tuning=Tuning(prefetch=False) turns that off.",
         "sync_module_states": "Rank 0's initial values are always those of all ranks.",
-        "cpu_offload": _NO_OFFLOAD,
-        "offload_policy": _NO_OFFLOAD,
-        "offload_optimizer": _NO_OFFLOAD,
+        "cpu_offload": _OFFLOAD,
+        "offload_policy": _OFFLOAD,
+        "offload_optimizer": _OFFLOAD,
         "offload_parameters": _NO_OFFLOAD,
         "offload_params_device": _NO_OFFLOAD,
-        "offload_optimizer_device": _NO_OFFLOAD,
+        "offload_optimizer_device": _OFFLOAD,
         "nvme_path": _NO_OFFLOAD,
         "mixed_precision": _COMPUTE,
         "mp_policy": _COMPUTE,

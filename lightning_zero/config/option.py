@@ -143,6 +143,15 @@ def share(value: Any) -> str | None:
     return "must lie between 0 (save only the inputs) and 1 (save what makes backward fastest)."
 
 
+OFFLOADED = ("optimizer", "activations", "parameters")
+
+
+def offloaded(value: Any) -> str | None:
+    if isinstance(value, tuple) and all(name in OFFLOADED for name in value):
+        return None
+    return f"must be a tuple of {listed([repr(name) for name in OFFLOADED])}. Try ('optimizer',)."
+
+
 def _choices(hint: Any) -> tuple[Any, ...]:
     """All values of a type, where these are few; empty for any other type."""
     if hint is bool:

@@ -16,6 +16,7 @@ from lightning_zero.config.option import (
     at_least_one,
     at_least_zero,
     check_options,
+    offloaded,
     option,
     option_fields,
     options,
@@ -70,6 +71,12 @@ class Tuning:
         "path of the module that it belongs to; True: compute it again in backward, False: save it, None: no opinion",
         default=None,
         change=Change.COMPILED,
+    )
+    offload_buffer_mb: float = _memory(
+        "so many MiB of the device through which passes what ``offload`` has put on the host",
+        default=256.0,
+        check=_mib(256),
+        change=Change.APPLIED,
     )
     free_reduce_buckets: bool = _memory(
         "give the reduce buckets' memory back after each backward", default=False, change=Change.APPLIED
@@ -252,6 +259,15 @@ class Options:
         check=share,
         change=Change.COMPILED,
     )
+    offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = option(
+        "what lies in the host's memory and comes to the device when it is needed. ``'optimizer'``: the state of "
+        "optimizers that is as large as the weights (Adam's moments); the step, computed on the device as ever, takes "
+        "as long as it takes to copy it there and back. ``'activations'`` and ``'parameters'`` do not exist yet, and "
+        "are refused",
+        default=(),
+        check=offloaded,
+        change=Change.APPLIED,
+    )
     reduce_dtype: Literal["bf16", "16", "32"] | None = option(
         "dtype of gradients on the wire; by default ``'bf16'`` for ``precision='bf16-mixed'`` and otherwise each "
         "parameter's own",
@@ -295,6 +311,8 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.tuning, Mapping):
             object.__setattr__(self, "tuning", Tuning(**self.tuning))
+        if isinstance(self.offload, list):  # as command lines and YAML have it
+            object.__setattr__(self, "offload", tuple(self.offload))
         check_options(self)
         tuning = self.tuning
         if not isinstance(tuning, Tuning):

@@ -1,4 +1,4 @@
-"""Constructors whose signature is a class of options."""
+"""Constructors whose signature is a class of options, and what an engine is given of these."""
 
 from __future__ import annotations
 
@@ -9,11 +9,28 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec
 
-from lightning_zero.config.text import arguments
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-__all__ = ["taking"]
+from lightning_zero.config import EngineConfig, Options
+from lightning_zero.config.option import option_fields
+from lightning_zero.config.text import arguments
+from lightning_zero.errors import UnsupportedError
+
+__all__ = ["chosen", "taking"]
 
 P = ParamSpec("P")
+
+
+def chosen(options: Options) -> EngineConfig:
+    """What an engine is given of a strategy's arguments.
+
+    Raises:
+        MisconfigurationException: a choice that does not exist yet.
+    """
+    try:
+        return EngineConfig(**{name: getattr(options, name) for name in option_fields(Options)})
+    except UnsupportedError as error:
+        raise MisconfigurationException(str(error)) from error
 
 
 def taking(made: Callable[P, Any]) -> Callable[[Callable[[Any, Any], None]], Callable[Concatenate[Any, P], None]]:
@@ -42,6 +59,7 @@ def taking(made: Callable[P, Any]) -> Callable[[Callable[[Any, Any], None]], Cal
         Raises:
             TypeError: a name that is no option; the message says which is meant.
             ValueError: a value that makes no sense; the message says which, and what to pass.
+            MisconfigurationException: a choice that does not exist yet.
         """
         return __init__
 

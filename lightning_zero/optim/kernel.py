@@ -5,7 +5,7 @@ Settings reach the graph as 0-dim tensors which are filled when the floats in ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_zero.compat.compiler import inductor_compile
+from lightning_zero.offload.ring import Ring
 from lightning_zero.optim.clip import clip_factor
 from lightning_zero.optim.formulas import Rule, rule_for
 from lightning_zero.optim.graphed import GraphedSequence
 from lightning_zero.optim.segments import Segment
+from lightning_zero.optim.stretches import Stretch, passing, stretches
 
 __all__ = ["StepKernel"]
 
@@ -32,6 +34,7 @@ class StepKernel:
         segments: what is stepped; their state must exist, and their counts be on the device.
         device: of all tensors.
         compile: turn each segment's update into one kernel with inductor.
+        ring: through which the state passes that lies on the host; None: it lies on the device.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class StepKernel:
         segments: Sequence[Segment],
         device: torch.device,
         compile: bool,
+        ring: Ring | None = None,
     ) -> None:
         self._segments = segments
+        self._ring = ring
         self._device = device
         self._compile = compile and len(segments) <= MOST_SEGMENTS
         self._rules = [rule_for(optimizer, group) for group in groups]
@@ -116,13 +121,27 @@ class StepKernel:
         return self._sequences[variant].captured
 
     def _update(self) -> None:
-        assert self._variant is not None
+        numbers = {id(segment): self._numbers(self._rule(segment), segment) for segment in self._segments}
+        for part, state in self._parts():
+            segment = part.segment
+            self._apply(self._rule(segment), part.of(segment.param), part.of(segment.grad), state, numbers[id(segment)])
+
+    def _rule(self, segment: Segment) -> Rule:
+        rule = self._rules[segment.group]
+        assert rule is not None
+        return rule
+
+    def _parts(self) -> Iterator[tuple[Stretch, dict[str, Tensor]]]:
+        """What is stepped at once, with its state on the device: segments, or as much of one as the ring takes."""
+        parts = []
         for segment in self._segments:
-            rule = self._rules[segment.group]
-            assert rule is not None
-            state = {name: segment.state[name].view(-1) for name in rule.state}
-            numbers = self._numbers(rule, segment)
-            self._apply(rule, segment.param.detach().view(-1), segment.grad.view(-1), state, numbers)
+            names = self._rule(segment).state
+            itemsizes = [segment.state[name].itemsize for name in names]
+            most = self._ring.elements(itemsizes) if self._ring and names else segment.param.numel()
+            parts += [(stretch, names) for stretch in stretches(segment, most)]
+        if self._ring:
+            return passing(self._ring, parts)
+        return ((stretch, stretch.load(names)) for stretch, names in parts)
 
     def _numbers(self, rule: Rule, segment: Segment) -> dict[str, Tensor]:
         """What the update of all elements has in common, 0-dim float32; counts the step."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.offload.memory import HostMemory
 from lightning_zero.sharding.record import ShardedParameter
 
 __all__ = ["Segment", "State", "cut"]
@@ -43,9 +44,15 @@ class Segment:
     state: dict[str, Any] = field(default_factory=dict)
     _shown: dict[str, Any] = field(default_factory=dict)
 
-    def take_in(self, state: State) -> bool:
+    @property
+    def elementwise(self) -> list[str]:
+        """Names of the state with one element for each of the members'."""
+        return [name for name, value in self.state.items() if isinstance(value, Tensor) and not self._is_count(value)]
+
+    def take_in(self, state: State, host: HostMemory | None = None) -> bool:
         """Joins the members' state into this segment's; what is not in one piece of memory yet is moved there, and the
-        members' state becomes views of it. Returns whether anything was moved."""
+        members' state becomes views of it. What has one element for each of the members' lies on their device, or, if
+        that is given, on the host. Returns whether anything was moved."""
         own = [state[record.param] for record in self.members if record.param in state]
         if len(own) != len(self.members):
             return False
@@ -56,14 +63,16 @@ class Segment:
                 self.state[key] = first
                 continue
             joined = _joined(values)
-            moved = moved or joined is None
             if self._is_count(first):
                 counts = torch.stack([value.reshape(()) for value in values]) if joined is None else joined
                 self.counts[key], self.state[key] = counts, counts[0]
             else:
-                self._check(key, first, self.members[0].layout.visible_shape)
-                flat = torch.cat([value.reshape(-1) for value in values]) if joined is None else joined
+                self.check(key, first, self.members[0].layout.visible_shape)
+                if joined is not None and not self._lies_there(joined, host):
+                    joined = None
+                flat = self._gathered(values, host) if joined is None else joined
                 self.state[key] = flat.view(self.param.shape)
+            moved = moved or joined is None
             del values
             self._show(key, state)  # one by one, so that no more than one of them exists twice
         return moved
@@ -102,7 +111,7 @@ class Segment:
             if key in self.counts:
                 state[record.param][key] = self.counts[key][position]
             elif isinstance(value, Tensor):
-                self._check(key, value, self.param.shape)
+                self.check(key, value, self.param.shape)
                 state[record.param][key] = value.view(-1)[begin:end].view(record.layout.visible_shape)
             else:
                 state[record.param][key] = value
@@ -114,10 +123,22 @@ class Segment:
             if counts.numel() > 1:
                 counts[1:] = counts[0]
 
+    def _lies_there(self, value: Tensor, host: HostMemory | None) -> bool:
+        return value.device == self.param.device if host is None else host.holds(value)
+
+    def _gathered(self, values: Sequence[Tensor], host: HostMemory | None) -> Tensor:
+        """In new memory, one behind the other."""
+        numel, dtype = self.param.numel(), values[0].dtype
+        flat = torch.empty(numel, dtype=dtype, device=self.param.device) if host is None else host.empty(numel, dtype)
+        for piece, value in zip(flat.split([value.numel() for value in values]), values, strict=True):
+            piece.copy_(value.detach().reshape(-1))
+        return flat
+
     def _is_count(self, value: Tensor) -> bool:
         return value.numel() == 1  # a shard has more elements: see ShardLayout
 
-    def _check(self, key: str, value: Tensor, shape: torch.Size) -> None:
+    def check(self, key: str, value: Tensor, shape: torch.Size) -> None:
+        """Raises :class:`UnsupportedError` where the state of members, seen in this shape, has another one."""
         if value.shape != shape:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} of shape {tuple(value.shape)} for {self.members[0].name!r}, "

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.formulas import rule_for
 from lightning_zero.sharding.refusals import on_plain_tensors
 
-__all__ = ["check_capture", "check_members", "check_optimizer", "zero_gradients_plainly"]
+__all__ = ["check_capture", "check_members", "check_offload", "check_optimizer", "zero_gradients_plainly"]
 
 _WHOLE = {
     "Muon": "orthogonalises whole matrices",
@@ -67,6 +68,17 @@ def check_capture(optimizer: torch.optim.Optimizer, reason: str | None, option: 
         raise UnsupportedError(
             f"{option}=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
             f"Pass {option}='auto' to step it eagerly where it must be."
+        )
+
+
+def check_offload(optimizer: torch.optim.Optimizer) -> None:
+    """Raises :class:`UnsupportedError` for an optimizer whose state cannot lie on the host."""
+    if any(rule_for(optimizer, group) is None for group in optimizer.param_groups):
+        raise UnsupportedError(
+            f"offload=('optimizer',) has optimizers step their parameters in parts, and whether "
+            f"{type(optimizer).__name__} can do that is not known: its update rule is none of those that are known "
+            "here (elementwise ones of torch.optim, no subclasses). lightning_zero.register_rule makes it known; "
+            "otherwise leave 'optimizer' out of offload."
         )
 
 

@@ -17,12 +17,15 @@ FORWARD_BACKWARD, OPTIMIZER = "forward_backward", "optimizer_step"
 
 def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, int]:
     """Bytes of this rank. What peers read is also counted by what it is for, and ``peers`` is memory that the device's
-    allocator knows nothing of."""
+    allocator knows nothing of; ``optimizer_state_on_host`` is memory of the host."""
     memory = engine.sharder.memory
     with plainly():
         found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.holds(role)) for role in Role}
-        states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
-        found["optimizer_state"] = _bytes([value for value in states if isinstance(value, torch.Tensor)])
+        kept = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+        states = [value for value in kept if isinstance(value, torch.Tensor)]
+        away = [value for value in states if engine.optimizers.on_host and value.device.type == "cpu"]
+        found["optimizer_state"] = _bytes(states) - _bytes(away)
+        found["optimizer_state_on_host"] = _bytes(away)
     found["reduce_buckets"] = engine.executor.counters().get("bucket_bytes", 0)
     found["captures"] = engine.replays.nbytes
     found["peers"] = engine.peers.nbytes

@@ -13,7 +13,11 @@ from lightning_zero.report.readings import FORWARD_BACKWARD, OPTIMIZER, memory_b
 __all__ = ["running"]
 
 MOST_NAMES = 3
-OTHERS = {"reduce_buckets": "reduce buckets", "captures": "captured graphs"}
+OTHERS = {
+    "reduce_buckets": "reduce buckets",
+    "captures": "captured graphs",
+    "optimizer_state_on_host": "optimizer state on the host",
+}
 
 
 def running(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
@@ -60,7 +64,7 @@ def _replays(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str
 
 def _memory(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     roles = memory_by_role(engine, optimizers)
-    held = sum(nbytes for what, nbytes in roles.items() if what not in ("peers", "captures", "reduce_buckets"))
+    held = sum(nbytes for what, nbytes in roles.items() if what not in ("peers", *OTHERS))
     parts = [f"{_size(held)} of shards, gradients, copies and optimizer state"]
     parts += [f"{_size(roles[what])} of {name}" for what, name in OTHERS.items() if roles[what]]
     gauge = MemoryGauge(engine.device)

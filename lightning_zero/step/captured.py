@@ -7,10 +7,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from lightning_zero.offload.ring import Ring
 from lightning_zero.optim.kernel import StepKernel
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.substitute import Groups, Own
+from lightning_zero.step.substitute import Own, Shown
 
 __all__ = ["CapturedRunner", "why_not_captured"]
 
@@ -41,6 +42,7 @@ class CapturedRunner:
         layouts: of the optimizer.
         device: of all tensors.
         compile_kernels: compile the update with inductor; otherwise it runs op by op.
+        ring: through which the state passes that lies on the host; None: it lies on the device.
 
     Attributes:
         replays: steps that were one launch.
@@ -49,12 +51,18 @@ class CapturedRunner:
     clips = skips = True
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, layouts: StepLayouts, device: torch.device, compile_kernels: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        layouts: StepLayouts,
+        device: torch.device,
+        compile_kernels: bool,
+        ring: Ring | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._layouts = layouts
         self._device = device
         self._compile = compile_kernels
+        self._ring = ring
         self._kernels: WeakKeyDictionary[StepLayout, StepKernel] = WeakKeyDictionary()
         self.replays = 0
 
@@ -73,16 +81,18 @@ class CapturedRunner:
         if any(moved):
             # The others look at the counts where they were, and would step with what they were.
             self._layouts.drop_others(layout)
-        self._kernels[layout] = StepKernel(self._optimizer, own.groups, layout.segments, self._device, self._compile)
+        self._kernels[layout] = StepKernel(
+            self._optimizer, own.groups, layout.segments, self._device, self._compile, self._ring
+        )
         for segment in layout.segments:
             segment.give_out(own.state)
         self._layouts.note(own.state)
         return True
 
-    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Groups:
+    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Shown:
         with torch.no_grad():
             self.replays += self._kernels[layout].run(own.groups, layout.squared, max_norm, skip)
-        return []
+        return Shown([], layout.state, [])
 
     def end(self, layout: StepLayout, own: Own) -> None:
         pass

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.substitute import Groups, Own
+from lightning_zero.step.substitute import Own, Shown
 
 __all__ = ["EagerRunner"]
 
@@ -22,14 +22,14 @@ class EagerRunner:
     def takes(self, layout: StepLayout, own: Own) -> bool:
         return True
 
-    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Groups:
+    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Shown:
         assert skip is None, "only what replays can skip"
         if max_norm is not None:
             layout.clip_norm(max_norm)
         flat = layout.flat_groups(own.groups)
         for segment in layout.segments:
             segment.read_numbers(own.state)
-        return flat
+        return Shown(flat, layout.state, range(len(flat)))
 
     def end(self, layout: StepLayout, own: Own) -> None:
         layout.own_steps += 1

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.offload.memory import HostMemory
 from lightning_zero.optim.clip import norm_dtype
 from lightning_zero.optim.kernel import StepKernel
 from lightning_zero.optim.segments import State, cut
@@ -36,12 +37,14 @@ class StepLayouts:
     Args:
         optimizer: of shards.
         sharder: knows them.
+        host: where the optimizer's state lies that is as large as the shards; None: on their device.
 
     Attributes:
         last: the layout that :meth:`current` returned last.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sharder: Sharder) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sharder: Sharder, host: HostMemory | None = None) -> None:
+        self._host = host
         self._optimizer = optimizer
         self._sharder = sharder
         self.last: StepLayout | None = None
@@ -117,7 +120,9 @@ class StepLayouts:
         present = [[r for r in group if r is not None] for group in records]
         self._split_kinds({r.index for group in present for r in group}, own.state)
         segments = cut(present, self._kinds, mix_dimensions=StepKernel.covers(self._optimizer, own.groups))
-        moved = [segment.take_in(own.state) for segment in segments]
+        if self._host is not None:
+            self._host.settle()
+        moved = [segment.take_in(own.state, self._host) for segment in segments]
         if any(moved):
             self._by_pattern.clear()  # the others look at memory that is the optimizer's no more
         dtype = norm_dtype(param for group in own.groups for param in group["params"])

@@ -35,9 +35,18 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.native.watchdog import Lane
+from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.ring import Ring
 from lightning_zero.optim.formulas import rule_for
 from lightning_zero.optim.norms import norms_of_each
-from lightning_zero.optim.support import check_capture, check_members, check_optimizer, zero_gradients_plainly
+from lightning_zero.optim.stretches import StateOnHost
+from lightning_zero.optim.support import (
+    check_capture,
+    check_members,
+    check_offload,
+    check_optimizer,
+    zero_gradients_plainly,
+)
 from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.step.cycle import StepCycle
@@ -65,21 +74,45 @@ class OptimizerSteps:
         self._sharder = sharder
         self._group = group
         self._cycle = cycle
+        self._on_host: StateOnHost | None = None  # once some state is
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
         """What steps this optimizer over the arenas."""
         stepper = self._steppers.get(optimizer)
         if stepper is None:
-            stepper = OptimizerStepper(optimizer, self._sharder, self._group, *_capture(self.config))
+            if self.on_host:
+                check_offload(optimizer)
+                optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+            stepper = OptimizerStepper(optimizer, self._sharder, self._group, *_capture(self.config), self._host())
             self._steppers[optimizer] = stepper
         return stepper
 
     def configure(self, config: EngineConfig) -> None:
-        """Other options. Where they capture steps otherwise, each optimizer's next step is laid out anew."""
-        if _capture(config) != _capture(self.config):
+        """Other options. Where they capture steps otherwise, or have state lie elsewhere, each optimizer's next step is
+        laid out anew."""
+        if (_capture(config), _offload(config)) != (_capture(self.config), _offload(self.config)):
+            self.settle()
             self._steppers.clear()
+            self._on_host = None
         self.config = config
+
+    @property
+    def on_host(self) -> bool:
+        """Whether optimizers' state lies on the host, where nobody else need put it."""
+        return "optimizer" in self.config.offload
+
+    def settle(self) -> None:
+        """The host may read state that lies there: what copies there are on their way have arrived."""
+        if self._on_host is not None:
+            self._on_host.memory.settle()
+
+    def _host(self) -> StateOnHost | None:
+        if self.on_host and self._on_host is None:
+            device = self._sharder.executor.device
+            ring = Ring(device, int(self.config.tuning.offload_buffer_mb * 2**20))
+            self._on_host = StateOnHost(HostMemory(device), ring)
+        return self._on_host
 
     def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None) -> None:
         """Gradients are final, and the optimizer's own ``step`` is next; :meth:`end` must come after it. Inside its
@@ -145,6 +178,8 @@ class OptimizerSteps:
         """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no
         shards."""
         check_optimizer(optimizer)
+        if self.on_host:
+            check_offload(optimizer)
         if self.config.cuda_graph_step is True:
             check_capture(optimizer, self.stepper(optimizer).why_eager, self.config.named("cuda_graph_step"))
         check_members(optimizer.param_groups, type(optimizer).__name__, self._sharder.find)
@@ -172,3 +207,7 @@ class OptimizerSteps:
 
 def _capture(config: EngineConfig) -> tuple[bool | str, bool]:
     return config.cuda_graph_step, config.tuning.emulate_cuda_graph_step
+
+
+def _offload(config: EngineConfig) -> tuple[tuple[str, ...], float]:
+    return config.offload, config.tuning.offload_buffer_mb

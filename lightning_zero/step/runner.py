@@ -1,7 +1,7 @@
 """Who carries out an optimizer's step.
 
-To add one (for optimizer state that lies on the host, say): a file with a class like :class:`StepRunner`, and a place
-in the order of ``stepper.py``. The first that takes a layout steps it; the last takes every one.
+To add one: a file with a class like :class:`StepRunner`, and a place in the order of ``stepper.py``. The first that
+takes a layout steps it; the last takes every one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.substitute import Groups, Own
+from lightning_zero.step.substitute import Own, Shown
 
 __all__ = ["StepRunner"]
 
@@ -32,7 +32,7 @@ class StepRunner(Protocol):
         for a layout, it prepares here."""
         ...
 
-    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Groups:
+    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Shown:
         """Before the optimizer's own ``step``.
 
         Args:
@@ -42,8 +42,7 @@ class StepRunner(Protocol):
             skip: 0-dim on the device; where it is not zero, nothing must change. Only if it ``skips``.
 
         Returns:
-            the groups that the optimizer steps by itself, as many as its own; without parameters if nothing is left to
-            do.
+            what the optimizer steps by itself.
         """
         ...
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.native.watchdog import Lane
+from lightning_zero.optim.stretches import StateOnHost
 from lightning_zero.sharding.refusals import on_plain_tensors, plainly
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.step.captured import CapturedRunner, why_not_captured
@@ -24,6 +25,7 @@ from lightning_zero.step.eager import EagerRunner
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
 from lightning_zero.step.runner import StepRunner
+from lightning_zero.step.stretches import StretchesRunner
 from lightning_zero.step.substitute import Own, Substitute
 
 __all__ = ["OptimizerStepper"]
@@ -40,6 +42,7 @@ class OptimizerStepper:
         group: process group over which norms are summed.
         capture: ``"auto"`` or True: where possible; False: never.
         emulate: debugging: do on any device what a captured step does, without a graph.
+        host: where the state lies that is as large as the shards; None: on their device.
 
     Attributes:
         why_eager: why steps are never captured, in words; None if they are.
@@ -53,20 +56,22 @@ class OptimizerStepper:
         group: dist.ProcessGroup,
         capture: bool | str = "auto",
         emulate: bool = False,
+        host: StateOnHost | None = None,
     ) -> None:
         device = sharder.executor.device
         self._sharder = sharder
         self._group = group
         self._substitute = Substitute(optimizer)
-        self._layouts = StepLayouts(optimizer, sharder)
+        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None)
         self.why_eager = why_not_captured(optimizer, device, capture, emulate)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")
         if self.why_eager is not None:
             log.info("%s steps without a captured graph: %s.", type(optimizer).__name__, self.why_eager)
-        self._captured = CapturedRunner(optimizer, self._layouts, device, compile_kernels=device.type == "cuda")
+        compile_kernels, ring = device.type == "cuda", host.ring if host else None
+        self._captured = CapturedRunner(optimizer, self._layouts, device, compile_kernels, ring)
         # The first that takes a layout steps it.
-        eager = EagerRunner(self._layouts)
-        self._runners: Sequence[StepRunner] = (self._captured, eager) if self._graphs else (eager,)
+        own: StepRunner = StretchesRunner(optimizer, self._layouts, host) if host else EagerRunner(self._layouts)
+        self._runners: Sequence[StepRunner] = (self._captured, own) if self._graphs else (own,)
         self.runner: StepRunner | None = None
         self._clip: tuple[StepLayout, float] | None = None  # to be done by the step
 
@@ -140,8 +145,8 @@ class OptimizerStepper:
         clip, self._clip = self._clip, None
         layout, max_norm = clip or (self._layouts.current(own), None)
         runner = self.runner = self._runner_of(layout, own)
-        groups = runner.begin(layout, own, max_norm, skip)
-        self._substitute.show(groups, layout.state, lambda own: runner.end(layout, own))
+        shown = runner.begin(layout, own, max_norm, skip)
+        self._substitute.show(shown, lambda own: runner.end(layout, own))
 
     @on_plain_tensors
     def end(self) -> bool:

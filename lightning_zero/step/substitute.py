@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 
 from lightning_zero.optim.segments import State
 
-__all__ = ["Own", "Substitute"]
+__all__ = ["Groups", "Own", "Shown", "Substitute"]
 
 Groups = list[dict[str, Any]]
 
@@ -22,6 +23,20 @@ class Own(NamedTuple):
     state: State
 
 
+class Shown(NamedTuple):
+    """What an optimizer sees for the length of a step.
+
+    Attributes:
+        groups: none if nothing is left to do.
+        state: of the parameters in them.
+        origins: for each of the groups, the number of the own one whose settings it has.
+    """
+
+    groups: Groups
+    state: State
+    origins: Sequence[int]
+
+
 class Substitute:
     """Swaps ``param_groups`` and ``state`` of one optimizer. Its own are back as soon as its ``step`` is over, before
     any of the user's post-hooks look at them."""
@@ -29,7 +44,7 @@ class Substitute:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._own: Own | None = None  # while others are in their place
-        self._shown: Groups = []
+        self._shown = Shown([], defaultdict(dict), [])
         self._before: Groups = []
         self._after: Callable[[Own], None] = lambda own: None
         self._hook: Any = None
@@ -43,12 +58,12 @@ class Substitute:
     def own(self) -> Own:
         return self._own or Own(self._optimizer.param_groups, self._optimizer.state)
 
-    def show(self, groups: Groups, state: State, after: Callable[[Own], None]) -> None:
-        """From now on until the end of the optimizer's next ``step``, or :meth:`end`, it sees these; ``after`` is then
-        called with its own ones."""
-        self._own, self._shown, self._after = self.own, groups, after
-        self._before = [dict(group) for group in groups]
-        self._optimizer.param_groups, self._optimizer.state = groups, state
+    def show(self, shown: Shown, after: Callable[[Own], None]) -> None:
+        """From now on until the end of the optimizer's next ``step``, or :meth:`end`, it sees this; ``after`` is then
+        called with what is its own."""
+        self._own, self._shown, self._after = self.own, shown, after
+        self._before = [dict(group) for group in shown.groups]
+        self._optimizer.param_groups, self._optimizer.state = shown.groups, shown.state
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._restore())
         # The user's own hooks come after this one.
         hooks: Any = self._optimizer._optimizer_step_post_hooks
@@ -78,7 +93,8 @@ class Substitute:
             return
         own, self._own = self._own, None
         self._optimizer.param_groups, self._optimizer.state = own
-        for group, now, before in zip(own.groups, self._shown, self._before, strict=False):
+        for origin, now, before in zip(self._shown.origins, self._shown.groups, self._before, strict=True):
             # Some optimizers keep counters and averages in their groups.
-            group.update({k: v for k, v in now.items() if k != "params" and before.get(k, self) is not v})
+            changes = {k: v for k, v in now.items() if k != "params" and before.get(k, self) is not v}
+            own.groups[origin].update(changes)
         self._after(own)

@@ -55,6 +55,8 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {
         "compiled": engine.session._compiler._config,
         "cuda_graphs": engine.optimizers.stepper(optimizer).why_eager,
+        "offload": type(engine.optimizers.stepper(optimizer)._runners[-1]),
+        "offload_buffer_mb": engine.optimizers.config.tuning.offload_buffer_mb,
         "reduce_dtype": dtype,
         "broadcast_buffers": engine.buffers._enabled,
         "state_dict_type": engine.config.state_dict_type,  # which the strategy asks, too: test_sharded_checkpoints.py

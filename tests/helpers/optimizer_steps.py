@@ -169,12 +169,13 @@ def train(model: Any, optimizer: torch.optim.Optimizer, event: Event, engine: En
 
 
 def train_sharded_steps(
-    name: str, event: Event, emulate: bool, device: str = "cpu", capture: bool | str = "auto"
+    name: str, event: Event, emulate: bool, device: str = "cpu", capture: bool | str = "auto", **options: Any
 ) -> tuple[list[Any], dict[str, Tensor], Any]:
     model = build(Parts)
     model.__dict__["_parameters_of_later"] = lambda: model._modules["later"]._parameters["weight"]
     model.later.requires_grad_(event is not unfreeze_and_add)
-    with engine_for(model, "eager", emulate_cuda_graph_step=emulate, device=device, cuda_graph_step=capture) as engine:
+    options |= {"emulate_cuda_graph_step": emulate, "cuda_graph_step": capture}
+    with engine_for(model, "eager", device=device, **options) as engine:
         with engine.shards_in_sight():
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.check(optimizer)

@@ -85,7 +85,8 @@ def prepare(optimizer: Optimizer, loop: Loop) -> None:
         return loop.engine.checkpoints.optimizer_part(optimizer, state)  # which also keeps the loop
 
     optimizer.register_load_state_dict_pre_hook(to_shards)
-    optimizer.register_load_state_dict_post_hook(lambda loaded: optimizer_to_device(loaded, engine.device))
+    if not engine.optimizers.on_host:
+        optimizer.register_load_state_dict_post_hook(lambda loaded: optimizer_to_device(loaded, engine.device))
     loop.add(optimizer)
     engine.optimizers.arrange(loop.optimizers)
 

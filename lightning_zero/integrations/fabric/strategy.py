@@ -19,10 +19,8 @@ from typing_extensions import override
 from lightning_zero.compat.lightning_private import BackwardSyncControl, EmptyInit
 from lightning_zero.compile.listener import GraphObserver, PassObserver
 from lightning_zero.compile.workers import start_workers
-from lightning_zero.config import EngineConfig, Options
-from lightning_zero.config.option import option_fields
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.arguments import taking
+from lightning_zero.integrations.arguments import chosen, taking
 from lightning_zero.integrations.fabric.arguments import Arguments
 from lightning_zero.integrations.fabric.loop import Loop
 from lightning_zero.integrations.fabric.module import ShardedModule
@@ -57,8 +55,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
 
     @taking(Arguments)
     def __init__(self, arguments: Arguments) -> None:
-        chosen = {name: getattr(arguments, name) for name in option_fields(Options)}
-        self._options = EngineConfig(**chosen)
+        self._options = chosen(arguments)
         self._engine: Engine | None = None
         self._observers: list[GraphObserver] = []
         self._pass_observers: list[PassObserver] = []

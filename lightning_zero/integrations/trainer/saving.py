@@ -215,9 +215,11 @@ class Saving(ParallelStrategy):
                 f"{len(self.optimizers)}. "
                 "Return the same optimizers in the same order, or load only the weights with load_from_checkpoint()."
             )
+        engine = self._require_engine()
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            self._require_engine().load_optimizer_state(plain(optimizer), state)
-            optimizer_to_device(optimizer, self.root_device)
+            engine.load_optimizer_state(plain(optimizer), state)
+            if not engine.optimizers.on_host:
+                optimizer_to_device(optimizer, self.root_device)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module is a plain one, with whole parameters. Optimizers, schedulers and what observes an

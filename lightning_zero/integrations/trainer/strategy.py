@@ -23,11 +23,10 @@ from typing_extensions import override
 from lightning_zero.compat.lightning_private import optimizers_to_device
 from lightning_zero.compile.listener import GraphObserver, PassObserver
 from lightning_zero.compile.workers import start_workers
-from lightning_zero.config import EngineConfig, Options
-from lightning_zero.config.option import option_fields
+from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.integrations.arguments import taking
+from lightning_zero.integrations.arguments import chosen, taking
 from lightning_zero.integrations.inspection import Inspection
 from lightning_zero.integrations.precision import computing_in
 from lightning_zero.integrations.processes import nccl_lets_errors_show
@@ -64,8 +63,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     @taking(Arguments)
     def __init__(self, arguments: Arguments) -> None:
-        chosen = {name: getattr(arguments, name) for name in option_fields(Options)}
-        self._options = EngineConfig(**chosen)
+        self._options = chosen(arguments)
         self._engine: Engine | None = None
         self._ask_again: Callable[[], None] | None = None
         self._observers: list[GraphObserver] = []
@@ -184,7 +182,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            optimizers_to_device(self.optimizers, self.root_device)
+            if not engine.optimizers.on_host:
+                optimizers_to_device(self.optimizers, self.root_device)
             self._ask_again = ask_on_cpu(trainer, engine.mesh.control_group, self._ask_for_sigterms)
 
     @override

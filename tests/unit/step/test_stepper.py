@@ -16,7 +16,7 @@ from lightning_zero.step.eager import EagerRunner
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.optimizers import OptimizerSteps
 from lightning_zero.step.stepper import OptimizerStepper
-from lightning_zero.step.substitute import Groups, Own
+from lightning_zero.step.substitute import Own, Shown
 from tests.helpers.one_rank import OneRank
 from tests.helpers.options import config
 
@@ -130,12 +130,12 @@ class Doubling:
     def takes(self, layout: StepLayout, own: Own) -> bool:
         return len(layout.segments) == 1
 
-    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Groups:
+    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Shown:
         self.log.append("begin")
         with torch.no_grad():
             for segment in layout.segments:
                 segment.param.mul_(2)
-        return []
+        return Shown([], layout.state, [])
 
     def end(self, layout: StepLayout, own: Own) -> None:
         self.log.append("end")

@@ -1,0 +1,131 @@
+"""Memory of the host that a device copies from and to while both go on: pinned, and near the device.
+
+Torch's own pinned allocator rounds sizes up to powers of two, which for many GiB is memory that nobody has. This maps
+what is asked for, lets threads on the CPUs next to the GPU touch it first, so that it lies in their part of the host's
+memory, and registers it with the driver. For a CPU, memory of the host is what there is already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_zero.errors import HostMemoryError
+from lightning_zero.offload.nearby import cpus_near
+
+__all__ = ["HostMemory", "free_bytes"]
+
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+TOUCHED_BYTES = 256 << 20  # by a thread at a time
+MOST_THREADS = 8
+INSTEAD = "Leave out offload=, give each process more memory of its host, or shard over more hosts."
+
+
+class HostMemory:
+    """For one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D, not filled with anything in particular. It is given back with the last view of it.
+
+        Raises:
+            HostMemoryError: the host has not so much, or it cannot be pinned.
+        """
+        nbytes = numel * dtype.itemsize
+        if self._device.type != "cuda" or not nbytes:
+            return torch.empty(numel, dtype=dtype)
+        left = free_bytes()
+        if left is not None and nbytes > left:
+            raise HostMemoryError(
+                f"{_gib(nbytes)} of what is offloaded from {self._device} are to lie in the host's memory, which has "
+                f"{_gib(left)} left for this process. {INSTEAD}"
+            )
+        return torch.frombuffer(_Pinned.of(nbytes, self._device), dtype=dtype, count=numel)  # holds the mapping
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies where :meth:`empty` allocates."""
+        return tensor.device.type == "cpu" and (self._device.type != "cuda" or tensor.is_pinned())
+
+    def settle(self) -> None:
+        """The host waits until all copies are there: it may read now."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class _Pinned(mmap.mmap):
+    """Pages that stay where they are. The device's copies must be over when it goes, so it waits for them."""
+
+    device: torch.device | None = None  # once it is pinned
+    address = 0
+
+    @classmethod
+    def of(cls, nbytes: int, device: torch.device) -> _Pinned:
+        try:
+            memory = cls(-1, nbytes)
+        except OSError as error:
+            raise HostMemoryError(
+                f"The host gave no memory for {_gib(nbytes)} that are to be offloaded from {device} ({error}). "
+                f"{INSTEAD}"
+            ) from error
+        with suppress(OSError, AttributeError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        _touch(memory.address, nbytes, cpus_near(device))
+        try:
+            with torch.cuda.device(device):
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.address, nbytes, 0))
+        except RuntimeError as error:
+            raise HostMemoryError(
+                f"{_gib(nbytes)} of the host's memory could not be pinned for copies from and to {device} ({error}). "
+                "Containers and cgroups may limit pinned memory: raise that limit (ulimit -l, --ulimit memlock=-1). "
+                f"{INSTEAD}"
+            ) from error
+        memory.device = device
+        return memory
+
+    def __del__(self) -> None:
+        if self.device is not None and not sys.is_finalizing():
+            with suppress(RuntimeError), torch.cuda.device(self.device):
+                torch.cuda.synchronize()
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.address))
+
+
+def _touch(address: int, nbytes: int, cpus: frozenset[int]) -> None:
+    """Writes zeros, on these CPUs: pages are made where they are written first. On any, where none is given."""
+
+    def bind() -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)  # of this thread
+
+    begins = range(0, nbytes, TOUCHED_BYTES)
+    threads = min(MOST_THREADS, len(begins), len(cpus or os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, "first touch", bind) as pool:
+        list(pool.map(lambda begin: ctypes.memset(address + begin, 0, min(TOUCHED_BYTES, nbytes - begin)), begins))
+
+
+def free_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
+    """What the host, and the container where it has a limit, can still give; None where nobody says."""
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+        found.append(next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"))
+    with suppress(OSError, ValueError):
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        cached = sum(int(words[1]) for words in lines if words[0] == "inactive_file")
+        found.append(max(limit - used + cached, 0))
+    return min(found, default=None)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB ({nbytes:,} bytes)"

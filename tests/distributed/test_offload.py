@@ -1,0 +1,111 @@
+"""State of optimizers on the host: training is the same to the last bit, in every way to step."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.engine import engine_of
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.offload.ring import Load, Pass, Ring
+from tests.helpers.models import build
+from tests.helpers.optimizer_steps import (
+    OPTIMIZERS,
+    Event,
+    Parts,
+    forget_one_state,
+    load_own_state,
+    nothing,
+    other_settings,
+    train_sharded_steps,
+    unfreeze_and_add,
+)
+from tests.helpers.sharded import engine_for
+from tests.ranks.pool import Ranks
+
+ON_HOST: dict[str, Any] = {"offload": ("optimizer",), "offload_buffer_mb": 0.0001}  # some stretches for each segment
+
+
+def stay(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    pass
+
+
+def come_and_go(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """The option changes while there is state."""
+    engine = engine_of(model)
+    assert engine is not None
+    if step in (4, 9):
+        engine.configure(replace(engine.config, offload=() if engine.config.offload else ("optimizer",)))
+
+
+OWN = [
+    ("AdamW", nothing),
+    ("SGD", nothing),
+    ("ASGD", load_own_state),
+    ("AdamW", unfreeze_and_add),
+    ("Adam", come_and_go),
+]
+CAPTURED = [
+    ("AdamW", other_settings),
+    ("Adam", forget_one_state),
+    ("RMSprop", nothing),
+    ("NAdam", load_own_state),
+    ("Rprop", nothing),
+    ("a user's own", nothing),
+]
+
+
+class Counted(Pass):
+    """Notes how many loads pass at once."""
+
+    most = 0
+
+    def __init__(self, ring: Ring, loads: Sequence[Load]) -> None:
+        super().__init__(ring, loads)
+        Counted.most = max(Counted.most, len(loads))
+
+
+def train_both_ways(cases: list[tuple[str, Event]], emulate: bool) -> list[str]:
+    """What of each case is not the same with state on the host."""
+    wrong = []
+    for name, event in cases:
+        expected = train_sharded_steps(name, stay if event is come_and_go else event, emulate)
+        Counted.most = 0
+        with (
+            patch("lightning_zero.step.stretches.Pass", Counted),
+            patch("lightning_zero.optim.stretches.Pass", Counted),
+        ):
+            found = train_sharded_steps(name, event, emulate, **ON_HOST)
+        try:
+            torch.testing.assert_close(found[:2], expected[:2], rtol=0, atol=0)
+            assert found[2] == expected[2]
+            assert name == "ASGD" or Counted.most > found[2][0], "no segment was stepped in several stretches"
+        except AssertionError as error:
+            wrong.append(f"{name}, {event.__name__}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize(("cases", "emulate"), [(OWN, False), (CAPTURED, True)], ids=["own", "captured"])
+def test_training_is_the_same_to_the_last_bit(ranks: Ranks, cases: list[tuple[str, Event]], emulate: bool) -> None:
+    for wrong in ranks.run(2, train_both_ways, cases, emulate, deadline=120):
+        assert wrong == []
+
+
+def refuse() -> str:
+    model = build(Parts)
+    with engine_for(model, "eager", **ON_HOST) as engine:
+        with engine.shards_in_sight():
+            optimizer = OPTIMIZERS["Lion"](model)
+        with pytest.raises(UnsupportedError) as caught:
+            engine.optimizers.check(optimizer)
+    return str(caught.value)
+
+
+def test_an_optimizer_whose_rule_is_not_known_is_refused_by_name(ranks: Ranks) -> None:
+    (message,) = ranks.run(1, refuse)
+    assert "whether Lion can do that is not known" in message
+    assert "lightning_zero.register_rule makes it known" in message

@@ -1,0 +1,75 @@
+"""Lanes for copies that work in any order that is allowed: each does its work only when it is told to, so that a wait
+that is missing shows, whichever of two lanes is the slower one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from typing import Any
+
+from lightning_zero.offload.lanes import Copy
+
+NAMES = ("in", "compute", "out")
+ORDERS = list(permutations(NAMES))  # which lane goes first, wherever several may
+
+
+class Event:
+    done = False
+
+
+class DelayedLanes:
+    """Nothing happens until :meth:`run`.
+
+    Args:
+        without: a wait that is left out: ``"in behind compute"`` and so on, to see that it is needed.
+    """
+
+    def __init__(self, without: str = "") -> None:
+        self._queues: dict[str, deque[Callable[[], bool]]] = {name: deque() for name in NAMES}
+        self._lane_of: dict[int, str] = {}
+        self._events: list[Event] = []  # held, so that their ids stay theirs
+        self._without = without
+
+    def compute(self, work: Callable[[], Any]) -> None:
+        self._add("compute", work)
+
+    def bring(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        return self._copy("in", copies, after)
+
+    def take(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        return self._copy("out", copies, after)
+
+    def now(self) -> Event:
+        return self._record("compute")
+
+    def wait(self, event: Event) -> None:
+        self._wait("compute", event)
+
+    def run(self, order: Sequence[str]) -> None:
+        """All that was given, the first lane that may go on first."""
+        while any(self._queues.values()):
+            ready = next((queue for name in order if (queue := self._queues[name]) and queue[0]()), None)
+            assert ready is not None, "the lanes wait for each other"
+            ready.popleft()
+
+    def _copy(self, lane: str, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        for event in after:
+            self._wait(lane, event)
+        for to, source in copies:
+            self._add(lane, lambda to=to, source=source: to.copy_(source))
+        return self._record(lane)
+
+    def _add(self, lane: str, work: Callable[[], Any]) -> None:
+        self._queues[lane].append(lambda: (work(), True)[1])
+
+    def _wait(self, lane: str, event: Event) -> None:
+        if self._without != f"{lane} behind {self._lane_of[id(event)]}":
+            self._queues[lane].append(lambda: event.done)
+
+    def _record(self, lane: str) -> Event:
+        event = Event()
+        self._events.append(event)
+        self._lane_of[id(event)] = lane
+        self._add(lane, lambda: setattr(event, "done", True))
+        return event
