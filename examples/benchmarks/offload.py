@@ -1,0 +1,270 @@
+"""What it costs to keep the optimizer's state on the host; on one GPU, prints one JSON line per measurement.
+
+    python examples/benchmarks/offload.py --sizes 1b,3b --accumulate 1,8
+    python examples/benchmarks/offload.py --sizes 7b --ways offload     # what does not fit without
+
+Trains a plain Llama-like decoder: float32 masters, bfloat16 compute, AdamW, clipping at 1.0, a loop in plain PyTorch
+over one rank, for each way in a process of its own. `device` keeps all on the GPU; `offload` is
+`offload=("optimizer",)`; `eager` the same with `cuda_graph_step=False`; `fsdp2` is `fully_shard` with
+`CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU. `step_ms` is the whole step, `optimizer_ms` the
+part from the last backward's end, both medians by the device's clock. `peak_gib` is of the whole device, sampled.
+`duplex_gb_s` is what pinned copies of 64 MiB reach in each direction while both go on, measured in the same process
+after training. `exposed_ms` is `optimizer_ms` less that of `device`, and `over_bytes` what it is of the time that the
+state's bytes take at that bandwidth.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.bench.decoder import SIZES, VOCABULARY, Decoder
+
+SIZES = SIZES | {"3b": (2560, 32, 20, 6912)}
+WAYS = ("device", "offload", "eager", "fsdp2")
+GIB = 2**30
+Forward = Callable[[Tensor], Tensor]
+
+
+class Ours:
+    """This package's engine."""
+
+    def __init__(self, size: str, way: str) -> None:
+        from lightning_zero import Engine, EngineConfig, Tuning
+
+        away = way in ("offload", "eager")
+        self.engine = Engine(
+            torch.device("cuda", 0),
+            EngineConfig(
+                compute_dtype=torch.bfloat16,
+                reduce_dtype="bf16",
+                offload=("optimizer",) if away else (),
+                tuning=Tuning(cuda_graph_step=way != "eager"),
+            ),
+            report=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        with self.engine.construction():
+            self.model = Decoder(*SIZES[size])
+        self.engine.shard(self.model)
+        self.optimizer = adamw(self.model)
+        self.engine.optimizers.check(self.optimizer)
+        self.engine.optimizers.arrange([self.optimizer])
+
+    def backward(self, tokens: Tensor, share: float) -> None:
+        with self.engine.train_step(), torch.autocast("cuda", torch.bfloat16):
+            loss = self.model(tokens[:, :-1], tokens[:, 1:])
+        self.engine.cycle.before_backward()
+        (loss * share).backward()
+        self.engine.cycle.after_backward()
+
+    def step(self) -> None:
+        with self.engine.optimizers.stepping(self.optimizer, clip=1.0):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def host_bytes(self) -> int:
+        from lightning_zero.report.readings import memory_by_role
+
+        return memory_by_role(self.engine, [self.optimizer])["optimizer_state_on_host"]
+
+
+class FullyShard:
+    """FSDP2, all of whose shards lie on the host."""
+
+    def __init__(self, size: str, way: str) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        policies: dict[str, Any] = {
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+            "offload_policy": CPUOffloadPolicy(),
+        }
+        self.model = Decoder(*SIZES[size])
+        for block in self.model.blocks:
+            block.compile()
+            fully_shard(block, **policies)
+        fully_shard(self.model, **policies)
+        self.model.cos, self.model.sin = self.model.cos.cuda(), self.model.sin.cuda()
+        self.optimizer = adamw(self.model)
+
+    def backward(self, tokens: Tensor, share: float) -> None:
+        self.model.set_is_last_backward(True)
+        (self.model(tokens[:, :-1], tokens[:, 1:]) * share).backward()
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def host_bytes(self) -> int:
+        held = [*self.model.parameters(), *(v for s in self.optimizer.state.values() for v in s.values())]
+        return sum(t.nbytes for t in held if isinstance(t, Tensor) and t.device.type == "cpu")
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+
+
+@contextmanager
+def device_peak(found: dict[str, float]) -> Iterator[None]:
+    """Of the whole device, looked at a few hundred times per second."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.003):
+            free, total = torch.cuda.mem_get_info(0)
+            found["peak_gib"] = max(found.get("peak_gib", 0.0), round((total - free) / GIB, 2))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def duplex_bandwidth(piece: int = 64 << 20, pieces: int = 64) -> float:
+    """Bytes per second in each direction, while both go on."""
+    from lightning_zero.offload.memory import HostMemory
+
+    memory = HostMemory(torch.device("cuda", 0))
+    hosts = [memory.empty(8 * piece, torch.uint8).split(piece) for _ in range(2)]
+    devices = [torch.empty(piece, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    seconds = []
+    for _ in range(4):
+        begin, ends = torch.cuda.Event(enable_timing=True), []
+        begin.record()
+        for out, stream in enumerate(streams):
+            stream.wait_event(begin)
+            with torch.cuda.stream(stream):
+                for number in range(pieces):
+                    here, there = devices[out], hosts[out][number % 8]
+                    (there if out else here).copy_(here if out else there, non_blocking=True)
+                ends.append(torch.cuda.Event(enable_timing=True))
+                ends[-1].record()
+        torch.cuda.synchronize()
+        seconds.append(max(begin.elapsed_time(end) for end in ends) / 1e3)
+    return piece * pieces / statistics.median(seconds[1:])
+
+
+def train(way: Any, accumulate: int, steps: int, warm: int, batch: tuple[int, int]) -> dict[str, Any]:
+    tokens = [torch.randint(VOCABULARY, (batch[0], batch[1] + 1), device="cuda") for _ in range(accumulate)]
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    found: dict[str, Any] = {}
+    for number in range(warm + steps):
+        if number == warm:
+            torch.cuda.synchronize()
+        if number in (0, warm):
+            found.pop("peak_gib", None)
+        with device_peak(found):
+            for part in tokens:
+                way.backward(part, 1 / accumulate)
+            between, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            between.record()
+            way.step()
+            end.record()
+            marks.append((between, end))
+    torch.cuda.synchronize()
+    steady = marks[warm:]
+    whole = [a[1].elapsed_time(b[1]) for a, b in zip(steady, steady[1:], strict=False)]
+    part = [between.elapsed_time(end) for between, end in steady]
+    found |= {"step_ms": round(statistics.median(whole), 2), "optimizer_ms": round(statistics.median(part), 2)}
+    return found
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """One way, in this process."""
+    torch.cuda.set_device(0)
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    torch.manual_seed(0)
+    size, name = arguments.sizes, arguments.ways
+    way = (FullyShard if name == "fsdp2" else Ours)(size, name)
+    elements = sum(p.numel() for p in way.model.parameters())
+    batch = (arguments.batch, arguments.length)
+    found = [
+        {"accumulate": n} | train(way, n, arguments.steps, arguments.warm, batch)
+        for n in map(int, arguments.accumulate.split(","))
+    ]
+    host = way.host_bytes()
+    bandwidth = duplex_bandwidth()
+    for one in found:
+        result = {
+            "size": size,
+            "way": name,
+            "parameters": elements,
+            "tokens": f"{one['accumulate']}x{batch[0]}x{batch[1]}",
+            **one,
+            "host_gib": round(host / GIB, 2),
+            "state_bytes": 8 * elements,
+            "duplex_gb_s": round(bandwidth / 1e9, 2),
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        }
+        print(json.dumps(result), flush=True)
+    os._exit(0)  # nothing is left to do that is worth the time
+
+
+def compare(lines: list[dict[str, Any]]) -> None:
+    """Sets what is offloaded beside what is not."""
+    plain = {(one["size"], one["accumulate"]): one for one in lines if one["way"] == "device"}
+    for one in lines:
+        if one["way"] not in ("offload", "eager"):
+            continue
+        beside = plain.get((one["size"], one["accumulate"]))
+        exposed = one["optimizer_ms"] - (beside["optimizer_ms"] if beside else 0.0)
+        bytes_ms = one["state_bytes"] / one["duplex_gb_s"] / 1e6
+        result = {name: one[name] for name in ("size", "way", "tokens")} | {
+            "exposed_ms": round(exposed, 2),
+            "bytes_ms": round(bytes_ms, 2),
+            "over_bytes": round(exposed / bytes_ms, 3),
+            "step_over_device": round(one["step_ms"] / beside["step_ms"], 3) if beside else None,
+            "peak_less_gib": round(beside["peak_gib"] - one["peak_gib"], 2) if beside else None,
+        }
+        print(json.dumps(result), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="1b", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--ways", default="device,offload,eager", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--accumulate", default="1,8", help="micro-batches in a step")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm", type=int, default=8)
+    parser.add_argument("--limit", type=float, default=400, help="seconds for each way")
+    parser.add_argument("--alone", action="store_true", help="measure the one way in this process")
+    arguments = parser.parse_args()
+    if arguments.alone:
+        measure(arguments)
+        return
+    lines = []
+    same = [f"--{name}={getattr(arguments, name)}" for name in ("accumulate", "batch", "length", "steps", "warm")]
+    for size in arguments.sizes.split(","):
+        for way in arguments.ways.split(","):
+            command = [sys.executable, __file__, "--alone", f"--sizes={size}", f"--ways={way}", *same]
+            try:
+                ended = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit)
+            except subprocess.TimeoutExpired:
+                print(f"{size} {way}: not over after {arguments.limit:g} s", flush=True)
+                continue
+            found = [line for line in ended.stdout.splitlines() if line.startswith('{"size"')]
+            print("\n".join(found) or f"{size} {way}: {ended.stderr.strip()[-600:]}", flush=True)
+            lines += map(json.loads, found)
+    compare(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""State of optimizers in pinned memory: on one GPU, training is the same to the last bit, captured and not."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.step.captured import CapturedRunner
+from tests.helpers.optimizer_steps import (
+    OPTIMIZERS,
+    Event,
+    forget_one_state,
+    load_own_state,
+    nothing,
+    train_sharded_steps,
+    unfreeze_and_add,
+)
+from tests.helpers.sharded import engine_for
+from tests.ranks.pool import Ranks
+
+pytestmark = pytest.mark.gpu(1)
+
+ON_HOST: dict[str, Any] = {"offload": ("optimizer",), "offload_buffer_mb": 0.0001}  # some stretches for each segment
+CASES: list[tuple[str, Event]] = [
+    *((name, nothing) for name in OPTIMIZERS if name != "Lion"),
+    *(("AdamW", event) for event in (unfreeze_and_add, load_own_state, forget_one_state)),
+]
+
+
+def device() -> str:
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def train_both_ways(capture: bool) -> list[str]:
+    """What of each case is not the same with state on the host."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    wrong = []
+    for name, event in CASES:
+        expected = train_sharded_steps(name, event, False, device(), capture)
+        found = train_sharded_steps(name, event, False, device(), capture, **ON_HOST)
+        try:
+            torch.testing.assert_close(found[:2], expected[:2], rtol=0, atol=0)
+            assert found[2] == expected[2]
+        except AssertionError as error:
+            wrong.append(f"{name}, {event.__name__}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["own", "captured"])
+def test_training_is_the_same_to_the_last_bit(ranks: Ranks, capture: bool) -> None:
+    (wrong,) = ranks.run(1, train_both_ways, capture, backend="nccl", deadline=400)
+    assert wrong == []
+
+
+def train_large(offload: bool, capture: bool, steps: int = 12) -> dict[str, Any]:
+    """Of a layer with so much state that copies take milliseconds, and fill the ring some times over."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    options: dict[str, Any] = {"offload": ("optimizer",), "offload_buffer_mb": 32.0} if offload else {}
+    model = nn.Sequential(nn.Linear(4096, 8192, bias=False), nn.Linear(8192, 512))
+    with engine_for(model, "eager", device=device(), cuda_graph_step=capture, **options) as engine:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        engine.optimizers.check(optimizer)
+        engine.optimizers.arrange([optimizer])
+        before, norms = torch.cuda.memory_allocated(), []
+        x = torch.randn(8, 4096, device=engine.device)
+        for step in range(steps):
+            with engine.train_step():
+                loss = model(x + step).square().mean()
+            loss.backward()
+            with engine.optimizers.stepping(optimizer, clip=1.0) as norm:
+                optimizer.step()
+            norms.append(norm.clone())
+            optimizer.zero_grad()
+            # Copies that do not wait would see, or leave, what this writes.
+            del norm, loss
+            junk = [torch.full((1 << 22,), float(step), device=engine.device) for _ in range(8)]
+            del junk
+        replays = engine.optimizers.stepper(optimizer).replays
+        state = optimizer.state_dict()["state"]
+        places = {value.is_pinned() for entries in state.values() for value in entries.values() if value.dim()}
+        large = {(n, k): v.cpu().clone() for n, entries in state.items() for k, v in entries.items()}
+        weights = [param.detach().cpu().clone() for param in model.parameters()]
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+        runner = isinstance(engine.optimizers.stepper(optimizer).runner, CapturedRunner)
+    return {
+        "values": (weights, large, [float(norm) for norm in norms]),
+        "pinned": places,
+        "held": held,
+        "captured": runner,
+        "replays": replays,
+    }
+
+
+def train_large_all_ways() -> list[dict[str, Any]]:
+    return [train_large(offload, capture) for capture in (False, True) for offload in (False, True)]
+
+
+def test_much_state_passes_unharmed_and_leaves_the_device(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, train_large_all_ways, backend="nccl", deadline=300)
+    elements = 4096 * 8192 + 8192 * 512 + 512
+    for plain, away in (found[:2], found[2:]):
+        torch.testing.assert_close(away["values"], plain["values"], rtol=0, atol=0)
+        assert plain["pinned"] == {False}
+        assert away["pinned"] == {True}
+        assert plain["held"] - away["held"] > 8 * elements - (64 << 20)
+        assert away["captured"] == plain["captured"]
+        assert away["replays"] == plain["replays"]
+    assert found[3]["replays"] > 5
+
+
+def skip_steps(offload: bool) -> tuple[list[torch.Tensor], list[float]]:
+    """Every third step by a captured graph is skipped by what the device knows."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = ON_HOST if offload else {}
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+    with engine_for(model, "eager", device=device(), cuda_graph_step=True, **options) as engine:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine.optimizers.check(optimizer)
+        x = torch.randn(8, 64, device=engine.device)
+        for step in range(12):
+            with engine.train_step():
+                loss = model(x).square().mean()
+            loss.backward()
+            flag = torch.tensor(float(step % 3 == 2), device=engine.device) if step else None
+            with engine.optimizers.stepping(optimizer, skip=flag):
+                optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict()["state"]
+        counts = [float(entries["step"]) for entries in state.values()]
+        kept = [v.cpu().clone() for entries in state.values() for v in entries.values()]
+        return [*kept, *(param.detach().cpu().clone() for param in model.parameters())], counts
+
+
+def skip_both_ways() -> list[Any]:
+    return [skip_steps(offload) for offload in (False, True)]
+
+
+def test_a_step_that_the_device_skips_changes_nothing_on_the_host(ranks: Ranks) -> None:
+    ((plain, away),) = ranks.run(1, skip_both_ways, backend="nccl", deadline=200)
+    torch.testing.assert_close(away, plain, rtol=0, atol=0)
+    assert set(away[1]) == {8.0}
