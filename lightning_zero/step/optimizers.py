@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.native.watchdog import Lane
 from lightning_zero.offload.memory import HostMemory
 from lightning_zero.offload.ring import Ring
+from lightning_zero.optim.aside import keeping_aside
 from lightning_zero.optim.formulas import rule_for
 from lightning_zero.optim.norms import norms_of_each
 from lightning_zero.optim.stretches import StateOnHost
@@ -106,6 +107,11 @@ class OptimizerSteps:
         """The host may read state that lies there: what copies there are on their way have arrived."""
         if self._on_host is not None:
             self._on_host.memory.settle()
+
+    def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Has the optimizer load a state dict of shards."""
+        with keeping_aside(optimizer) if self.on_host else nullcontext():
+            optimizer.load_state_dict(state)
 
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:

@@ -12,6 +12,7 @@ from lightning_zero.compat.lightning_private import optimizer_to_device
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.fabric.loop import Loop
+from lightning_zero.optim.aside import keep_aside
 from lightning_zero.sharding.refusals import plainly
 
 __all__ = ["find_loop", "prepare"]
@@ -85,7 +86,9 @@ def prepare(optimizer: Optimizer, loop: Loop) -> None:
         return loop.engine.checkpoints.optimizer_part(optimizer, state)  # which also keeps the loop
 
     optimizer.register_load_state_dict_pre_hook(to_shards)
-    if not engine.optimizers.on_host:
+    if engine.optimizers.on_host:
+        keep_aside(optimizer)
+    else:
         optimizer.register_load_state_dict_post_hook(lambda loaded: optimizer_to_device(loaded, engine.device))
     loop.add(optimizer)
     engine.optimizers.arrange(loop.optimizers)
