@@ -34,6 +34,9 @@ from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 from lightning_zero.integrations.weights import export_safetensors, load_safetensors
 from lightning_zero.optim.formulas import Rule, register_rule
+from lightning_zero.planning.plan import Training, plan
+from lightning_zero.planning.result import TrainingPlan
+from lightning_zero.profiling.devices import Device
 from lightning_zero.report.comm_monitor import CommMonitor
 from lightning_zero.report.plan_report import PlanReport
 from lightning_zero.version import __version__
@@ -41,6 +44,7 @@ from lightning_zero.version import __version__
 __all__ = [
     "CheckpointError",
     "CommMonitor",
+    "Device",
     "Engine",
     "EngineConfig",
     "FabricZeroStrategy",
@@ -52,6 +56,8 @@ __all__ = [
     "RankFailedError",
     "RankMismatchError",
     "Rule",
+    "Training",
+    "TrainingPlan",
     "Tuning",
     "UnsupportedError",
     "ZeroStrategy",
@@ -60,6 +66,7 @@ __all__ = [
     "full_parameters",
     "grad_norm",
     "load_safetensors",
+    "plan",
     "register_rule",
     "unshard",
 ]

@@ -4,6 +4,7 @@ import warnings
 
 import torch
 import torch._dynamo.utils
+import torch._functorch.aot_autograd
 import torch._functorch.config
 import torch._functorch.partitioners
 from torch._dynamo.backends import common
@@ -13,7 +14,15 @@ with warnings.catch_warnings():
     # Inductor imports modules of torch's own that are written in TorchScript, which torch 2.13 calls deprecated: nobody
     # but torch can do anything about that.
     warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
-    from torch._inductor import async_compile, codecache, compile_fx, custom_graph_pass, output_code, triton_bundler
+    from torch._inductor import (
+        async_compile,
+        codecache,
+        compile_fx,
+        custom_graph_pass,
+        decomposition,
+        output_code,
+        triton_bundler,
+    )
     from torch._inductor.runtime import cache_dir_utils
 
 # Makes a backend of a partitioner and a compiler for each half: the way of "aot_eager". (torch 2.11+)
@@ -21,6 +30,15 @@ aot_autograd = common.aot_autograd
 
 # The partitioner that honours our tags; Inductor's own default. (torch 2.11+)
 min_cut_partition = torch._functorch.partitioners.min_cut_rematerialization_partition
+
+# Traces a function and its derivative as one graph, with no Dynamo before it. (torch 2.11+)
+aot_function = torch._functorch.aot_autograd.aot_function
+
+# What Inductor partitions a joint graph by, after its own passes over it. (torch 2.11+)
+inductor_partition = compile_fx.partition_fn
+
+# The table of ops that Inductor takes apart. (torch 2.11+)
+inductor_decompositions = decomposition.select_decomp_table
 
 # Settings of the partitioner (activation_memory_budget) and of what a backward may overwrite (donated_buffer).
 # (torch 2.11+)

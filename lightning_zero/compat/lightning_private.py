@@ -83,6 +83,8 @@ ATTRIBUTES = {
     "lightning.pytorch.strategies.ParallelStrategy._optimizers",
     # Whether a LightningModule was compiled by hand. (lightning 2.6+)
     "lightning.pytorch.LightningModule._compiler_ctx",
+    # The Trainer that a LightningModule believes to have: a plan gives it one that logs nothing. (lightning 2.6+)
+    "lightning.pytorch.LightningModule._trainer",
     # The device that a LightningModule believes to be on; its shards move without it. (lightning 2.6+)
     "lightning.pytorch.LightningModule._device",
     # The dtype likewise. (lightning 2.6+)

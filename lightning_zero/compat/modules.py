@@ -37,6 +37,9 @@ ATTRIBUTES = {
     # Hooks of register_step_post_hook by their handles' ids, which has no `prepend`: ours must come before the user's.
     # (torch 2.11+)
     "torch.optim.Optimizer._optimizer_step_post_hooks",
+    # What checkpoint() asks: a generator, advanced once before the function runs and once after; put aside where its
+    # regions are wanted, and no second computation. (torch 2.11+)
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     # Where a loss scaler notes whether gradients overflowed; we leave the decision to the device. (torch 2.11+)
     "torch.amp.GradScaler._per_optimizer_states",
 }

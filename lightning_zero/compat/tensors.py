@@ -8,6 +8,12 @@ from torch._subclasses import fake_tensor, functional_tensor
 # While a graph is traced, the derivative of a gather has to return a gradient instead of keeping it. (torch 2.11+)
 FakeTensor = fake_tensor.FakeTensor
 
+# Inside, tensors have shapes and no memory: what a plan is made on. (torch 2.11+)
+FakeTensorMode = fake_tensor.FakeTensorMode
+
+# Inside, no mode sees what is done: those that count, fake and trace lie one on the other. (torch 2.11+)
+without_modes = torch.utils._python_dispatch._disable_current_modes
+
 # The same, while AOTAutograd traces: it wraps the fake ones. (torch 2.11+)
 FunctionalTensor = functional_tensor.FunctionalTensor
 
@@ -33,6 +39,15 @@ foreach_norm = torch._foreach_norm
 # The tensors anywhere in what a module returned; torch has no public name for its trees. (torch 2.11+)
 tree_leaves = torch.utils._pytree.tree_leaves
 
+# Likewise, with what it takes to build the same containers again. (torch 2.11+)
+tree_flatten = torch.utils._pytree.tree_flatten
+
+# Builds them. (torch 2.11+)
+tree_unflatten = torch.utils._pytree.tree_unflatten
+
+# The same containers of other values. (torch 2.11+)
+tree_map = torch.utils._pytree.tree_map
+
 # The arguments of a node with symbolic sizes replaced, for torch's own formulas of floating-point operations.
 # (torch 2.11+)
 tree_map_only = torch.utils._pytree.tree_map_only
@@ -46,6 +61,8 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 ATTRIBUTES = {
+    # Takes kernels away again that were registered for a while. (torch 2.11+)
+    "torch.library.Library._destroy",
     # How often a tensor was written to in place: what a saved weight or a captured graph's input is checked by.
     # (torch 2.11+)
     "torch.Tensor._version",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -18,6 +19,7 @@ __all__ = [
     "GATHER",
     "REDUCE",
     "WEIGHT",
+    "calls",
     "cast_dtype",
     "first_call",
     "gathers",
@@ -30,6 +32,7 @@ __all__ = [
     "ops",
     "readers",
     "reduces",
+    "results",
     "shard_of",
     "weight_name",
 ]
@@ -57,12 +60,17 @@ def ops(name: str) -> OpOverload:
 
 def gathers(graph: Graph) -> list[Node]:
     """All nodes that read a whole parameter, in order."""
-    return graph.find_nodes(op="call_function", target=ops(GATHER))
+    return [node for node in graph.nodes if calls(node, GATHER)]
 
 
 def reduces(graph: Graph) -> list[Node]:
     """All nodes that hand a gradient over, in order."""
-    return graph.find_nodes(op="call_function", target=ops(REDUCE))
+    return [node for node in graph.nodes if calls(node, REDUCE)]
+
+
+def calls(node: Node, name: str) -> bool:
+    """Whether a node calls our op of this short name, or what stands for it on paper."""
+    return node.op == "call_function" and op_of(node.target) is OPS[name]
 
 
 def shard_of(node: Node) -> Node:
@@ -122,6 +130,13 @@ def readers(node: Node) -> Iterator[Node]:
 
 def output_node(graph: Graph) -> Node:
     return next(iter(reversed(graph.nodes)))
+
+
+def results(graph: Graph) -> list[Any]:
+    """What the graph returns: nodes, and what is none."""
+    returned = output_node(graph).args[0]
+    assert isinstance(returned, tuple | list)
+    return list(returned)
 
 
 def cast_dtype(node: Node) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import RECOMPUTE, REGION
-from lightning_zero.compile.graph import REDUCE, cast_dtype, is_view_or_cast, ops, output_node
+from lightning_zero.compile.graph import REDUCE, calls, cast_dtype, is_view_or_cast, output_node
 from lightning_zero.compile.passes.saved import after_tangents
 
 __all__ = ["save_boundaries"]
@@ -49,11 +49,9 @@ def save_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
 def _forward(graph: Graph) -> list[Node]:
     """What the results of forward are made of, in order: not what derivatives alone ask for, before they have a
     gradient."""
-    backward, reduce = after_tangents(graph), ops(REDUCE)
+    backward = after_tangents(graph)
     needed: set[Node] = set()
-    pending = [
-        node for node in output_node(graph).all_input_nodes if node not in backward and node.target is not reduce
-    ]
+    pending = [node for node in output_node(graph).all_input_nodes if node not in backward and not calls(node, REDUCE)]
     while pending:
         node = pending.pop()
         if node not in needed:

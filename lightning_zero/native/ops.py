@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lightning_zero.compat.ops import OpOverload
 
-__all__ = ["NAMESPACE", "OPS", "Op", "Role", "declare", "nothing", "op_of", "reducing"]
+__all__ = ["NAMESPACE", "ON_PAPER", "OPS", "Op", "Role", "declare", "nothing", "op_of", "reducing"]
 
 NAMESPACE = "lightning_zero"
+ON_PAPER = "lightning_zero_on_paper"  # of what stands for an op where no graph is ever run, and nothing need be built
 
 
 class Role(Enum):
@@ -93,6 +94,6 @@ declare(reducing("reduce_add", Role.REDUCE))  # what eager code calls, too
 
 def op_of(target: Any) -> Op | None:
     """The row of what a node of a graph calls; None where that is no op of ours."""
-    if not isinstance(target, OpOverload) or target.namespace != NAMESPACE:
+    if not isinstance(target, OpOverload) or target.namespace not in (NAMESPACE, ON_PAPER):
         return None
     return OPS.get(target.overloadpacket.__name__)

@@ -39,7 +39,7 @@ from lightning_zero.profiling.tensors import (
     viewed,
 )
 
-__all__ = ["DeviceSpeed", "NodeCost", "graph_costs", "node_flops", "op_flops"]
+__all__ = ["DeviceSpeed", "NodeCost", "fused_runs", "graph_costs", "node_flops", "op_flops"]
 
 _aten = torch.ops.aten
 # Ops that torch has no formula for, next to those that take the same arguments first and do the same.
@@ -92,7 +92,7 @@ class NodeCost:
 def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
     """The cost of every node, in the graph's order; inputs, views and the output cost nothing."""
     held = storages(graph)
-    runs = _runs(graph)
+    runs = fused_runs(graph)
     launched: set[int] = set()
     entered: dict[tuple[int, Storage], int] = {}
     costs = []
@@ -161,7 +161,7 @@ def _alone(node: Node, held: dict[Node, tuple[Storage | None, ...]], speed: Devi
     return NodeCost(node.name, flops, read, written, speed.seconds(flops, read + written, dtype))
 
 
-def _runs(graph: Graph) -> dict[Node, int]:
+def fused_runs(graph: Graph) -> dict[Node, int]:
     """The run of fused nodes that each fused node belongs to."""
     runs, run = {}, 0
     for node in graph.nodes:

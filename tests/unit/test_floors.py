@@ -24,6 +24,7 @@ FLOORS = {
     "step": 5,
     "engine": 6,
     "integrations": 7,
+    "planning": 7,
     "report": 7,
     "bench": 7,
     "cli": 7,

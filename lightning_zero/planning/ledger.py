@@ -1,0 +1,90 @@
+"""Counts the bytes of all tensors that are alive while code runs, without looking at their values: real ones, and fake
+ones that have no memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.compat.ops import to_copy
+from lightning_zero.compat.tensors import TorchDispatchMode, tree_leaves
+
+__all__ = ["Ledger"]
+
+_COPIES = {to_copy, torch.ops.aten.clone.default}
+
+
+class Ledger(TorchDispatchMode):
+    """Counts while it is entered, also what backward passes do.
+
+    Only memory that is made inside counts. Casts and copies of weights do not: the engine makes them again in backward,
+    a weight or a group at a time.
+
+    Args:
+        weights: that are there already, with whatever else should not be counted.
+
+    Attributes:
+        alive: bytes, now.
+        peak: the most so far.
+        flops: floating-point operations of what ran here, by torch's formulas; counted where ``count`` is given.
+    """
+
+    def __init__(self, weights: Iterable[Tensor] = (), count: Callable[..., int] | None = None) -> None:
+        super().__init__()
+        self.alive = self.peak = self.flops = self.moved = 0
+        self._weights: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._count = count
+        for weight in weights:
+            self._weights.add(weight.untyped_storage())
+
+    def adopt(self, value: Any) -> None:
+        """What was made where nobody counted is alive from now on."""
+        for tensor in _tensors(value):
+            self._enter(tensor)
+
+    def spike(self, nbytes: int) -> None:
+        """For a moment so many more bytes were alive."""
+        self.peak = max(self.peak, self.alive + nbytes)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = _tensors(result)
+        read = _tensors((args, kwargs))
+        of_weights = func in _COPIES and all(tensor.untyped_storage() in self._weights for tensor in read)
+        for tensor in read:  # what nobody saw being made was there before
+            self._known.add(tensor.untyped_storage())
+        for tensor in made:
+            if of_weights:
+                self._weights.add(tensor.untyped_storage())
+            else:
+                self._enter(tensor)
+        if self._count is not None:
+            self.flops += self._count(func, args, kwargs, result)
+            if not any(a is b for a in made for b in read):
+                self.moved += sum(tensor.nbytes for tensor in (*made, *read))
+        return result
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known or storage in self._weights:
+            return
+        self._known.add(storage)
+        nbytes = storage.nbytes()
+        weakref.finalize(storage, self._leave, nbytes)
+        self.alive += nbytes
+        self.peak = max(self.peak, self.alive)
+
+    def _leave(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,126 @@
+"""``lightning_zero.plan``: bytes by role, the peak, and seconds of a step, before there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.compile.context import PassContext
+from lightning_zero.config import EngineConfig
+from lightning_zero.planning.buckets import bucket_bytes
+from lightning_zero.planning.result import Passes, TrainingPlan
+from lightning_zero.planning.seconds import step_seconds
+from lightning_zero.planning.states import Kept
+from lightning_zero.planning.static import Cut, cut, memory_that_stays
+from lightning_zero.planning.training import Precision, StepOnPaper, Trace, run_step
+from lightning_zero.planning.user_code import UserCode
+from lightning_zero.profiling.devices import Device, device_called
+
+__all__ = ["Training", "plan"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What :func:`plan` cannot read off a LightningModule.
+
+    Attributes:
+        loss: of the module and a batch; by default ``module.training_step(batch, 0)``.
+        optimizer: made of a list of parameters; by default ``module.configure_optimizers()``, or AdamW.
+        accumulate: micro-batches in one step of the optimizer.
+        ranks_per_host: GPUs of one host.
+    """
+
+    loss: Callable[[nn.Module, Any], Any] | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    accumulate: int = 1
+    ranks_per_host: int = 8
+
+
+def plan(
+    module: nn.Module,
+    batch: Any,
+    world_size: int = 1,
+    device: str | Device = "H200",
+    precision: str = "bf16-mixed",
+    training: Training | None = None,
+    **options: Any,
+) -> TrainingPlan:
+    """What training ``module`` under ``ZeroStrategy`` takes of each GPU, and how long a step takes. No GPU, no process
+    group and no memory for the model are needed; it is as before afterwards. Made on one process.
+
+    Args:
+        module: a LightningModule, or any module with ``training.loss``; on the CPU, or on the meta device
+            (``with torch.device("meta"): module = Module()``).
+        batch: of one rank: tensors on any device, the meta device among them.
+        world_size: GPUs.
+        device: one of ``lightning_zero.profiling.devices``' table, or one of your own.
+        precision: the Trainer's.
+        training: the rest.
+        options: of ``ZeroStrategy``.
+
+    Raises:
+        ValueError: an unknown device, precision or option.
+    """
+    how, card = training or Training(), device_called(device) if isinstance(device, str) else device
+    kind = Precision.of(precision)
+    config = _config(kind, options)
+    code = UserCode(module, how.loss, how.optimizer)
+    with code.configured():
+        cuts, kept = cut(module, world_size, kind.own), code.kept(kind.own, world_size)
+        trace = Trace(PassContext(config.compiled, world_size), kind, card.speed, True, code.loss)
+        compiled, eager, why = _steps(module, batch, trace, config)
+        buffers = sum(b.nbytes for b in module.buffers())
+        return _assembled(cuts, kept, config, (card, world_size, how), Passes(compiled, eager, why, buffers))
+
+
+def _config(kind: Precision, options: dict[str, Any]) -> EngineConfig:
+    config = EngineConfig(**options)
+    if kind.autocast is torch.bfloat16:
+        config = replace(config, reduce_dtype=config.reduce_dtype or "bf16")
+    return replace(config, compute_dtype=kind.autocast)
+
+
+def _steps(
+    module: nn.Module, batch: Any, trace: Trace, config: EngineConfig
+) -> tuple[StepOnPaper | None, StepOnPaper | None, str]:
+    """A compiled step, the first one, which is not, and why one of them is missing."""
+    found: list[StepOnPaper | None] = []
+    why = ""
+    for compiles in (True, False):
+        if compiles and not config.compile:
+            found.append(None)
+            continue
+        try:
+            found.append(run_step(module, batch, trace, compiles))
+        except Exception as error:
+            found.append(None)
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found[0], found[1], why
+
+
+def _assembled(
+    cuts: list[Cut], kept: Kept, config: EngineConfig, where: tuple[Device, int, Training], passes: Passes
+) -> TrainingPlan:
+    card, ranks, how = where
+    hosts = ceil(ranks / how.ranks_per_host)
+    inside = ceil(ranks / hosts)
+    roles = memory_that_stays(cuts, config, hosts)
+    roles["optimizer_state"] = kept.states
+    roles["reduce_buckets"] = bucket_bytes(cuts, config, inside, copied=ranks > 1 and inside > 1)
+    roles["buffers"] = passes.buffers
+    found = TrainingPlan(
+        device=card,
+        ranks=ranks,
+        parameters=sum(c.layout.numel for c in cuts),
+        roles=roles,
+        passes=passes,
+        temporary=kept.temporary,
+        graphs=config.cuda_graphs is not False and config.compile,
+    )
+    step = passes.compiled or passes.eager
+    return found if step is None else replace(found, seconds=step_seconds(step, cuts, config, where))

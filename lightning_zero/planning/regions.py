@@ -1,0 +1,59 @@
+"""Activation checkpointing as users write it, in graphs on paper: its regions are marked, as Dynamo would mark them,
+for the partitioner to have them computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+from torch.fx import traceback
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_zero.compat.graphs import RECOMPUTE, REGION
+
+__all__ = ["marked_regions"]
+
+
+@contextmanager
+def marked_regions() -> Iterator[None]:
+    """Inside, ``torch.utils.checkpoint.checkpoint`` runs its function once, and marks what that traces."""
+    numbers = count(1)
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        meta = traceback.current_meta
+        before = {key: meta[key] for key in (RECOMPUTE, REGION) if key in meta}
+        meta.update({RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE, REGION: next(numbers)})
+        try:
+            yield
+        finally:
+            for key in (RECOMPUTE, REGION):
+                meta.pop(key, None)
+            meta.update(before)
+
+    def without_reentrant(
+        function: Any, preserve: bool = True, context: Callable[[], Any] | None = None, *_: Any, **__: Any
+    ) -> Iterator[None]:
+        forward, _again = context() if context is not None else (None, None)
+        with region():
+            if forward is None:
+                yield
+            else:
+                with forward:  # a user's own choice of what is saved
+                    yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            with region():
+                return function(*args)
+
+    with (
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
+        patch.object(checkpoint, "CheckpointFunction", Reentrant),
+    ):
+        yield

@@ -1,0 +1,111 @@
+"""What a plan says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_zero.planning.seconds import Seconds
+from lightning_zero.planning.training import StepOnPaper
+from lightning_zero.profiling.devices import Device
+
+__all__ = ["Passes", "TrainingPlan"]
+
+# Memory of a captured graph that lies between its tensors, as a share of what they take: measured on two H200s.
+GAPS = 0.04
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A pass forward and backward.
+
+    Attributes:
+        compiled: as generated code runs it; None where nothing is compiled, or could be traced.
+        eager: the first one, which is not compiled; None where it could not be traced.
+        why: not, in words.
+        buffers: bytes of the module's buffers.
+    """
+
+    compiled: StepOnPaper | None
+    eager: StepOnPaper | None
+    why: str
+    buffers: int
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Of one rank.
+
+    Attributes:
+        device: of each rank.
+        ranks: how many.
+        parameters: elements of all weights.
+        roles: bytes that stay from step to step, by what they are for.
+        passes: what forward and backward take besides.
+        temporary: bytes of an optimizer's own step, which the first one is.
+        graphs: forward and backward are replayed as CUDA graphs.
+        seconds: of a step; None where no pass could be traced.
+    """
+
+    device: Device
+    ranks: int
+    parameters: int
+    roles: dict[str, int]
+    passes: Passes
+    temporary: int
+    graphs: bool
+    seconds: Seconds | None = None
+
+    @property
+    def stays(self) -> int:
+        """Bytes that are there between steps."""
+        return sum(self.roles.values())
+
+    @property
+    def transient(self) -> int | None:
+        """Bytes of activations, gathered weights and temporary tensors at the peak of a steady step; None where that is
+        not known."""
+        step = self.passes.compiled or self.passes.eager
+        if step is None:
+            return None
+        return int(step.peak * (1 + GAPS * (self.graphs and self.passes.compiled is not None)))
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of a steady step, as far as they are known."""
+        return self.stays + (self.transient or 0)
+
+    @property
+    def first_peak(self) -> int | None:
+        """The most bytes of the first step, which runs eagerly; None where that is not known."""
+        eager = self.passes.eager
+        return None if eager is None else self.stays + max(eager.peak, self.temporary)
+
+    @property
+    def on_device(self) -> int:
+        """The most bytes that the device is asked for, with what no allocator sees."""
+        return int(max(self.peak, self.first_peak or 0) + self.device.context)
+
+    @property
+    def fits(self) -> bool:
+        return self.on_device <= self.device.memory
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of what JSON can hold."""
+        step = self.passes.compiled or self.passes.eager
+        return {
+            "device": self.device.name,
+            "ranks": self.ranks,
+            "parameters": self.parameters,
+            "bytes": self.roles,
+            "saved_for_backward": None if step is None else step.saved,
+            "transient": self.transient,
+            "peak": self.peak,
+            "first_step_peak": self.first_peak,
+            "on_device": self.on_device,
+            "device_memory": int(self.device.memory),
+            "fits": self.fits,
+            "flops": None if step is None else step.flops,
+            "seconds": None if self.seconds is None else vars(self.seconds) | {"total": self.seconds.total},
+            "not_traced": self.passes.why,
+        }

@@ -1,0 +1,96 @@
+"""Bytes that stay on a rank from step to step, by what they are for. Pure arithmetic, and the same that the engine's
+own memory comes to (``sharding/memory.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lightning_zero.compile.context import small_weight_bytes
+from lightning_zero.config import EngineConfig
+from lightning_zero.sharding.layout import ShardLayout
+
+__all__ = ["Cut", "cut", "memory_that_stays"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One parameter, and how it is cut.
+
+    Attributes:
+        layout: over all ranks.
+        dtype: of its master shard.
+        trained: it gets gradients.
+        stays_wide: autocast leaves it in its own dtype.
+    """
+
+    layout: ShardLayout
+    dtype: torch.dtype
+    trained: bool
+    stays_wide: bool
+
+    @property
+    def elements(self) -> int:
+        """Of a rank, padding included."""
+        return self.layout.shard_numel
+
+    def used_in(self, dtype: torch.dtype | None) -> torch.dtype:
+        """In which dtype compiled code uses it, where wider ones are computed in ``dtype``."""
+        wide = dtype is not None and self.dtype.is_floating_point and self.dtype.itemsize > dtype.itemsize
+        return dtype if wide and dtype is not None else self.dtype
+
+
+def cut(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) -> list[Cut]:
+    """All parameters of a module, each once; ``dtype``: that precision gives floating point ones, None for their
+    own."""
+    embedded = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    found = []
+    for param in module.parameters():
+        kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
+        wide = param.dim() < 2 or id(param) in embedded
+        found.append(Cut(ShardLayout.of(param.shape, kind, world_size), kind, param.requires_grad, wide))
+    return found
+
+
+def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1) -> dict[str, int]:
+    """Bytes of a rank, by the names under which an engine reports them; what the optimizer keeps is not among them.
+
+    Args:
+        hosts: over which the ranks lie.
+    """
+    computed = config.compute_dtype if config.compile else None
+    several = hosts > 1 and config.compile and config.tuning.shard_compute_copy == "host"
+    found = {
+        "master_shard": sum(c.elements * c.dtype.itemsize for c in cuts),
+        "gradient": sum(c.elements * c.dtype.itemsize for c in cuts if c.trained),
+        "host_gradient": 0,
+        "compute_copy": 0,
+        "full_precision_copy": 0,
+        "resident_weight": _resident(cuts, config),
+    }
+    for c in cuts:
+        used = c.used_in(computed)
+        share = c.elements * (hosts if several else 1)
+        if used != c.dtype:
+            found["compute_copy"] += share * used.itemsize
+        if several and (used == c.dtype or c.stays_wide):
+            found["full_precision_copy"] += share * c.dtype.itemsize
+        if hosts > 1 and c.trained and config.tuning.reduce_across == "step":
+            found["host_gradient"] += c.elements * hosts * torch.promote_types(c.dtype, torch.float32).itemsize
+    return found
+
+
+def _resident(cuts: Sequence[Cut], config: EngineConfig) -> int:
+    """Whole weights that stay until the optimizer steps."""
+    left = config.compiled.resident_bytes if config.tuning.resident_until == "step" else 0.0
+    total = 0
+    for c in cuts:
+        used = c.used_in(config.compute_dtype if config.compile else None)
+        whole = replace(c.layout, world_size=1).shard_numel * c.layout.world_size * used.itemsize
+        if c.layout.numel * used.itemsize > small_weight_bytes(config.compiled) and whole <= left:
+            left -= whole
+            total += whole
+    return total

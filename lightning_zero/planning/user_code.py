@@ -1,0 +1,129 @@
+"""What a plan asks of users' code: the loss of a batch, and the optimizers. For LightningModules, as a Trainer would
+ask."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.planning.states import Kept, kept_by
+from lightning_zero.planning.static import cut
+
+__all__ = ["UserCode"]
+
+
+class UserCode:
+    """Of one module.
+
+    Args:
+        module: to be planned.
+        loss: of the module and a batch; None for its ``training_step``.
+        optimizer: made of parameters; None for its ``configure_optimizers``, or AdamW.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[nn.Module, Any], Any] | None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None,
+    ) -> None:
+        self._module, self._loss, self._optimizer = module, loss, optimizer
+        if loss is None and not hasattr(module, "training_step"):
+            raise ValueError(
+                f"{type(module).__name__} is no LightningModule. Pass what its loss is: "
+                "training=lightning_zero.Training(loss=lambda module, batch: ...)."
+            )
+
+    @contextmanager
+    def configured(self) -> Iterator[None]:
+        """Inside, the module has its layers, trains, and believes to have a Trainer that logs nothing."""
+        module: Any = self._module
+        mode, trainer = module.training, getattr(module, "_trainer", None)
+        level = logging.getLogger("lightning.pytorch").level
+        if hasattr(module, "_trainer") and trainer is None:
+            module._trainer = _Trainer()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if hasattr(module, "configure_model"):
+                    with torch.device("meta"):
+                        module.configure_model()
+                module.train()
+                yield
+        finally:
+            logging.getLogger("lightning.pytorch").setLevel(level)
+            module.train(mode)
+            if hasattr(module, "_trainer"):
+                module._trainer = trainer
+
+    def loss(self, module: nn.Module, batch: Any) -> Tensor:
+        """Raises ``ValueError`` where a step returns none."""
+        if self._loss is not None:
+            result = self._loss(module, batch)
+        else:
+            step: Any = module.training_step
+            given = (batch, 0) if len(inspect.signature(step).parameters) > 1 else (batch,)
+            result = step(*given)
+        loss = result.get("loss") if isinstance(result, dict) else result
+        if not isinstance(loss, Tensor):
+            raise ValueError("The training step returns no loss (manual optimization cannot be planned).")
+        return loss
+
+    def kept(self, dtype: torch.dtype | None, world_size: int) -> Kept:
+        """What the module's optimizers keep; ``dtype``: that precision gives parameters."""
+        params = list(self._module.parameters())
+        return kept_by(self._optimizers(params), params, cut(self._module, world_size, dtype))
+
+    def _optimizers(self, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        if self._optimizer is not None:
+            return [self._optimizer(params)]
+        configure = getattr(self._module, "configure_optimizers", None)
+        configured = configure() if configure is not None else None
+        found = list(_optimizers_in(configured))
+        return found or [torch.optim.AdamW(params)]
+
+
+def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
+    """In whatever ``configure_optimizers`` may return."""
+    if isinstance(configured, torch.optim.Optimizer):
+        yield configured
+    elif isinstance(configured, dict):
+        yield from _optimizers_in(configured.get("optimizer"))
+    elif isinstance(configured, (list, tuple)):
+        for entry in configured:
+            yield from _optimizers_in(entry)
+
+
+class _Trainer(SimpleNamespace):
+    """What modules ask a Trainer in ``configure_optimizers`` and ``training_step``."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            barebones=True,
+            estimated_stepping_batches=1000,
+            max_steps=1000,
+            max_epochs=1,
+            current_epoch=0,
+            global_step=0,
+            global_rank=0,
+            local_rank=0,
+            world_size=1,
+            num_devices=1,
+            num_nodes=1,
+            accumulate_grad_batches=1,
+            is_global_zero=True,
+            training=True,
+            sanity_checking=False,
+            logger=None,
+            loggers=[],
+            datamodule=None,
+            train_dataloader=None,
+        )
