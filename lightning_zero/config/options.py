@@ -73,7 +73,8 @@ class Tuning:
         change=Change.COMPILED,
     )
     offload_buffer_mb: float = _memory(
-        "so many MiB of the device through which passes what ``offload`` has put on the host",
+        "so many MiB of the device through which passes what ``offload`` has put on the host; as much of it comes "
+        "beside backward and leaves beside the next forward",
         default=256.0,
         check=_mib(256),
         change=Change.APPLIED,

@@ -1,29 +1,36 @@
-"""A few buffers on the device, through which much more passes that lies on the host.
+"""Some buffers on the device, through which much more passes that lies on the host.
 
 While one buffer is computed in, those of the loads before it are on their way back to the host, and those of the loads
-behind it on their way in. Four waits keep them apart; each stands in one line of :class:`Pass`:
+behind it on their way in. A :class:`Pass` has three parts:
 
-    a copy in waits for compute         up to the moment at which the pass began: whoever had the buffer, or changed
-                                        what lies on the host, comes first
-    a copy in waits for a copy out      of the load that had the same buffer before
-    compute waits for a copy in         of the load that it is about to use
+    ``ahead``               the first loads, as many as there are buffers, start to come: the earlier, the better
+    ``open``, ``close``     by turns, for each load: what is in its buffer may be changed; then it leaves, and the load
+                            that is next in the same buffer comes. May be captured in a CUDA graph, between ``join``
+                            and ``rejoin``
+    ``leave``               the last loads, which nobody waits for
+
+Three waits keep copies and compute apart, beside compute's own for what it is about to use:
+
+    a copy in waits for compute         whatever compute was given before the pass comes first
+    a copy in waits for a copy out      of the load that had the buffer before, and of the last time that this load left
     a copy out waits for compute        which writes what is to be copied
 
-and when a pass ends, compute waits for the last copy out. So a pass leaves nothing behind, and may be captured.
+Copies of one direction keep their order, so that a wait for the last one is a wait for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.lanes import Event, Lanes, lanes_of
+from lightning_zero.offload.lanes import Copy, Event, Lanes, lanes_of
 
 __all__ = ["Load", "Pass", "Ring"]
 
-SLOTS = 4  # in use, going out, and two coming in
+LEAST_SLOTS = 4  # in use, going out, and two coming in
+MOST_BYTES = 64 << 20  # of a slot: a copy of that size is as fast per byte as any
 ALIGNMENT = 512  # bytes, as torch's allocator aligns
 LEAST = 8  # tensors of which a slot has room for 32 elements
 
@@ -37,12 +44,21 @@ class Ring:
         device: where.
         nbytes: of all buffers together. The memory is allocated with the first pass.
         lanes: for copies; by default the device's.
+
+    Attributes:
+        slots: number of the buffers.
+        slot_bytes: of each.
+        last: all that was to leave so far; None before there was anything.
+        current: the pass whose loads the buffers have.
     """
 
     def __init__(self, device: torch.device, nbytes: int, lanes: Lanes | None = None) -> None:
         self._device = device
         self.lanes = lanes or lanes_of(device)
-        self.slot_bytes = max(nbytes // SLOTS // ALIGNMENT, LEAST) * ALIGNMENT
+        self.slot_bytes = max(min(nbytes // LEAST_SLOTS, MOST_BYTES) // ALIGNMENT, LEAST) * ALIGNMENT
+        self.slots = max(nbytes // self.slot_bytes, LEAST_SLOTS)
+        self.last: Event = None
+        self.current: Pass | None = None
         self._memory: Tensor | None = None
 
     @property
@@ -56,17 +72,18 @@ class Ring:
         room = self.slot_bytes - len(itemsizes) * ALIGNMENT
         return max(room // max(sum(itemsizes), 1) // 32, 1) * 32
 
-    def buffers(self, slot: int, like: Load) -> dict[str, Tensor]:
-        """In one of the ring's slots, memory for these.
+    def buffers(self, number: int, like: Load) -> dict[str, Tensor]:
+        """Where the load of this number of a pass lies on the device.
 
         Raises:
-            ValueError: there is not so much.
+            ValueError: it is too large.
         """
         if not like:
             return {}
         if self._memory is None:
-            self._memory = torch.empty(SLOTS * self.slot_bytes, dtype=torch.uint8, device=self._device)
-        found, begin, end = {}, slot * self.slot_bytes, (slot + 1) * self.slot_bytes
+            self._memory = torch.empty(self.slots * self.slot_bytes, dtype=torch.uint8, device=self._device)
+        begin = number % self.slots * self.slot_bytes
+        found, end = {}, begin + self.slot_bytes
         for name, tensor in like.items():
             if begin + tensor.nbytes > end:
                 raise ValueError(f"{name!r} of {tensor.nbytes} bytes does not fit into a slot of {self.slot_bytes}")
@@ -76,7 +93,7 @@ class Ring:
 
 
 class Pass:
-    """Once through a ring, one load after the other: ``open(0)``, ``close(0)``, ``open(1)``, ... and ``end()``.
+    """Once through a ring.
 
     Args:
         ring: that no other pass is in.
@@ -85,45 +102,75 @@ class Pass:
 
     def __init__(self, ring: Ring, loads: Sequence[Load]) -> None:
         self._ring, self._lanes, self._loads = ring, ring.lanes, loads
-        self._began = self._lanes.now()
-        self._started = 0
-        self._came: dict[int, Event] = {}  # by slot
-        self._left: dict[int, Event] = {}
-        self._last: Event = None
+        self._came: dict[int, Event] = {}  # by load, until compute has waited for it
+        self._changed: dict[int, Load] = {}  # loads in the place of those that came
+        self._left: Event = None
+        self._versions: list[int] = []
+
+    def ahead(self) -> None:
+        """The first loads come, once all that was to leave is on the host."""
+        self._ring.current = self
+        after = [self._lanes.now(), *([] if self._ring.last is None else [self._ring.last])]
+        for number in range(min(self._ring.slots, len(self._loads))):
+            self._bring(number, after)
+        self._versions = self._look()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether what has come ahead is still there, and what it was brought from has not been written to since."""
+        return self._ring.current is self and self._versions == self._look()
+
+    def _look(self) -> list[int]:
+        return [tensor._version for load in self._loads[: self._ring.slots] for tensor in load.values()]
+
+    def join(self) -> None:
+        """Compute waits for all that comes ahead. What follows on it may be captured up to :meth:`rejoin`."""
+        if self._came:
+            self._lanes.wait(self._came[max(self._came)])
+        self._came.clear()
 
     def open(self, number: int) -> dict[str, Tensor]:
-        """What compute, from here to :meth:`close`, finds of this load, and may change. Loads behind it start."""
-        while self._started < min(number + SLOTS, len(self._loads)):
-            self._start(self._started)
-            self._started += 1
-        slot = number % SLOTS
-        self._lanes.wait(self._came[slot])
-        return self._ring.buffers(slot, self._loads[number])
-
-    def _start(self, number: int) -> None:
-        slot, load = number % SLOTS, self._loads[number]
-        after = [self._began, self._left[slot]] if slot in self._left else [self._began]
-        buffers = self._ring.buffers(slot, load)
-        self._came[slot] = self._lanes.bring([(buffers[name], load[name]) for name in load], after)
+        """What compute, from here to :meth:`close`, finds of this load, and may change."""
+        if number in self._came:
+            self._lanes.wait(self._came.pop(number))
+        return self._ring.buffers(number, self._loads[number])
 
     def close(self, number: int, load: Load | None = None, values: Load | None = None) -> None:
-        """The load goes back to the host.
+        """The load leaves, if its buffer is needed; otherwise :meth:`leave` sees to it.
 
         Args:
             number: that was opened.
             load: what goes in its place, if it is not what came.
             values: on the device, what of it may lie elsewhere than in the buffers.
         """
-        slot, load = number % SLOTS, self._loads[number] if load is None else load
-        buffers = self._ring.buffers(slot, load)
+        load = self._changed[number] = self._loads[number] if load is None else load
+        buffers = self._ring.buffers(number, load)
         for name, value in (values or {}).items():
             if value.data_ptr() != buffers[name].data_ptr():
                 buffers[name].copy_(value.reshape(-1))
-        computed = self._lanes.now()
-        self._last = self._left[slot] = self._lanes.take([(load[name], buffers[name]) for name in load], [computed])
+        if number + self._ring.slots < len(self._loads):
+            self._left = self._take(number, load)
+            self._bring(number + self._ring.slots, [self._left])
 
-    def end(self) -> None:
-        """Compute goes on when everything has left. Harmless when repeated."""
-        last, self._last = self._last, None
-        if last is not None:
-            self._lanes.wait(last)
+    def rejoin(self) -> None:
+        """Compute waits for all that has left."""
+        if self._left is not None:
+            self._lanes.wait(self._left)
+
+    def leave(self, numbers: Iterable[int] | None = None) -> None:
+        """What is still in its buffers leaves: of these loads, or of those that were closed here."""
+        for number in self._changed if numbers is None else numbers:
+            if number + self._ring.slots >= len(self._loads):
+                self._left = self._take(number, self._changed.get(number, self._loads[number]))
+        if self._left is not None:
+            self._ring.last = self._left
+
+    def _bring(self, number: int, after: Sequence[Event]) -> None:
+        load = self._loads[number]
+        buffers = self._ring.buffers(number, load)
+        self._came[number] = self._lanes.bring([(buffers[name], load[name]) for name in load], after)
+
+    def _take(self, number: int, load: Load) -> Event:
+        buffers = self._ring.buffers(number, load)
+        copies: list[Copy] = [(load[name], buffers[name]) for name in load]
+        return self._lanes.take(copies, [self._lanes.now()])

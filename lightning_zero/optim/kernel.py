@@ -5,7 +5,7 @@ Settings reach the graph as 0-dim tensors which are filled when the floats in ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning_zero.optim.clip import clip_factor
 from lightning_zero.optim.formulas import Rule, rule_for
 from lightning_zero.optim.graphed import GraphedSequence
 from lightning_zero.optim.segments import Segment
-from lightning_zero.optim.stretches import Stretch, passing, stretches
+from lightning_zero.optim.stretches import Parts
 
 __all__ = ["StepKernel"]
 
@@ -47,7 +47,6 @@ class StepKernel:
         ring: Ring | None = None,
     ) -> None:
         self._segments = segments
-        self._ring = ring
         self._device = device
         self._compile = compile and len(segments) <= MOST_SEGMENTS
         self._rules = [rule_for(optimizer, group) for group in groups]
@@ -56,6 +55,7 @@ class StepKernel:
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in rule.settings} if rule else {}
             for rule in self._rules
         ]
+        self._parts = Parts(segments, lambda segment: self._rule(segment).state, ring)
         self._squared = torch.zeros((), device=device)
         self._max_norm = torch.ones((), device=device)
         self._skip = torch.zeros((), device=device)
@@ -117,12 +117,17 @@ class StepKernel:
         if variant not in self._sequences:
             used = [t for s in self._segments for t in (s.param, s.grad, *s.state.values()) if isinstance(t, Tensor)]
             self._sequences[variant] = GraphedSequence(self._update, self._device, watch=used)
-        self._sequences[variant]()
+        with self._parts.passing():
+            self._sequences[variant]()
         return self._sequences[variant].captured
+
+    def bring_ahead(self) -> None:
+        """State that lies on the host begins to come for the next step."""
+        self._parts.bring_ahead()
 
     def _update(self) -> None:
         numbers = {id(segment): self._numbers(self._rule(segment), segment) for segment in self._segments}
-        for part, state in self._parts():
+        for part, state in self._parts.with_state():
             segment = part.segment
             self._apply(self._rule(segment), part.of(segment.param), part.of(segment.grad), state, numbers[id(segment)])
 
@@ -130,18 +135,6 @@ class StepKernel:
         rule = self._rules[segment.group]
         assert rule is not None
         return rule
-
-    def _parts(self) -> Iterator[tuple[Stretch, dict[str, Tensor]]]:
-        """What is stepped at once, with its state on the device: segments, or as much of one as the ring takes."""
-        parts = []
-        for segment in self._segments:
-            names = self._rule(segment).state
-            itemsizes = [segment.state[name].itemsize for name in names]
-            most = self._ring.elements(itemsizes) if self._ring and names else segment.param.numel()
-            parts += [(stretch, names) for stretch in stretches(segment, most)]
-        if self._ring:
-            return passing(self._ring, parts)
-        return ((stretch, stretch.load(names)) for stretch, names in parts)
 
     def _numbers(self, rule: Rule, segment: Segment) -> dict[str, Tensor]:
         """What the update of all elements has in common, 0-dim float32; counts the step."""

@@ -1,9 +1,10 @@
-"""Segments in parts that are stepped one after the other, where their state lies on the host and passes through a few
+"""Segments in parts that are stepped one after the other, where their state lies on the host and passes through some
 buffers of the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from lightning_zero.offload.memory import HostMemory
 from lightning_zero.offload.ring import Pass, Ring
 from lightning_zero.optim.segments import Segment
 
-__all__ = ["StateOnHost", "Stretch", "passing", "stretches"]
+__all__ = ["Parts", "StateOnHost", "Stretch", "stretches"]
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,52 @@ def stretches(segment: Segment, most: int) -> list[Stretch]:
     return [Stretch(segment, begin, min(begin + most, numel)) for begin in range(0, numel, most)]
 
 
-def passing(ring: Ring, parts: Sequence[tuple[Stretch, Sequence[str]]]) -> Iterator[tuple[Stretch, dict[str, Tensor]]]:
-    """Each stretch with the state of these names, on the device. What is written there until the next one is asked for
-    goes back to the host."""
-    through = Pass(ring, [stretch.load(names) for stretch, names in parts])
-    for number, (stretch, _) in enumerate(parts):
-        yield stretch, through.open(number)
-        through.close(number)
-    through.end()
+class Parts:
+    """Segments, in the stretches that are stepped at once, and how each gets its state.
+
+    Args:
+        segments: all of whose state exists, and stays where it is.
+        names: of the state of each.
+        ring: through which it passes; None: it lies on the device, and segments stay whole.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], names: Callable[[Segment], Sequence[str]], ring: Ring | None
+    ) -> None:
+        self._ring = ring
+        self._parts: list[Stretch] = []
+        for segment in segments:
+            itemsizes = [segment.state[name].itemsize for name in names(segment)]
+            self._parts += stretches(segment, ring.elements(itemsizes) if ring and itemsizes else segment.param.numel())
+        self._loads = [part.load(names(part.segment)) for part in self._parts]
+        self._ahead: Pass | None = None
+
+    def bring_ahead(self) -> None:
+        """State begins to come for the next step, as far as there is room. Harmless when repeated, and when that step
+        is never made."""
+        if self._ring is not None and (self._ahead is None or not self._ahead.is_good):
+            self._ahead = Pass(self._ring, self._loads)
+            self._ahead.ahead()
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Surrounds :meth:`with_state`, or the replay of a graph in which that was captured."""
+        self.bring_ahead()
+        through, self._ahead = self._ahead, None
+        if through is not None:
+            through.join()
+        yield
+        if through is not None:
+            through.leave(range(len(self._loads)))
+
+    def with_state(self) -> Iterator[tuple[Stretch, dict[str, Tensor]]]:
+        """Each stretch with its state on the device; what is written to that until the next one is asked for goes back
+        to where it came from."""
+        if self._ring is None:
+            yield from zip(self._parts, self._loads, strict=True)
+            return
+        through = Pass(self._ring, self._loads)
+        for number, part in enumerate(self._parts):
+            yield part, through.open(number)
+            through.close(number)
+        through.rejoin()

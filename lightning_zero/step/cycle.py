@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -85,12 +85,14 @@ class StepCycle:
 
     Attributes:
         state: where in its cycle the engine is.
+        beside_backward: is called where a backward begins, for what may go on beside it.
     """
 
     def __init__(
         self, executor: Executor, watchdog: Watchdog, sharder: Sharder, buffers: BufferBroadcast, compiled: CompiledPart
     ) -> None:
         self.state = State.IDLE
+        self.beside_backward: Callable[[], None] = lambda: None
         self._inside = False  # of train_step
         self._step: UnderWay | None = None  # that began last
         self._executor = executor
@@ -170,6 +172,7 @@ class StepCycle:
         self._enter(State.BACKWARD, Phase.BACKWARD)
         self._hooks.before_backward()
         self._buffers.notice()
+        self.beside_backward()
 
     def gradients_came(self) -> None:
         """At the end of each backward, announced or not; called by the executor."""

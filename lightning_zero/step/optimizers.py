@@ -76,6 +76,7 @@ class OptimizerSteps:
         self._group = group
         self._cycle = cycle
         self._on_host: StateOnHost | None = None  # once some state is
+        cycle.beside_backward = self._bring_ahead
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
@@ -112,6 +113,11 @@ class OptimizerSteps:
         """Has the optimizer load a state dict of shards."""
         with keeping_aside(optimizer) if self.on_host else nullcontext():
             optimizer.load_state_dict(state)
+
+    def _bring_ahead(self) -> None:
+        if self._on_host is not None and len(self._steppers) == 1:  # of several nobody knows which one steps next
+            for stepper in self._steppers.values():
+                stepper.bring_ahead()
 
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:

@@ -123,6 +123,13 @@ class OptimizerStepper:
 
     # -- stepping
 
+    def bring_ahead(self) -> None:
+        """State that lies on the host begins to come for a step like the last one."""
+        layout = self._layouts.last
+        kernel = None if layout is None else self._captured.kernel(layout)
+        if kernel is not None:
+            kernel.bring_ahead()
+
     @contextmanager
     def flat(self) -> Iterator[None]:
         """Inside, the optimizer's parameters are the flat ones, with their gradients; nothing may be stepped."""

@@ -114,7 +114,7 @@ class _Turns:
         """All that has come leaves; segments have the state that the optimizer keeps."""
         self._leave()
         if self._through is not None:
-            self._through.end()
+            self._through.leave()
         for segment, state in self._after.values():
             kept = {}
             for key, value in state.items():
@@ -125,10 +125,11 @@ class _Turns:
 
     def _begin_at(self, number: int) -> None:
         if self._through is not None:
-            self._through.end()
+            self._through.leave()
         self._first = number
         loads = [part.load(self._names[id(part.segment)]) for part in self._parts[number:]]
         self._through = Pass(self._host.ring, loads)
+        self._through.ahead()
 
     def _open(self, number: int) -> dict[str, Any]:
         assert self._through is not None

@@ -68,7 +68,12 @@ def train_large(offload: bool, capture: bool, steps: int = 12) -> dict[str, Any]
         for step in range(steps):
             with engine.train_step():
                 loss = model(x + step).square().mean()
+            engine.cycle.before_backward()  # beside which state comes
             loss.backward()
+            engine.cycle.after_backward()
+            if step == 7:  # too late for what has come
+                torch.cuda.synchronize()
+                next(iter(optimizer.state.values()))["exp_avg"].zero_()
             with engine.optimizers.stepping(optimizer, clip=1.0) as norm:
                 optimizer.step()
             norms.append(norm.clone())

@@ -46,11 +46,17 @@ class DelayedLanes:
     def wait(self, event: Event) -> None:
         self._wait("compute", event)
 
-    def run(self, order: Sequence[str]) -> None:
-        """All that was given, the first lane that may go on first."""
-        while any(self._queues.values()):
+    def waiting(self, lane: str) -> deque[Callable[[], bool]]:
+        """What it was given, and has not done yet."""
+        return self._queues[lane]
+
+    def run(self, order: Sequence[str], all_of_it: bool = True) -> None:
+        """What was given to these lanes, the first one that may go on first."""
+        while any(self._queues[name] for name in order):
             ready = next((queue for name in order if (queue := self._queues[name]) and queue[0]()), None)
-            assert ready is not None, "the lanes wait for each other"
+            if ready is None:
+                assert not all_of_it, "the lanes wait for each other"
+                return
             ready.popleft()
 
     def _copy(self, lane: str, copies: Sequence[Copy], after: Sequence[Event]) -> Event:

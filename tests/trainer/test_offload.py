@@ -21,6 +21,13 @@ STEPS = 3
 
 
 class Groups(Regression):
+    """Two groups, and momentum that is forgotten once in a while: after a backward, beside which state has come."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step % STEPS == STEPS - 1:
+            for entries in optimizer.state.values():
+                entries["exp_avg"].zero_()
+
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.dim() > 1]
         vectors = [p for p in self.parameters() if p.dim() < 2]

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.ring import SLOTS, Load, Pass, Ring
+from lightning_zero.offload.ring import LEAST_SLOTS, Load, Pass, Ring
 from tests.helpers.lanes import ORDERS, DelayedLanes
 
 CPU = torch.device("cpu")
-LOADS, SIZE = 3 * SLOTS + 1, 40
+LOADS, SIZE = 3 * LEAST_SLOTS + 1, 40
+SMALL = 1 << 14  # bytes of a ring with as few slots as can be
 
 
 def host() -> list[dict[str, Tensor]]:
@@ -20,44 +21,43 @@ def step(buffers: Load) -> None:
         tensor.mul_(2).add_(1)
 
 
-def pass_through(loads: list[dict[str, Tensor]], ring: Ring, lanes: DelayedLanes) -> None:
-    through = Pass(ring, loads)
-    for number in range(len(loads)):
+def pass_through(through: Pass, lanes: DelayedLanes, joined: bool) -> None:
+    if joined:
+        through.join()
+    for number in range(LOADS):
         buffers = through.open(number)
         lanes.compute(lambda buffers=buffers: step(buffers))
         through.close(number)
-    through.end()
+    if joined:
+        through.rejoin()
+    through.leave()
 
 
-def in_every_order(without: str = "") -> list[bool]:
-    """Whether two passes, between which compute changes what lies on the host and uses the ring's memory, leave on the
-    host what they should."""
+def in_every_order(without: str = "", joined: bool = False) -> list[bool]:
+    """Whether three passes, the first of which is given up halfway, leave on the host what they should."""
     found = []
     for order in ORDERS:
         lanes = DelayedLanes(without)
-        ring = Ring(CPU, 1 << 14, lanes)
+        ring = Ring(CPU, SMALL, lanes)
         loads, expected = host(), host()
-        pass_through(loads, ring, lanes)
-        # As a checkpoint is loaded between two steps; and as if the ring's memory had served somebody else before.
-        lanes.compute(lambda loads=loads: [tensor.add_(5) for load in loads for tensor in load.values()])
-        mine = ring.buffers(0, loads[0])
-        lanes.compute(lambda mine=mine: [tensor.fill_(-1) for tensor in mine.values()])
-        pass_through(loads, ring, lanes)
-        lanes.compute(lambda loads=loads: [tensor.mul_(3) for load in loads for tensor in load.values()])
+        given_up = Pass(ring, loads)
+        given_up.ahead()
+        buffers = given_up.open(0)
+        lanes.compute(lambda buffers=buffers: step(buffers))
+        for _ in range(2):
+            through = Pass(ring, loads)
+            through.ahead()
+            pass_through(through, lanes, joined)
+            for load in expected:
+                step(load)
         lanes.run(order)
-        for load in expected:
-            step(load)
-            for tensor in load.values():
-                tensor.add_(5)
-            step(load)
-            for tensor in load.values():
-                tensor.mul_(3)
         found.append(all(torch.equal(a[k], b[k]) for a, b in zip(loads, expected, strict=True) for k in a))
     return found
 
 
-def test_loads_pass_unharmed_in_any_order_of_copies_and_compute() -> None:
-    assert all(in_every_order())
+@pytest.mark.parametrize("joined", [False, True])
+def test_loads_pass_unharmed_in_any_order_of_copies_and_compute(joined: bool) -> None:
+    assert all(in_every_order(joined=joined))
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,8 @@ def test_loads_pass_unharmed_in_any_order_of_copies_and_compute() -> None:
     [
         "out behind compute",  # a copy out waits for the optimizer's writes
         "in behind out",  # a buffer is not used again before its copy has left
-        "in behind compute",  # copies wait for whatever compute was given before the pass
+        "in behind compute",  # copies wait for what compute was given before the pass
         "compute behind in",  # and compute waits for copies in
-        "compute behind out",  # whoever comes after the pass finds all of it on the host
     ],
 )
 def test_each_wait_is_needed(race: str) -> None:
@@ -77,23 +76,80 @@ def test_each_wait_is_needed(race: str) -> None:
 def test_copies_out_copies_in_and_compute_are_under_way_at_once() -> None:
     lanes = DelayedLanes()
     loads = host()
-    through = Pass(Ring(CPU, 1 << 14, lanes), loads)
-    buffers = through.open(0)
-    lanes.compute(lambda: step(buffers))
-    lanes.run(("in", "compute", "out"))
-    ahead = through._ring.buffers(SLOTS - 1, loads[0])
-    assert torch.equal(ahead["a"], loads[SLOTS - 1]["a"])  # those behind it are there before it has left
+    ring = Ring(CPU, SMALL, lanes)
+    through = Pass(ring, loads)
+    through.ahead()
+    for number in range(LEAST_SLOTS - 1):
+        buffers = through.open(number)
+        lanes.compute(lambda buffers=buffers: step(buffers))
+        through.close(number)
+    first = ring.buffers(0, loads[0])
+    lanes.run(("in", "compute"), all_of_it=False)
+    assert torch.equal(first["a"], torch.ones(SIZE))  # was stepped, and has not left
     assert torch.equal(loads[0]["a"], torch.zeros(SIZE))
+    ahead = ring.buffers(LEAST_SLOTS - 1, loads[0])
+    assert torch.equal(ahead["a"], loads[LEAST_SLOTS - 1]["a"])  # came before it was asked for
+    lanes.run(("out", "in", "compute"))
+    assert torch.equal(loads[0]["a"], torch.ones(SIZE))
+    assert torch.equal(ring.buffers(0, loads[0])["a"], loads[LEAST_SLOTS]["a"])
+
+
+def test_compute_goes_on_behind_all_that_was_captured() -> None:
+    """A capture ends where nothing is under way that began in it."""
+    for order in ORDERS:
+        lanes = DelayedLanes()
+        loads, seen = host(), []
+        through = Pass(Ring(CPU, SMALL, lanes), loads)
+        through.ahead()
+        through.join()
+        for number in range(LOADS):
+            through.open(number)
+            through.close(number)
+        through.rejoin()
+        lanes.compute(lambda lanes=lanes, seen=seen: seen.append([len(lanes.waiting(name)) for name in ("in", "out")]))
+        assert all(len(lanes.waiting(name)) > 10 for name in ("in", "out"))
+        lanes.run(order)
+        assert seen == [[0, 0]]
+
+
+def test_what_came_ahead_is_good_until_it_is_written_to_or_another_pass_comes() -> None:
+    ring, loads = Ring(CPU, SMALL), host()
+    through = Pass(ring, loads)
+    assert not through.is_good
+    through.ahead()
+    assert through.is_good
+    loads[LEAST_SLOTS]["a"].zero_()  # which has not come yet
+    assert through.is_good
+    loads[1]["b"][3:].zero_()
+    assert not through.is_good
+    through.ahead()
+    assert through.is_good
+    Pass(ring, loads).ahead()
+    assert not through.is_good
 
 
 def test_a_load_goes_out_with_what_was_not_there_when_it_came() -> None:
-    ring = Ring(CPU, 1 << 14)
-    memory, value = torch.zeros(SIZE), torch.arange(SIZE).float()
-    through = Pass(ring, [{}])
-    assert through.open(0) == {}
-    through.close(0, {"made": memory}, {"made": value})
-    through.end()
+    ring = Ring(CPU, SMALL)
+    count = LEAST_SLOTS + 2
+    memory, value = torch.zeros(count, SIZE), torch.arange(count * SIZE).float().view(count, SIZE)
+    through = Pass(ring, [{}] * count)
+    through.ahead()
+    for number in range(count):
+        assert through.open(number) == {}
+        through.close(number, {"made": memory[number]}, {"made": value[number]})
+    through.leave()
     assert torch.equal(memory, value)
+
+
+def test_what_is_given_up_leaves_nothing() -> None:
+    ring, loads = Ring(CPU, SMALL), host()
+    through = Pass(ring, loads)
+    through.ahead()
+    for number in range(2):
+        step(through.open(number))
+    through.close(0)
+    through.leave()
+    assert [float(load["a"][0]) for load in loads[:3]] == [1, 1, 2]
 
 
 def test_what_a_slot_holds_fits_into_it_and_stays_apart() -> None:
@@ -104,11 +160,14 @@ def test_what_a_slot_holds_fits_into_it_and_stays_apart() -> None:
         assert numel > 0
         dtypes = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}
         load = {str(n): torch.empty(numel, dtype=dtypes[size]) for n, size in enumerate(itemsizes)}
-        for slot in range(SLOTS):
+        slots = range(ring.slots)
+        for slot in slots:
             for n, tensor in enumerate(ring.buffers(slot, load).values()):
                 tensor.fill_(10 * slot + n)
-        values = [[float(t[0]), float(t[-1])] for slot in range(SLOTS) for t in ring.buffers(slot, load).values()]
-        assert values == [[10 * slot + n] * 2 for slot in range(SLOTS) for n in range(len(itemsizes))]
-    assert ring.nbytes <= max(10_000, SLOTS * 8 * 512)
+        values = [[float(t[0]), float(t[-1])] for slot in slots for t in ring.buffers(slot, load).values()]
+        assert values == [[10 * slot + n] * 2 for slot in slots for n in range(len(itemsizes))]
+    assert ring.nbytes == 4 * 8 * 512  # as little as can be
+    assert (Ring(CPU, 2**28).slots, Ring(CPU, 2**28).slot_bytes) == (4, 2**26)
+    assert (Ring(CPU, 2**30).slots, Ring(CPU, 2**30).slot_bytes) == (16, 2**26)
     with pytest.raises(ValueError, match="does not fit into a slot of 4096"):
         Ring(CPU, 1).buffers(0, {"large": torch.empty(5000)})
