@@ -74,6 +74,11 @@ void Access::expire() {
   before_change_();
 }
 
+void Access::expire_unless_told() {
+  if (host_shards_ == nullptr)
+    expire();
+}
+
 void Access::let_read(bool everything, bool wait) {
   if (!turns_)
     return publish(everything, wait);

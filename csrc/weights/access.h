@@ -68,6 +68,9 @@ class Access : public WeightMemory {
 
   // Shards may have changed. Where ranks take turns nothing changes without begin_turn_to_write().
   void expire();
+  // Likewise, without a word. Hosts would exchange all weights anew before each batch of an evaluation, and
+  // do so only where begin_writing() has told them.
+  void expire_unless_told();
 
   // Weights may be read here as they are now; on every rank. `everything`: all copies are written, and not
   // only stale ones. `wait`: by the current stream, too, and not only by what this executor launches.

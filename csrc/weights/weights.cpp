@@ -119,7 +119,7 @@ void Weights::end_writing() {
 
 void Weights::expire_compute_copies() {
   Lock lock(context_.mutex);
-  access_.expire();
+  access_.expire_unless_told();
 }
 
 void Weights::refresh_compute_copies() {

@@ -39,11 +39,11 @@ class Weights {
 
   // -- when shards change
   // Something is about to change shards; and it has. Harmless when repeated. Where ranks take no turns, the
-  // first is expire_compute_copies(), and the second nothing.
+  // first makes compute copies old, and the second does nothing.
   void begin_writing();
   void end_writing();
-  // Shards may have changed in ways that leave no trace (param.data, a replayed graph): write compute copies
-  // again before use.
+  // Shards may have changed in ways that leave no trace (a replayed graph): write compute copies again before
+  // use. Nothing where ranks take turns, or are those of several hosts: there begin_writing() is what counts.
   void expire_compute_copies();
   // A training step of compiled code begins: refreshes all compute copies, if there are any, and starts to
   // fetch what the last step's graph fetched first.

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.helpers.models import TinyTransformer, build, make_batches
@@ -15,6 +16,7 @@ from tests.helpers.sharded import (
     engine_for,
     sgd,
     single_thread,
+    train_plain,
     train_sharded,
     whole_grads,
     whole_params,
@@ -217,3 +219,39 @@ def test_hosts_of_other_sizes_are_refused_by_name(
 ) -> None:
     with pytest.raises(RankFailure, match=rf"(?s)UnsupportedError: The 2 hosts .* have {sizes} ranks.*WORLD_SIZE"):
         ranks.run(world_size, train, ranks_per_host, EAGER)
+
+
+def evaluated(ranks_per_host: int) -> tuple[list[float], list[int]]:
+    """Losses of batches, evaluated after a step, and after an edit; how often hosts had exchanged weights by then."""
+    model = build(Wide)
+    batches = make_batches(Wide, 3, SAMPLES)
+    losses, exchanges = [], []
+    with engine_for(model, "aot_eager", ranks_per_host=ranks_per_host) as engine:
+        train_sharded(engine, model, batches, sgd(model))
+        engine.executor.reset_counters()
+        model.eval()
+        for edited in (False, True):
+            if edited:
+                next(model.parameters()).data.mul_(1.5)
+            for batch in batches:
+                engine.eval_step()
+                with torch.no_grad():
+                    losses.append(model.loss(batch).item())
+                engine.cycle.after_eval()
+            exchanges.append(engine.executor.counters()["host_shard_refreshes"])
+    return losses, exchanges
+
+
+def test_an_evaluation_exchanges_weights_once_and_once_more_after_an_edit(ranks: Ranks) -> None:
+    plain = build(Wide)
+    batches, expected = make_batches(Wide, 3, SAMPLES), []
+    train_plain(plain, batches, sgd(plain), world=3)
+    with torch.no_grad():
+        for edited in (False, True):
+            if edited:
+                next(plain.parameters()).mul_(1.5)
+            expected += [plain.loss(batch).item() for batch in batches]
+    assert min(abs(a - b) for a, b in zip(expected[:3], expected[3:], strict=True)) > 1e-4
+    for losses, exchanges in ranks.run(3, evaluated, 1):
+        assert_close_relative(losses, expected, 1e-5)
+        assert exchanges == [1, 2]
