@@ -97,6 +97,9 @@ Access& access(Executor& executor) {
 Edits& edits(Executor& executor) {
   return executor.weights().edits();
 }
+ResidentWeights& resident(Executor& executor) {
+  return executor.weights().resident();
+}
 Reducer& gradients(Executor& executor) {
   return executor.gradients();
 }
@@ -154,37 +157,39 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       ("add_compute_copy_memory", &Parameters::add_compute_copy_memory, {arg("copies"), arg("shards")})  //
       ("set_peers", &Parameters::set_peers, {arg("index"), arg("peers")})                                //
       ("set_full_precision_copy", &Parameters::set_full_precision_copy,
-       {arg("index"), arg("copy"), arg("peers")})                                           //
-      ("set_host_gradient", &Parameters::set_host_gradient, {arg("index"), arg("memory")})  //
+       {arg("index"), arg("copy"), arg("peers")})  //
+      ("set_deferred_gradient", &Parameters::set_deferred_gradient,
+       {arg("index"), arg("memory"), arg("whole")})  //
       ("set_shards", &Parameters::set_shards, {arg("index"), arg("shards")});
 
-  Rows<Weights>(m, "Weights", weights)                                  //
-      ("takes_turns", access, &Access::takes_turns)                     //
-      ("begin_writing", &Weights::begin_writing)                        //
-      ("end_writing", &Weights::end_writing)                            //
-      ("expire_compute_copies", &Weights::expire_compute_copies)        //
-      ("refresh_compute_copies", &Weights::refresh_compute_copies)      //
-      ("sync_peers", &Weights::sync_peers, {arg("ahead") = false})      //
-      ("sync_edits", edits, &Edits::sync, {arg("forget") = false})      //
-      ("drop", edits, &Edits::drop)                                     //
-      ("find_gathered", edits, &Edits::find_gathered, {arg("tensor")})  //
+  Rows<Weights>(m, "Weights", weights)                                    //
+      ("takes_turns", access, &Access::takes_turns)                       //
+      ("begin_writing", &Weights::begin_writing)                          //
+      ("end_writing", &Weights::end_writing)                              //
+      ("expire_compute_copies", &Weights::expire_compute_copies)          //
+      ("refresh_compute_copies", &Weights::refresh_compute_copies)        //
+      ("sync_peers", &Weights::sync_peers, {arg("ahead") = false})        //
+      ("sync_edits", edits, &Edits::sync, {arg("forget") = false})        //
+      ("drop", edits, &Edits::drop)                                       //
+      ("serve_resident", resident, &ResidentWeights::serve, {arg("on")})  //
+      ("find_gathered", edits, &Edits::find_gathered, {arg("tensor")})    //
       ("epoch", itself, &Executor::epoch);
 
-  Rows<Reducer>(m, "Gradients", gradients)                            //
-      ("attached", attached, &AttachedGradients::of_last_backward)    //
-      ("key", attached, &AttachedGradients::key)                      //
-      ("has_any", attached, &AttachedGradients::has_any)              //
-      ("is_whole_backward", &compat::is_whole_backward)               //
-      ("backwards", &Reducer::backwards)                              //
-      ("mark", &Reducer::mark)                                        //
-      ("segment", &Reducer::segment)                                  //
-      ("say_at_agreement", agreement, &Agreement::say, {arg("yes")})  //
-      ("was_said", agreement, &Agreement::was_said)                   //
-      ("release_buffers", &Reducer::release_buffers)                  //
-      ("defer", deferred, &DeferredGradients::defer, {arg("on")})     //
-      ("defers", deferred, &DeferredGradients::is_on)                 //
-      ("has_deferred", deferred, &DeferredGradients::any)             //
-      ("reduce_deferred", deferred, &DeferredGradients::reduce)       //
+  Rows<Reducer>(m, "Gradients", gradients)                                               //
+      ("attached", attached, &AttachedGradients::of_last_backward)                       //
+      ("key", attached, &AttachedGradients::key)                                         //
+      ("has_any", attached, &AttachedGradients::has_any)                                 //
+      ("is_whole_backward", &compat::is_whole_backward)                                  //
+      ("backwards", &Reducer::backwards)                                                 //
+      ("mark", &Reducer::mark)                                                           //
+      ("segment", &Reducer::segment)                                                     //
+      ("say_at_agreement", agreement, &Agreement::say, {arg("yes")})                     //
+      ("was_said", agreement, &Agreement::was_said)                                      //
+      ("release_buffers", &Reducer::release_buffers)                                     //
+      ("defer", deferred, &DeferredGradients::defer, {arg("on"), arg("whole") = false})  //
+      ("defers", deferred, &DeferredGradients::is_on)                                    //
+      ("has_deferred", deferred, &DeferredGradients::any)                                //
+      ("reduce_deferred", deferred, &DeferredGradients::reduce)                          //
       ("abort", itself, &Executor::abort_backward);
 
   Rows<Recorder>(m, "Graphs", graphs)                                                     //

@@ -1,6 +1,7 @@
 #include "param_registry.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace lightning_zero {
 
@@ -10,6 +11,11 @@ const std::vector<at::Tensor>& ParamRecord::copies_in(at::ScalarType dtype) cons
     return shards.empty() ? full_precision_copy.of_ranks : shards;
   const auto& own = compute_copy.own;
   return own.defined() && own.scalar_type() == dtype ? compute_copy.of_ranks : none;
+}
+
+void DeferredGradient::add(const at::Tensor& grad) {
+  auto sum = values(grad.numel()).view(grad.sizes());
+  std::exchange(filled, true) ? sum.add_(grad) : sum.copy_(grad);
 }
 
 void ParamRecord::take_in_gradient() {

@@ -38,13 +38,17 @@ struct ResidentWeight {
   Stamp filled;
 };
 
-// With several hosts: what the ranks of a host have reduced, in several backwards, and hosts have not yet.
-// See [Note: deferred gradients] in gradients/deferred.h. Undefined where nothing was ever deferred.
-struct HostGradient {
-  int64_t hosts = 1;
-  at::Tensor memory;     // of the host shard, in float32 or what is wider
+// What several backwards have brought and is still to be reduced: whole, or the host shard's part of it. See
+// [Note: deferred gradients] in gradients/deferred.h. Undefined where nothing was ever deferred.
+struct DeferredGradient {
+  int64_t hosts = 1;  // that there are
+  at::Tensor memory;  // 1-D, in float32 or what is wider
+  bool whole = false;
   bool filled = false;   // it holds something that is still to be reduced
   int64_t version = -1;  // of the param.grad that stands for it; negative: none does yet
+  // -- where it is whole
+  void add(const at::Tensor& grad);
+  at::Tensor values(int64_t numel) const { return memory.narrow(0, 0, numel); }  // without padding
   void empty() {
     filled = false;
     version = -1;
@@ -64,7 +68,7 @@ struct ParamRecord {
   ShardCopy full_precision_copy;
   std::vector<at::Tensor> shards;  // every rank's, where ranks take turns to read and write them
   ResidentWeight resident;
-  HostGradient host_gradient;
+  DeferredGradient deferred;
   std::vector<int64_t> shape;  // the whole parameter's
   std::vector<int64_t> order;  // its dimensions as they lie in memory
   int64_t numel = 0;           // the whole parameter's, without padding
@@ -72,7 +76,7 @@ struct ParamRecord {
   bool trainable() const { return live && param.requires_grad(); }
   int64_t shard_numel() const { return shard.numel(); }
   // Of the host shard, see [Note: hosts]; where there is one host, that is the shard.
-  int64_t host_shard_numel() const { return host_gradient.hosts * shard_numel(); }
+  int64_t host_shard_numel() const { return deferred.hosts * shard_numel(); }
   // Somebody may have put a tensor of their own into param.grad; it counts as what has been accumulated so
   // far.
   void take_in_gradient();

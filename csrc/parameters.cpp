@@ -27,7 +27,7 @@ int64_t Parameters::add(std::string name, at::Tensor param, at::Tensor shard, st
   record->param = std::move(param);
   record->shard = std::move(shard);
   record->numel = numel;
-  record->host_gradient.hosts = context_.across.size;
+  record->deferred.hosts = context_.across.size;
   record->shape = std::move(shape);
   record->order = std::move(*order);
   ShardTable::instance().add(record->shard, ParamRef{&executor_, record->index});

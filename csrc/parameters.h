@@ -31,12 +31,16 @@ class Parameters {
   void guard_gradient(int64_t index);
 
   void set_grad(int64_t index, at::Tensor grad) { context_.at(index).grad = std::move(grad); }
-  // With several hosts: see [Note: deferred gradients].
-  void set_host_gradient(int64_t index, at::Tensor memory) {
-    context_.at(index).host_gradient.memory = std::move(memory);
+  // See [Note: deferred gradients]. `whole`: for the whole gradient, and not for the host shard's.
+  // Without memory: there is none any more, as of weights that stay.
+  void set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool whole) {
+    auto& kept = context_.at(index).deferred;
+    kept.memory = std::move(memory).value_or(at::Tensor());
+    kept.whole = whole;
+    kept.empty();
   }
-  void set_resident(int64_t index, at::Tensor memory) {
-    context_.at(index).resident.memory = std::move(memory);
+  void set_resident(int64_t index, std::optional<at::Tensor> memory) {
+    context_.at(index).resident = {std::move(memory).value_or(at::Tensor())};
   }
   void set_compute_copy(int64_t index, at::Tensor copy) {
     context_.at(index).compute_copy.own = std::move(copy);

@@ -4,8 +4,8 @@
     Trainer(strategy="zero3_compile", precision="bf16-mixed", devices=4)
     Fabric(strategy="zero3_compile", precision="bf16-mixed", devices=4)
 
-Importing registers the strategies ``zero3_compile`` and ``zero3`` for both. :class:`Engine` is for loops without
-either.
+Importing registers the strategies ``zero3_compile``, ``zero2_compile``, ``zero1_compile`` and ``zero3`` for both.
+:class:`Engine` is for loops without either.
 """
 
 from __future__ import annotations
@@ -103,12 +103,14 @@ def _engine(module: nn.Module) -> Engine:
     )
 
 
-for _name, _compile, _description in (
-    ("zero3_compile", True, "Parameters, gradients and optimizer state sharded over ranks; modules compiled"),
-    ("zero3", False, "Parameters, gradients and optimizer state sharded over ranks; nothing compiled, for debugging"),
+for _name, _stage, _compile, _description in (
+    ("zero3_compile", 3, True, "Parameters, gradients and optimizer state sharded over ranks; modules compiled"),
+    ("zero2_compile", 2, True, "Gradients and optimizer state sharded over ranks; modules compiled"),
+    ("zero1_compile", 1, True, "Optimizer state sharded over ranks; gradients reduced once per step; modules compiled"),
+    ("zero3", 3, False, "Parameters, gradients and optimizer state sharded over ranks; for debugging: not compiled"),
 ):
     for _registry, _strategy in ((StrategyRegistry, ZeroStrategy), (FabricRegistry, FabricZeroStrategy)):
         if _name not in _registry:
-            _registry.register(_name, _strategy, description=_description, compile=_compile)
+            _registry.register(_name, _strategy, description=_description, stage=_stage, compile=_compile)
 
 install()

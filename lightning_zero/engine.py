@@ -131,6 +131,7 @@ class Engine(NotCopied):
         for part in (self.peers, self.replays, self.session):
             part.check(config)
         self.peers.configure(config)
+        self.cycle.end_accumulation()
         self.config = config
         self.watchdog.configure(config.tuning.report_stall_after_s)
         self.optimizers.configure(config)

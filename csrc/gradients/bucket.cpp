@@ -85,11 +85,16 @@ void ReduceBucket::put(size_t index, const at::Tensor& grad, bool borrow) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
   take_over(index);
   auto& slot = slots_[index];
-  if (slot.arrivals++ > 0) {
+  auto& sent = sent_[index];
+  const bool first = slot.arrivals++ == 0 || std::exchange(sent.waits, false);
+  if (slot.takes_deferred()) {
+    slot.record->deferred.add(grad);
+    sent.waits = true;
+  } else if (!first) {
     run(index).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
   } else if (borrow && own_send_buffers && scale == 1.0 && grad.scalar_type() == dtype_ &&
              grad.is_contiguous() && grad.numel() == ranks_ * slot.record->host_shard_numel()) {
-    sent_[index] = {grad.view({-1}), /*borrowed=*/true};
+    sent = {grad.view({-1}), /*borrowed=*/true};
   } else {
     copy_in(index, grad);
   }
@@ -171,8 +176,14 @@ void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
       slot.record->take_in_gradient();
   }
   for (size_t index = 0; index < slots_.size(); ++index) {
-    if (slots_[index].arrivals == 0)
+    auto& slot = slots_[index];
+    if (slot.takes_deferred()) {
+      auto& kept = slot.record->deferred;
+      copy_in(index, kept.values(slot.record->numel));
+      kept.empty();
+    } else if (slot.arrivals == 0 || sent_[index].waits) {
       run(index).zero_();
+    }
   }
   state_ = State::LAUNCHED;
   buffer_->filling = false;
@@ -183,7 +194,7 @@ void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin, const RowMe
     add_to(rows, begin, mean, hosts_, [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
   else if (deferred)
     add_to(rows, begin, mean, 1, [](Slot& slot) {
-      auto& kept = slot.record->host_gradient;
+      auto& kept = slot.record->deferred;
       return Target{kept.memory, &kept.filled};
     });
   else
@@ -194,8 +205,8 @@ at::Tensor ReduceBucket::host_sums() {
   std::vector<at::Tensor> to, from;
   auto sums = wide_memory();
   for (auto& slot : slots_) {
-    auto& kept = slot.record->host_gradient;
-    if (kept.filled) {
+    auto& kept = slot.record->deferred;
+    if (kept.filled && !kept.whole) {
       to.push_back(piece(sums, slot.offset, slot.record->host_shard_numel()));
       from.push_back(kept.memory);
       kept.empty();

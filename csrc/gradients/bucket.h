@@ -37,6 +37,8 @@ class ReduceBucket {
     int expected = 1;    // arrivals after which it need not be waited for
     bool add = false;    // the gradient shard already holds a value that counts
     bool again = false;  // an earlier bucket of the same backward has a slot for the parameter, too
+    // Whether it takes along what waits whole on this rank.
+    bool takes_deferred() const { return !again && record->deferred.whole && record->deferred.filled; }
   };
 
   ReduceBucket(at::ScalarType dtype, const Ranks& inside, const Ranks& across, int64_t segment)
@@ -64,8 +66,9 @@ class ReduceBucket {
 
   bool complete() const;  // every slot has what it expects, and at least one gradient is there
 
-  // FILLING -> LAUNCHED. Zeroes the slots nothing arrived for; the caller launches send() -> recv().
-  // `has_more`: whether an earlier bucket has brought something of a slot that is there `again`.
+  // FILLING -> LAUNCHED. Zeroes the slots nothing arrived for, and takes along what earlier backwards have
+  // left whole on this rank; the caller launches send() -> recv(). `has_more`: whether an earlier bucket has
+  // brought something of a slot that is there `again`.
   void seal(const std::function<bool(const Slot&)>& has_more);
 
   // Adds up rows, and moves the sums into elements `begin` to `begin + rows.size(1)` of the gradient shards;
@@ -116,10 +119,12 @@ class ReduceBucket {
   int64_t segment_;
   int64_t chunk_ = 0;
   // By slot: what travels, with `own_send_buffers`. `borrowed`: the gradient itself. Not the buffer's, which
-  // serves another bucket before the last of these is released.
+  // serves another bucket before the last of these is released. `waits`: the gradient was added to what
+  // earlier backwards have left whole on this rank, and travels with that.
   struct Sent {
     at::Tensor flat;
     bool borrowed = false;
+    bool waits = false;
   };
   std::vector<Sent> sent_;
   Fence read_;

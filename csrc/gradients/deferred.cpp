@@ -8,32 +8,44 @@ namespace lightning_zero {
 
 bool DeferredGradients::any() const {
   Lock lock(context_.mutex);
-  return context_.has_hosts() && std::any_of(context_.records.begin(), context_.records.end(),
-                                             [](const auto& record) { return record->host_gradient.filled; });
+  return may_wait_ && std::any_of(context_.records.begin(), context_.records.end(),
+                                  [](const auto& record) { return record->deferred.filled; });
 }
 
-void DeferredGradients::defer(bool on) {
+void DeferredGradients::defer(bool on, bool whole) {
   Lock lock(context_.mutex);
-  on_ = on && context_.has_hosts();
+  on_ = on && (whole ? context_.size > 1 : context_.has_hosts());
+  whole_ = whole;
+  may_wait_ = may_wait_ || on_;
 }
 
 void DeferredGradients::reduce() {
   Lock lock(context_.mutex);
   at::NoGradGuard no_grad;
   look();
-  if (!any())
+  if (!may_wait_)
     return;
   const bool on = std::exchange(on_, false);
   launch_();
-  on_ = on;
+  on_ = may_wait_ = on;
   context_.count("deferred_reductions");
 }
 
+void DeferredGradients::are_reduced() {
+  if (on_)
+    return;
+  TORCH_CHECK_VALUE(
+      !any(),
+      "lightning_zero: requires_grad was switched off for a parameter between micro-batches whose gradients "
+      "have not been reduced yet (stage=1, or reduce_across='step'). Change it between optimizer steps.");
+  may_wait_ = false;
+}
+
 void DeferredGradients::look() {
-  if (!context_.has_hosts())
+  if (!may_wait_)
     return;
   for (auto& record : context_.records) {
-    auto& kept = record->host_gradient;
+    auto& kept = record->deferred;
     if (!kept.filled || kept.version < 0)
       continue;
     const auto& grad = record->param.grad();
@@ -45,22 +57,23 @@ void DeferredGradients::look() {
         grad.const_data_ptr() == record->grad.const_data_ptr() &&
             static_cast<int64_t>(grad._version()) == kept.version,
         "lightning_zero: the gradient of ", record->name,
-        " was changed between micro-batches whose gradients the hosts have not reduced yet "
-        "(reduce_across='step'), so the change would reach a part of it only. Change gradients "
-        "after the last micro-batch's backward; drop them by zero_grad(set_to_none=True); or pass "
-        "tuning=Tuning(reduce_across='micro-batch') to the strategy.");
+        " was changed between micro-batches whose gradients have not been reduced yet (",
+        kept.whole ? "stage=1" : "reduce_across='step'",
+        "), so the change would reach a part of it only. Change gradients after the last micro-batch's "
+        "backward; drop them by zero_grad(set_to_none=True); or pass ",
+        kept.whole ? "stage=2" : "tuning=Tuning(reduce_across='micro-batch')", " to the strategy.");
   }
 }
 
 void DeferredGradients::abort() {
   for (auto& record : context_.records) {
-    if (record->host_gradient.version < 0)
-      record->host_gradient.empty();
+    if (record->deferred.version < 0)
+      record->deferred.empty();
   }
 }
 
 void DeferredGradients::stand_for(ParamRecord& record) const {
-  record.host_gradient.version = static_cast<int64_t>(record.param.grad()._version());
+  record.deferred.version = static_cast<int64_t>(record.param.grad()._version());
 }
 
 }  // namespace lightning_zero

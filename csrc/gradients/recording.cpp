@@ -40,7 +40,7 @@ void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
   // Replays find something there, or zeros: before_replay() sees to it.
   deferred_around_.clear();
   for (auto& record : context_.records) {
-    auto& kept = record->host_gradient;
+    auto& kept = record->deferred;
     deferred_around_.emplace_back(kept.filled, kept.version);
     const bool filled = kept.memory.defined() && (recorded_.deferred || recorded_.taking);
     if (filled && !kept.filled && !has_streams(context_.device))
@@ -50,12 +50,10 @@ void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
   recorded_.layout = layout.number();
   recorded_.begin = recorded_.end = layout.begin_of(layout.segments().where(segment));
   for (const auto i : layout.order()) recorded_.grads.push_back(context_.at(i).grad.const_data_ptr());
-  if (reducer_.backward().goes_on()) {
-    if (segment >= 0)
-      come_to(recorded_.begin);
-  } else {
+  if (!reducer_.backward().goes_on())
     reducer_.release_buffers();
-  }
+  else if (segment >= 0 && !reducer_.deferred().is_whole())
+    come_to(recorded_.begin);
   // Nothing that was launched before may be waited for inside, and nothing inside from without: memory and
   // fences are others.
   pools_around_ = reducer_.pools().exchange({});
@@ -113,7 +111,7 @@ void GradientRecording::restore() {
   reducer_.pools().exchange(std::move(pools_around_));
   reducer_.backward() = std::move(around_);
   for (size_t i = 0; i < deferred_around_.size(); ++i) {
-    auto& kept = context_.records[i]->host_gradient;
+    auto& kept = context_.records[i]->deferred;
     std::tie(kept.filled, kept.version) = deferred_around_[i];
   }
 }
@@ -164,14 +162,16 @@ void GradientRecording::before_replay(const Recorded& graph) {
       graph.deferred == reducer_.deferred().is_on(),
       "lightning_zero: whether this micro-batch is the last before the optimizer's step was another when "
       "its forward ran than now, in its backward. Let no_backward_sync() surround both.");
-  come_to(graph.begin);
-  make_way(graph);
+  if (!reducer_.deferred().is_whole()) {
+    come_to(graph.begin);
+    make_way(graph);
+  }
   overwritten_.clear();
   const auto& layout = reducer_.layout();
   for (const auto i : std::set<int64_t>(graph.arrivals.begin(), graph.arrivals.end())) {
     auto& record = context_.at(i);
-    if ((graph.deferred || graph.taking) && !record.host_gradient.filled)
-      record.host_gradient.memory.zero_();
+    if ((graph.deferred || graph.taking) && !record.deferred.filled)
+      record.deferred.memory.zero_();
     if (graph.deferred)
       continue;
     const auto [position, again] = within(graph, i);
@@ -191,15 +191,15 @@ void GradientRecording::after_replay(const Recorded& graph) {
   for (const auto& [grad, before] : std::exchange(overwritten_, {})) grad.add_(before);
   auto& now = reducer_.backward();
   auto& layout = reducer_.layout();
+  now.arrivals.insert(now.arrivals.end(), graph.arrivals.begin(), graph.arrivals.end());
+  note_deferred(graph);
+  if (reducer_.deferred().is_whole())
+    return;
   for (size_t b = graph.begin; b < graph.end; ++b) {
     layout.buckets()[b].has_left();
     now.segment = layout.buckets()[b].segment();
   }
-  for (const auto i : graph.arrivals) {
-    now.arrivals.push_back(i);
-    ++layout.slot(within(graph, i).first).arrivals;
-  }
-  note_deferred(graph);
+  for (const auto i : graph.arrivals) ++layout.slot(within(graph, i).first).arrivals;
   now.next_launch = std::max(now.next_launch, graph.end);
   transports_.reduce().after_replay(graph.traffic);
 }
@@ -208,7 +208,7 @@ void GradientRecording::note_deferred(const Recorded& graph) {
   if (!graph.deferred && !graph.taking)
     return;
   for (const auto i : graph.arrivals) {
-    auto& kept = context_.at(i).host_gradient;
+    auto& kept = context_.at(i).deferred;
     if (graph.deferred)
       kept.filled = true;
     else

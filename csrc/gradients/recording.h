@@ -17,7 +17,7 @@ class GradientRecording {
   // What a graph does to gradients.
   struct Recorded {
     bool adding = false;             // to those that are there, rather than in their place
-    bool deferred = false;           // adds to what is on this host; see [Note: deferred gradients]
+    bool deferred = false;           // adds to what waits here; see [Note: deferred gradients]
     bool taking = false;             // takes what has been deferred along
     int64_t layout = 0;              // of buckets
     std::vector<const void*> grads;  // where they lie
@@ -59,7 +59,7 @@ class GradientRecording {
   // What goes on around the recording.
   Backward around_;
   std::vector<ReduceBucket> buckets_around_, late_around_;
-  std::vector<std::pair<bool, int64_t>> deferred_around_;  // by parameter: HostGradient's fields
+  std::vector<std::pair<bool, int64_t>> deferred_around_;  // by parameter: DeferredGradient's
   BufferPools::Pools pools_around_;
   // Gradients, and what was there before a replay that overwrites it.
   std::vector<std::pair<at::Tensor, at::Tensor>> overwritten_;

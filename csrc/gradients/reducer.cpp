@@ -36,9 +36,8 @@ Reducer::Reducer(Context& context, Transports& transports, Communicator* control
       deferred_(context,
                 [this] {
                   TORCH_INTERNAL_ASSERT(!backward_.goes_on());
-                  prepare_layout();
-                  launch_deferred();
-                  layout_.reset();
+                  begin();
+                  end(/*learning=*/false);
                 }),
       attached_(context, layout_) {}
 
@@ -114,6 +113,10 @@ void Reducer::reduce(int64_t index, const at::Tensor& grad, bool borrow) {
   context_.count("reduces");
   context_.touch(record);
   backward_.arrivals.push_back(index);
+  if (deferred_.is_whole()) {
+    record.deferred.add(grad);
+    return;
+  }
   const bool late = position.late;
   auto& bucket = (late ? layout_.late() : layout_.buckets())[position.bucket];
   open(bucket, /*adding=*/late);
@@ -190,15 +193,17 @@ void Reducer::launch_all() {
 }
 
 Agreement::Agreed Reducer::agree() {
-  // Per slot of each bucket: 1 a gradient arrived, 2 one arrived after the bucket had left.
+  // Per slot of each bucket: 1 a gradient is there, 2 one that came after the bucket had left, or that waits
+  // from earlier backwards and that a replayed graph did not take along.
   std::vector<int64_t> flags;
   for (size_t b = 0; b < layout_.size(); ++b) {
     auto &bucket = layout_.buckets()[b], &late = layout_.late()[b];
     for (size_t s = 0; s < bucket.slots().size(); ++s) {
       const bool is_late = late.state() == ReduceBucket::State::FILLING && late.slots()[s].arrivals > 0;
       const auto& slot = bucket.slots()[s];
-      const bool waits = !deferred_.is_on() && slot.record->host_gradient.filled;
-      flags.push_back(is_late ? 2 : slot.arrivals > 0 || waits ? 1 : 0);
+      const bool waits = !deferred_.is_on() && !slot.again && slot.record->deferred.filled;
+      const bool was_left = waits && bucket.state() == ReduceBucket::State::LAUNCHED;
+      flags.push_back(is_late || was_left ? 2 : slot.arrivals > 0 || waits ? 1 : 0);
     }
   }
   auto order = backward_.arrivals;
@@ -214,37 +219,9 @@ void Reducer::end_backward() {
     // after it. Other ranks may have gradients.
     if (backward_.tasks.empty())
       begin();
-    launch_all();
-    const auto agreed = agree();
-    std::vector<int64_t> wanted(layout_.size(), 0);
-    std::vector<char> brought(context_.records.size(), 0);
-    auto flag = agreed.flags.begin();
-    for (size_t b = 0; b < layout_.size(); ++b) {
-      for (const auto& slot : layout_.buckets()[b].slots()) {
-        if (*flag > 0)
-          brought[slot.record->index] = 1;
-        wanted[b] = std::max(wanted[b], *flag++);
-      }
-    }
-    for (size_t b = backward_.next_launch; b < wanted.size(); ++b) {
-      if (wanted[b] == 0)
-        continue;
-      open(layout_.buckets()[b], /*adding=*/false);
-      launch(b);
-    }
-    for (size_t b = 0; b < wanted.size(); ++b) {
-      if (wanted[b] < 2)
-        continue;
-      open(layout_.late()[b], /*adding=*/true);
-      launch(b, /*late=*/true);
-      context_.count("late_flushes");
-    }
-    pools_.drain();
-    if (!deferred_.is_on() && deferred_.any())
-      launch_deferred();
-    attached_.attach(brought, deferred_);
-    layout_.learn(backward_.arrivals, backward_.marks, agreed.same_order);
-    finish();
+    if (!deferred_.is_whole())
+      launch_all();
+    end(/*learning=*/true);
     ++backwards_;
   }
   // Without the lock: hooks are Python, and may gather.
@@ -252,25 +229,47 @@ void Reducer::end_backward() {
     compat::call(end_op_);
 }
 
-// What buckets that have left did not take along: graphs were replayed that knew nothing of it.
-void Reducer::launch_deferred() {
+void Reducer::end(bool learning) {
+  std::vector<char> brought(context_.records.size(), 0);
+  if (deferred_.is_whole()) {
+    for (const auto index : backward_.arrivals) brought[index] = 1;
+    attached_.attach(brought, deferred_);
+    return finish();
+  }
+  const auto agreed = agree();
+  std::vector<int64_t> wanted(layout_.size(), 0);
+  auto flag = agreed.flags.begin();
   for (size_t b = 0; b < layout_.size(); ++b) {
-    auto& late = layout_.late()[b];
-    const auto& slots = late.slots();
-    const bool waits = std::any_of(slots.begin(), slots.end(),
-                                   [](const auto& slot) { return slot.record->host_gradient.filled; });
-    if (!waits)
+    for (const auto& slot : layout_.buckets()[b].slots()) {
+      if (*flag > 0)
+        brought[slot.record->index] = 1;
+      wanted[b] = std::max(wanted[b], *flag++);
+    }
+  }
+  launch_agreed(wanted);
+  deferred_.are_reduced();
+  attached_.attach(brought, deferred_);
+  if (learning)
+    layout_.learn(backward_.arrivals, backward_.marks, agreed.same_order);
+  finish();
+}
+
+// By bucket: 1 what has not left yet, 2 what came after it had.
+void Reducer::launch_agreed(const std::vector<int64_t>& wanted) {
+  for (size_t b = backward_.next_launch; b < wanted.size(); ++b) {
+    if (wanted[b] == 0)
       continue;
-    late.reset();
-    open(late, /*adding=*/true);
+    open(layout_.buckets()[b], /*adding=*/false);
+    launch(b);
+  }
+  for (size_t b = 0; b < wanted.size(); ++b) {
+    if (wanted[b] < 2)
+      continue;
+    open(layout_.late()[b], /*adding=*/true);
     launch(b, /*late=*/true);
+    context_.count("late_flushes");
   }
   pools_.drain();
-  TORCH_CHECK_VALUE(
-      !deferred_.any(),
-      "lightning_zero: requires_grad was switched off for a parameter between micro-batches "
-      "whose gradients the hosts have not reduced yet (reduce_across='step'). Change it between "
-      "optimizer steps.");
 }
 
 void Reducer::finish() {

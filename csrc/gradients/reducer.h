@@ -84,9 +84,11 @@ class Reducer {
   void open(ReduceBucket& bucket, bool adding);
   void launch(size_t number, bool late = false);
   void launch_all();
-  void launch_deferred();
+  void launch_agreed(const std::vector<int64_t>& wanted);
   void prepare_layout();
   Agreement::Agreed agree();
+  // What this backward has brought, of whatever segment, is sent, and attached. `learning`: its order counts.
+  void end(bool learning);
   void finish();
 
   Context& context_;

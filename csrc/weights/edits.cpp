@@ -93,6 +93,7 @@ void Edits::copy(const Tracked& weight) {
   if (valid > 0)
     record.shard.narrow(0, 0, valid).copy_(weight.flat.narrow(0, begin, valid));
   record.compute_copy.written = record.full_precision_copy.written = {};
+  resident_.edit(record, weight.flat);
 }
 
 // Whether its values are others than those of the shards. While shards are written nobody can tell, and it

@@ -7,13 +7,14 @@
 #include "weights/access.h"
 #include "weights/gathered_table.h"
 #include "weights/gatherer.h"
+#include "weights/resident.h"
 
 namespace lightning_zero {
 
 class Edits {
  public:
-  Edits(Context& context, Access& access, Gatherer& gatherer)
-      : context_(context), access_(access), gatherer_(gatherer) {}
+  Edits(Context& context, Access& access, Gatherer& gatherer, ResidentWeights& resident)
+      : context_(context), access_(access), gatherer_(gatherer), resident_(resident) {}
 
   // A weight that eager code was given.
   struct Tracked {
@@ -54,6 +55,7 @@ class Edits {
   Context& context_;
   Access& access_;
   Gatherer& gatherer_;
+  ResidentWeights& resident_;
   GatheredTable gathered_;
   std::vector<Tracked> tracked_;
   std::vector<Tracked> outdated_;  // still held although their shards have changed

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "runtime/compat.h"
+
 namespace lightning_zero {
 
 bool ResidentWeights::is_filled(const ParamRecord& record) const {
@@ -54,13 +56,43 @@ void ResidentWeights::wait(at::TensorList shards) {
   Lock lock(context_.mutex);
   if (arriving_.empty())
     return;
-  for (const auto& shard : shards) {
-    const auto found = arriving_.find(ShardTable::instance().find(shard, "resident_wait").index);
-    if (found == arriving_.end())
-      continue;
-    found->second->pending.wait(context_.device);
-    arriving_.erase(found);
+  for (const auto& shard : shards) wait_for(ShardTable::instance().find(shard, "resident_wait").index);
+}
+
+void ResidentWeights::wait_for(int64_t index) {
+  const auto found = arriving_.find(index);
+  if (found == arriving_.end())
+    return;
+  found->second->pending.wait(context_.device);
+  arriving_.erase(found);
+}
+
+void ResidentWeights::serve(bool on) {
+  Lock lock(context_.mutex);
+  serves_ = on;
+}
+
+bool ResidentWeights::read(ParamRecord& record, at::ScalarType dtype, at::Tensor& flat) {
+  auto& memory = record.resident.memory;
+  if (!memory.defined() || memory.scalar_type() != dtype || !(serves_ || compat::current_backward() >= 0))
+    return false;
+  if (is_filled(record)) {
+    wait_for(record.index);
+  } else {
+    std::vector<at::Tensor> sources;
+    note_filled(record);
+    context_.count("resident_gathers");
+    gatherer_.gather(record, dtype, memory, sources).wait(context_.device);
   }
+  if (!flat.defined())
+    flat = gatherer_.fresh(memory.numel(), memory.options());
+  flat.copy_(memory);
+  return true;
+}
+
+void ResidentWeights::edit(ParamRecord& record, const at::Tensor& flat) const {
+  if (record.resident.memory.defined() && is_filled(record))
+    record.resident.memory.copy_(flat);
 }
 
 ResidentWeights::Recorded ResidentWeights::end_recording() {

@@ -16,9 +16,16 @@ class ResidentWeights {
  public:
   ResidentWeights(Context& context, Gatherer& gatherer) : context_(context), gatherer_(gatherer) {}
 
-  // Gathers them into their memory, `resident`, unless they are there.
+  // For compiled code: gathers them into their memory, `resident`, unless they are there.
   void start(at::TensorList resident, at::TensorList shards);
   void wait(at::TensorList shards);
+  // For code that is not compiled, as long as it may (`serve`): a copy into `flat`, which is made where it is
+  // undefined, of one that stays in this dtype; gathers that first, unless it is there. Whether it has done
+  // so.
+  bool read(ParamRecord& record, at::ScalarType dtype, at::Tensor& flat);
+  void serve(bool on);
+  // Eager code has edited a weight that it was given.
+  void edit(ParamRecord& record, const at::Tensor& flat) const;
   bool any_arriving() const { return !arriving_.empty(); }
   void close() { arriving_.clear(); }
 
@@ -39,6 +46,7 @@ class ResidentWeights {
  private:
   bool is_filled(const ParamRecord& record) const;
   void note_filled(ParamRecord& record) const;
+  void wait_for(int64_t index);
 
   Context& context_;
   Gatherer& gatherer_;
@@ -49,6 +57,7 @@ class ResidentWeights {
   };
   std::unordered_map<int64_t, std::shared_ptr<Arriving>> arriving_;
   std::optional<Recorded> recording_;
+  bool serves_ = false;
 };
 
 }  // namespace lightning_zero

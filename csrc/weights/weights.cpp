@@ -15,7 +15,7 @@ Weights::Weights(Context& context, Transports& transports, Communicators& comms)
       gatherer_(context, transports.make_gathers(access_)),
       first_(context, gatherer_),
       resident_(context, gatherer_),
-      edits_(context, access_, gatherer_) {}
+      edits_(context, access_, gatherer_, resident_) {}
 
 void Weights::sync_edits_if_any() {
   if (edits_.watched() > 0)
@@ -37,7 +37,8 @@ at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType 
     // The same values again: autograd must not take them for an edit of the weight that was read first.
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     std::vector<at::Tensor> sources;
-    gatherer_.gather(record, dtype, flat, sources).wait(context_.device);
+    if (!resident_.read(record, dtype, flat))
+      gatherer_.gather(record, dtype, flat, sources).wait(context_.device);
   }
   if (!tracked)
     return as_parameter(flat, record.numel, shape);

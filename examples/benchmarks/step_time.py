@@ -4,9 +4,10 @@
 
 Every strategy trains the same plain Llama-like decoder on the same random tokens: float32 master weights, bfloat16
 compute and gradients on the wire, fused AdamW, norm clipping at 1.0, the Trainer as users get it. `fsdp2` is
-Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each block. Before each batch Lightning asks
-the device whether a rank got a SIGTERM, and waits for the answer; under our strategies ranks ask over the CPU. `--ask-
-on-cpu` lets the other strategies do so, too, to show what of a difference that is.
+Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each block; `ddp_compile` compiles the model
+and sends bfloat16 gradients; `--option stage=1` chooses a stage of ours. Before each batch Lightning asks the device
+whether a rank got a SIGTERM, and waits for the answer; under our strategies ranks ask over the CPU. `--ask-on-cpu`
+lets the other strategies do so, too, to show what of a difference that is.
 """
 
 import argparse
@@ -16,13 +17,16 @@ from contextlib import nullcontext
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader
 
 from lightning_zero.bench.clock import Clock
 from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
 from lightning_zero.bench.peers import zero_strategy
+
+STRATEGIES = ["zero3_compile", "zero3", "fsdp2", "ddp", "ddp_compile"]
 
 
 class Module(L.LightningModule):
@@ -34,9 +38,12 @@ class Module(L.LightningModule):
     def configure_model(self) -> None:
         if self.net is not None:
             return
-        with nullcontext() if self.strategy == "ddp" else torch.device("meta"):
+        ddp = self.strategy in ("ddp", "ddp_compile")
+        with nullcontext() if ddp else torch.device("meta"):
             self.net = Decoder(*SIZES[self.size])
-        if self.strategy == "ddp":
+        if self.strategy == "ddp_compile":
+            self.net.compile()
+        if ddp:
             return
         if self.strategy != "fsdp2":
             self.net.cos, self.net.sin = (torch.empty_like(t, device="cpu") for t in (self.net.cos, self.net.sin))
@@ -60,7 +67,7 @@ class Module(L.LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="zero3_compile", choices=["zero3_compile", "zero3", "fsdp2", "ddp"])
+    parser.add_argument("--strategy", default="zero3_compile", choices=STRATEGIES)
     parser.add_argument("--size", default="1b", choices=SIZES)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=2048)
@@ -79,6 +86,8 @@ def main() -> None:
     fsdp2 = arguments.strategy == "fsdp2"
     if fsdp2:
         strategy = ModelParallelStrategy(data_parallel_size=arguments.devices, tensor_parallel_size=1)
+    elif arguments.strategy == "ddp_compile":
+        strategy = DDPStrategy(ddp_comm_hook=bf16_compress_hook, gradient_as_bucket_view=True)
     else:
         strategy = zero_strategy(arguments.strategy, arguments.option)
     clock = Clock(arguments.warm, arguments.ask_on_cpu)

@@ -86,7 +86,7 @@ class MeasuredBudget:
 
     def until_step(self, config: CompileConfig) -> float:
         """Bytes of weights that stay until the optimizer steps, as far as that is known."""
-        if not config.enabled or config.resident_until != "step":
+        if config.resident_until != "step":
             return 0.0
         return self._bytes_until_step if config.resident_mb == "auto" else config.resident_bytes
 

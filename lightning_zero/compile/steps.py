@@ -44,9 +44,9 @@ class CompiledSteps:
         config = self._session.config
         if config.compiled.enabled:
             self._sharder.executor.weights.refresh_compute_copies()
+        used = config.compute_dtype if config.compiled.enabled else None  # what is not compiled casts what it has read
         kept = self._session.next_pass()
-        if kept:
-            self._sharder.memory.allocate_resident(config.compute_dtype, small_weight_bytes(config.compiled), kept)
+        self._sharder.memory.keep_resident(used, small_weight_bytes(config.compiled), kept)
 
     @contextmanager
     def surround(self) -> Iterator[None]:
@@ -59,6 +59,8 @@ class CompiledSteps:
                 stack.enter_context(regather_saved_weights(self._sharder))
             stack.callback(setattr, self._replays, "in_step", False)
             self._replays.in_step = True
+            stack.callback(self._sharder.executor.weights.serve_resident, False)
+            self._sharder.executor.weights.serve_resident(True)
             yield
         if first:
             self._session.first_step_showed(self._sharder.view.last_read)

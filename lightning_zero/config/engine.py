@@ -48,7 +48,7 @@ class CompileConfig:
             reduce_group_mb=tuning.reduce_group_mb,
             prefetch_mb=tuning.prefetch_mb,
             resident_mb=chosen.resident_mb,
-            resident_until=tuning.resident_until,
+            resident_until=chosen.resident_until,
             activation_memory_budget=chosen.activation_memory_budget,
             recompute=tuning.recompute,
             whole_graphs=tuning.compile_whole_graphs,

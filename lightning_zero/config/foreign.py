@@ -16,14 +16,14 @@ _BUCKETS = "Sizes of transfers are tuning=Tuning(gather_group_mb=..., reduce_buc
 _COMPUTE = (
     "Pass precision= to the Trainer ('bf16-mixed', 'bf16-true', ...), and reduce_dtype= for gradients on the wire."
 )
-_STAGE = "Weights, gradients and optimizer state are always sharded (stage 3)."
+_STAGE = "Pass stage=1, 2 or 3 (the default)."
 _RECOMPUTE = (
     "Use activation_memory_budget= (0 to 1), torch.utils.checkpoint in the model, or gradient_checkpointing_enable()."
 )
 _SHARDING = (
-    "Everything is sharded over all ranks: 'FULL_SHARD' is the default, 'SHARD_GRAD_OP' is "
-    "reshard_after_forward=False, and with several hosts the weights that compiled code reads lie on each host "
-    "(Tuning(shard_compute_copy=...))."
+    "What is sharded is so over all ranks: 'FULL_SHARD' is the default, 'SHARD_GRAD_OP' is "
+    "reshard_after_forward=False (stage=2 keeps weights from one optimizer step to the next), and with several hosts "
+    "the weights that compiled code reads lie on each host (Tuning(shard_compute_copy=...))."
 )
 _MESH = (
     "Sharding is over all ranks; hosts are found out, see tuning=Tuning(ranks_per_host=..., shard_compute_copy=...)."
@@ -60,7 +60,6 @@ FOREIGN = (
         "partition_activations": _RECOMPUTE,
         "cpu_checkpointing": _RECOMPUTE,
         "save_distributed_checkpoint": "Pass state_dict_type='sharded'; True there is that, False is 'full'.",
-        "stage": _STAGE,
         "zero_optimization": _STAGE,
         "config": "There is no configuration file: each option is an argument.",
         "bucket_cap_mb": _BUCKETS,

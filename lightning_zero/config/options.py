@@ -246,6 +246,15 @@ class Options:
         default="auto",
         change=Change.APPLIED,
     )
+    stage: Literal[1, 2, 3] = option(
+        "what is sharded besides optimizer state. 3: gradients and weights. 2: gradients; weights to compute with are "
+        "whole on every rank, gathered once after each optimizer step. 1: neither: gradients of accumulated "
+        "micro-batches are added up whole, in float32, and reduced in the last one's backward; until then "
+        "``param.grad`` holds zeros. 1 and 2 are faster, for memory, and what is written to ``param.data`` between "
+        "micro-batches counts from the next optimizer step on",
+        default=3,
+        change=Change.COMPILED,
+    )
     reshard_after_forward: bool | Literal["auto"] = option(
         "as in ``fully_shard``: False: whole parameters stay from compiled forward to backward instead of being "
         "gathered twice: faster, for memory. ``'auto'``: none at first, and after a few steps as many as the device "
@@ -318,12 +327,24 @@ class Options:
         tuning = self.tuning
         if not isinstance(tuning, Tuning):
             raise ValueError(f"tuning={tuning!r} must be a lightning_zero.Tuning, or a dict of its options.")
+        self._check_resident(tuning)
+
+    def _check_resident(self, tuning: Tuning) -> None:
+        auto = self.reshard_after_forward == "auto"
+        if self.stage < 3 and (auto or tuning.resident_mb is not None):
+            other = "reshard_after_forward='auto'" if auto else f"resident_mb={tuning.resident_mb!r}"
+            raise ValueError(
+                f"stage={self.stage} and {other} contradict each other: stages 1 and 2 keep all weights. Pass one of "
+                "them."
+            )
+        if self.stage < 3 and not tuning.prefetch:
+            raise ValueError(f"stage={self.stage} needs the passes that prefetch=False turns off. Leave prefetch on.")
         if tuning.resident_mb is not None and self.reshard_after_forward is not True:
             raise ValueError(
                 f"resident_mb={tuning.resident_mb!r} and reshard_after_forward={self.reshard_after_forward!r} "
                 "contradict each other. Pass one of them."
             )
-        if tuning.resident_until == "step" and not (self.resident_mb and tuning.prefetch):
+        if self.resident_until == "step" and not (self.resident_mb and tuning.prefetch):
             raise ValueError(
                 "resident_until='step' keeps nothing without a budget and the passes. Pass "
                 "reshard_after_forward=False for all parameters or set resident_mb, and leave prefetch on."
@@ -338,9 +359,16 @@ class Options:
     @property
     def resident_mb(self) -> float | Literal["auto"]:
         """MiB of whole parameters that are not resharded after forward; ``"auto"``: to be measured."""
+        if self.stage < 3:
+            return float("inf")
         if self.reshard_after_forward == "auto":
             return "auto"
         return float("inf") if not self.reshard_after_forward else self.tuning.resident_mb or 0.0
+
+    @property
+    def resident_until(self) -> Literal["backward", "step"]:
+        """How long they stay."""
+        return "step" if self.stage < 3 else self.tuning.resident_until
 
     @property
     def cuda_graph_step(self) -> WhereCaptured:

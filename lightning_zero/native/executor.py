@@ -34,7 +34,8 @@ class Executor:
         parameters, weights, gradients, graphs, transport: its parts.
         device, rank, world_size: of the mesh.
         several_hosts: whether there are.
-        defers: whether these are to reduce gradients once per optimizer step.
+        reduces_across_once: whether these are to reduce gradients once per optimizer step.
+        reduces_once: whether all ranks are.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Executor:
     def configure(self, config: EngineConfig) -> None:
         """Applies options; legal only outside a backward pass."""
         tuning = config.tuning
-        self.defers = tuning.reduce_across == "step"
+        self.reduces_across_once = tuning.reduce_across == "step"
+        self.reduces_once = config.stage == 1
         self._native.configure(
             int(tuning.reduce_bucket_mb * 2**20),
             tuning.reduce_double_buffer,
@@ -95,6 +97,11 @@ class Executor:
             tuning.poison,
             config.wire_dtype,
         )
+
+    @property
+    def defers(self) -> bool:
+        """Whether gradients of micro-batches wait for the last one's, on their host or on their rank."""
+        return (self.reduces_once and self.world_size > 1) or (self.reduces_across_once and self.several_hosts)
 
     def _define(self, event: str, arguments: str, callback: Callable[..., None]) -> str:
         # C++ finds Python through an op of this executor's own, so no table of engines is needed. The op must not keep
@@ -129,12 +136,12 @@ class Executor:
         ``compute_copy_writes`` (one by one).
 
         With several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of what the ranks at one place of all
-        hosts have together), ``host_shard_refreshes``,
-        ``deferred_reductions`` (that no backward took along).
+        hosts have together), ``host_shard_refreshes``.
 
         Of gradients: ``reduces``, ``flushes`` (buckets), ``reduce_bytes`` (of whole buckets), ``late_flushes`` (of
-        gradients whose bucket had left), ``agreements``, ``aborted_backwards``, ``plans`` (layouts of buckets),
-        ``grown_buckets``, ``allocated_buckets``; of both, ``replayed_graphs``. Counts that never rose are missing.
+        gradients whose bucket had left), ``deferred_reductions`` (that no backward took along), ``agreements``,
+        ``aborted_backwards``, ``plans`` (layouts of buckets), ``grown_buckets``, ``allocated_buckets``; of both,
+        ``replayed_graphs``. Counts that never rose are missing.
 
         As they are now: ``buckets``, ``bucket_bytes``, ``watched_weights`` (that eager code was given).
         """

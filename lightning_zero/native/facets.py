@@ -34,11 +34,13 @@ class Parameters(Protocol):
     def set_grad(self, index: int, grad: Tensor) -> None:
         """Gives a parameter its 1-D part of the gradient arena, of the shard's size and dtype."""
 
-    def set_resident(self, index: int, memory: Tensor) -> None:
-        """Memory for the whole parameter, 1-D with padding, where it stays until the optimizer steps."""
+    def set_resident(self, index: int, memory: Tensor | None) -> None:
+        """Memory for the whole parameter, 1-D with padding, where it stays until the optimizer steps; None: it does not
+        stay any more."""
 
-    def set_host_gradient(self, index: int, memory: Tensor) -> None:
-        """Memory for the gradient of the host shard, 1-D, in float32 or wider, where ``Gradients.defer`` leaves it."""
+    def set_deferred_gradient(self, index: int, memory: Tensor | None, whole: bool) -> None:
+        """Memory for the gradient of the host shard, or for the ``whole`` one, 1-D, in float32 or wider, where
+        ``Gradients.defer`` leaves it; None: there is none any more."""
 
     def set_compute_copy(self, index: int, copy: Tensor) -> None:
         """Memory for the shard's values in another dtype, 1-D, of the shard's size; what gathers in that dtype read."""
@@ -100,6 +102,10 @@ class Weights(Protocol):
     def drop(self) -> None:
         """Lets go of all weights that eager code was given; edits to come of those it still holds are not seen."""
 
+    def serve_resident(self, on: bool) -> None:
+        """From now on code that is not compiled reads weights from where they stay until the optimizer steps, as far as
+        they do, in its dtype; a backward always does."""
+
     def find_gathered(self, tensor: Tensor) -> int:
         """Index of the parameter that ``tensor`` is a gathered weight, or a view of one, of; otherwise -1."""
 
@@ -135,16 +141,17 @@ class Gradients(Protocol):
     def was_said(self) -> bool:
         """Whether some rank has said yes there since the last question; the same on every rank."""
 
-    def defer(self, on: bool) -> None:
-        """With several hosts: from now on backwards leave gradients on their hosts, which add them up; the next
-        backward without this takes them along. Not inside one. Parameters that are trained need memory for it, see
-        ``Parameters.set_host_gradient``. Nothing happens where there is one host."""
+    def defer(self, on: bool, whole: bool = False) -> None:
+        """From now on backwards add gradients up, with several hosts on each of them, or ``whole`` on each rank; the
+        next backward without this takes them along. Not inside one, and alike on every rank. Parameters that are
+        trained need memory for it, see ``Parameters.set_deferred_gradient``. Nothing happens where there is one host,
+        or one rank."""
 
     def defers(self) -> bool:
         """Whether backwards do."""
 
     def has_deferred(self) -> bool:
-        """Whether something is still to be reduced across hosts."""
+        """Whether something that this rank has is still to be reduced."""
 
     def reduce_deferred(self) -> None:
         """Reduces it. Collective; harmless where there is nothing."""

@@ -109,7 +109,7 @@ def _assembled(
     card, ranks, how = where
     hosts = ceil(ranks / how.ranks_per_host)
     inside = ceil(ranks / hosts)
-    roles = memory_that_stays(cuts, config, hosts)
+    roles = memory_that_stays(cuts, config, hosts, how.accumulate)
     roles["optimizer_state"] = kept.states
     roles["reduce_buckets"] = bucket_bytes(cuts, config, inside, copied=ranks > 1 and inside > 1)
     roles["buffers"] = passes.buffers

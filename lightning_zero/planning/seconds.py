@@ -4,8 +4,8 @@ model of :mod:`lightning_zero.profiling.scale`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from lightning_zero.config import EngineConfig
@@ -14,7 +14,7 @@ from lightning_zero.planning.training import StepOnPaper
 from lightning_zero.profiling.devices import LINKS, MEMORY, Device
 from lightning_zero.profiling.scale.estimate import estimate
 from lightning_zero.profiling.scale.given import Cluster, Model
-from lightning_zero.profiling.scale.sharding import SHARDINGS
+from lightning_zero.profiling.scale.sharding import SHARDINGS, Link
 
 if TYPE_CHECKING:
     from lightning_zero.planning.plan import Training
@@ -70,7 +70,11 @@ def step_seconds(
         else config.compute_dtype.itemsize,
         wire_bytes=wire.itemsize if wire is not None else 4,
         backward_share=min(max(step.backward_s / seconds, 0.01), 0.99) if seconds else 0.5,
-        kept="no" if config.reshard_after_forward is not False else config.tuning.resident_until,
+        kept=config.resident_until if config.resident_mb == inf else "no",
     )
-    found = estimate(model, cluster, SHARDINGS[0])
+    sharding = SHARDINGS[0]
+    if config.stage == 1:
+        model = replace(model, grad_bytes=model.wire_bytes)
+        sharding = replace(sharding, reduce=lambda *_: Link(), reduce_last=sharding.reduce)
+    found = estimate(model, cluster, sharding)
     return Seconds(found.compute_s, found.exposed_s if ranks > 1 else 0.0, found.step_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isinf
 
 import torch
 from torch import nn
@@ -55,18 +56,19 @@ def cut(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) ->
     return found
 
 
-def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1) -> dict[str, int]:
+def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1, accumulate: int = 1) -> dict[str, int]:
     """Bytes of a rank, by the names under which an engine reports them; what the optimizer keeps is not among them.
 
     Args:
         hosts: over which the ranks lie.
+        accumulate: micro-batches in one step of the optimizer.
     """
     computed = config.compute_dtype if config.compile else None
     several = hosts > 1 and config.compile and config.tuning.shard_compute_copy == "host"
     found = {
         "master_shard": sum(c.elements * c.dtype.itemsize for c in cuts),
         "gradient": sum(c.elements * c.dtype.itemsize for c in cuts if c.trained),
-        "host_gradient": 0,
+        "deferred_gradient": 0,
         "compute_copy": 0,
         "full_precision_copy": 0,
         "resident_weight": _resident(cuts, config),
@@ -78,19 +80,29 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1)
             found["compute_copy"] += share * used.itemsize
         if several and (used == c.dtype or c.stays_wide):
             found["full_precision_copy"] += share * c.dtype.itemsize
-        if hosts > 1 and c.trained and config.tuning.reduce_across == "step":
-            found["host_gradient"] += c.elements * hosts * torch.promote_types(c.dtype, torch.float32).itemsize
+        if c.trained and accumulate > 1:
+            parts = _parts_that_wait(c, config, hosts)
+            found["deferred_gradient"] += c.elements * parts * torch.promote_types(c.dtype, torch.float32).itemsize
     return found
+
+
+def _parts_that_wait(cut: Cut, config: EngineConfig, hosts: int) -> int:
+    """Of a parameter's gradient: so many shards' are added up on a rank before they are reduced."""
+    ranks = cut.layout.world_size
+    if config.stage == 1 and ranks > 1:
+        return ranks
+    return hosts if hosts > 1 and config.tuning.reduce_across == "step" else 0
 
 
 def _resident(cuts: Sequence[Cut], config: EngineConfig) -> int:
     """Whole weights that stay until the optimizer steps."""
-    left = config.compiled.resident_bytes if config.tuning.resident_until == "step" else 0.0
+    left = config.compiled.resident_bytes if config.resident_until == "step" else 0.0
+    small_bytes = 0 if isinf(left) else small_weight_bytes(config.compiled)
     total = 0
     for c in cuts:
-        used = c.used_in(config.compute_dtype if config.compile else None)
+        used = c.dtype if c.stays_wide else c.used_in(config.compute_dtype if config.compile else None)
         whole = replace(c.layout, world_size=1).shard_numel * c.layout.world_size * used.itemsize
-        if c.layout.numel * used.itemsize > small_weight_bytes(config.compiled) and whole <= left:
+        if c.layout.numel * used.itemsize > small_bytes and whole <= left:
             left -= whole
             total += whole
     return total

@@ -33,7 +33,7 @@ def _stage(engine: Engine) -> str:
     computing = f", computing in {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
     hosts = engine.mesh.host_count
     where = f" on {hosts} hosts" if hosts > 1 else ""
-    return f"ZeRO-3 over {engine.world_size} x {engine.device.type}{where}{computing}"
+    return f"ZeRO-{engine.config.stage} over {engine.world_size} x {engine.device.type}{where}{computing}"
 
 
 def _compiled(engine: Engine) -> str:

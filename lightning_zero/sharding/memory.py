@@ -7,27 +7,29 @@ master shard         by ``place``, when the model is sharded;  the parameter's  
                      again by ``arrange``, for the optimizers                          before, once another is placed
 gradient             by ``allocate_gradients``, in the first   the parameter's         with the engine
                      training step that trains the parameter
-host gradient        by ``allocate_host_gradients``, with      float32 or wider        with the engine
-                     several hosts, once gradients are
-                     deferred
+deferred gradient    by ``allocate_deferred_gradients``, once  float32 or wider        with the engine, or once
+                     gradients of micro-batches wait: whole,                           they wait elsewhere
+                     or of host shards
 compute copy         by ``allocate_compute_copies``, in the    the one that is         with the engine
                      first step of mixed precision             computed in
 full-precision copy  likewise, for what autocast leaves as it  the parameter's         with the engine
                      is, where peers read copies; with
                      several hosts, of all that is not computed
                      in another dtype
-resident weight      by ``allocate_resident``, once the        as compiled code uses   with the engine
-                     budget for it is known                    the weight
+resident weight      by ``keep_resident``, once the budget     as the weight is used   with the engine, or once
+                     for it is known                                                   the budget is another
 ===================  ========================================  ======================  ================================
 
-The first four are shards: 1-D pieces, padding included, neighbours in one tensor for each dtype. With several hosts,
-copies are of host shards: of what ranks at one place of all hosts have together. Resident weights are whole. Where
+All but the last are shards: 1-D pieces, padding included, neighbours in one tensor for each dtype. With several hosts,
+copies and deferred gradients are of host shards: of what ranks at one place of all hosts have together. Resident
+weights are whole, as deferred gradients may be. Where
 ranks copy each other's weights, master shards and copies lie in memory that peers read, and the executor is told where
 those of other ranks lie.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -71,6 +73,8 @@ class ShardMemory:
         self.shards: Arena | None = None
         self.gradients: Arena | None = None
         self._resident: Arena | None = None
+        self._resident_for: tuple[torch.dtype | None, int, float] | None = None  # the arguments of keep_resident()
+        self._defers_whole = False
 
     def holds(self, role: Role) -> list[Tensor]:
         """What has been allocated for ``role``, on this rank, in the order of registration."""
@@ -125,18 +129,27 @@ class ShardMemory:
             record.memory[Role.GRADIENT] = view
         self.gradients = self.gradients or arena
 
-    def allocate_host_gradients(self) -> None:
-        """Memory in which the ranks of a host add gradients up before hosts reduce them, for what has a gradient now.
-        Harmless when repeated."""
-        new = [r for r in self._records.live if r.gradient is not None and Role.HOST_GRADIENT not in r.memory]
+    def allocate_deferred_gradients(self, whole: bool) -> None:
+        """Memory in which gradients of micro-batches are added up before they are reduced, for what has a gradient now:
+        ``whole``, or what the ranks of each host have reduced. Harmless when repeated; nothing may wait in memory of
+        the other kind."""
+        if whole != self._defers_whole:
+            self.forget_deferred_gradients()
+            self._defers_whole = whole
+        new = [r for r in self._records.live if r.gradient is not None and Role.DEFERRED_GRADIENT not in r.memory]
         new.sort(key=lambda record: record.shard.data_ptr())
         wide = [torch.promote_types(record.param.dtype, torch.float32) for record in new]
-        arena = Arena(
-            [(self._on_host(record), dtype) for record, dtype in zip(new, wide, strict=True)], self._mesh.device
-        )
+        layouts = [_whole(record) if whole else self._on_host(record) for record in new]
+        arena = Arena(list(zip(layouts, wide, strict=True)), self._mesh.device)
         for record, view in zip(new, arena.views, strict=True):
-            record.memory[Role.HOST_GRADIENT] = view
-            self.executor.parameters.set_host_gradient(record.index, view)
+            record.memory[Role.DEFERRED_GRADIENT] = view
+            self.executor.parameters.set_deferred_gradient(record.index, view, whole)
+
+    def forget_deferred_gradients(self) -> None:
+        """Gives that memory back. Harmless where there is none."""
+        for record in self._records:
+            if record.memory.pop(Role.DEFERRED_GRADIENT, None) is not None:
+                self.executor.parameters.set_deferred_gradient(record.index, None, False)
 
     # -- copies
 
@@ -206,22 +219,29 @@ class ShardMemory:
 
     # -- resident weights
 
-    def allocate_resident(self, dtype: torch.dtype | None, small_bytes: int, budget_bytes: float) -> None:
-        """Memory for whole parameters, in which compiled code keeps them until the optimizer steps; their modules are
-        shown it. Harmless when repeated.
+    def keep_resident(self, dtype: torch.dtype | None, small_bytes: int, budget_bytes: float) -> None:
+        """Memory for whole parameters, in which they stay until the optimizer steps; their modules are shown it. With
+        other arguments than before: another one, in place of that. Harmless when repeated.
 
         Args:
-            dtype: that floating point parameters of a wider one are used in; None for their own.
-            small_bytes: parameters of at most this size are left out.
+            dtype: that floating point parameters of a wider one are used in, unless autocast leaves them as they are;
+                None for their own.
+            small_bytes: parameters of at most this size are left out, unless there is memory for all.
             budget_bytes: for all together; one that does not fit is skipped.
         """
-        if self._resident is not None:
+        wanted = dtype, small_bytes, budget_bytes
+        if wanted == self._resident_for or (self._resident_for is None and not budget_bytes):
             return
+        self._resident_for = wanted
+        self._forget_resident()
+        if not budget_bytes:
+            return
+        if math.isinf(budget_bytes):
+            small_bytes = 0
         found: list[tuple[ShardedParameter, ShardLayout, torch.dtype]] = []
         for record in self._records.live:
-            used = _used_in(record.param.dtype, dtype)
-            shape = record.layout.stored_shape  # as compiled code reads it
-            whole = ShardLayout(shape, record.layout.shard_numel * record.layout.world_size, 1)
+            own, whole = record.param.dtype, _whole(record)
+            used = own if _stays_wide(record) else _used_in(own, dtype)
             size = whole.shard_numel * used.itemsize
             if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
                 budget_bytes -= size
@@ -232,6 +252,20 @@ class ShardMemory:
             record.memory[Role.RESIDENT] = view = flat[: whole.numel].view(whole.shape)
             for owner, key in record.owners:
                 owner.__dict__.setdefault(RESIDENT, {})[key] = view
+
+    def _forget_resident(self) -> None:
+        self._resident = None
+        for record in self._records:
+            if record.memory.pop(Role.RESIDENT, None) is not None:
+                self.executor.parameters.set_resident(record.index, None)
+                for owner, key in record.owners:
+                    owner.__dict__[RESIDENT].pop(key, None)
+
+
+def _whole(record: ShardedParameter) -> ShardLayout:
+    """All of the parameter and its padding, as compiled code reads it."""
+    layout = record.layout
+    return ShardLayout(layout.stored_shape, layout.shard_numel * layout.world_size, 1)
 
 
 def _parts(shard: Tensor, memory: Sequence[Tensor]) -> list[Tensor]:

@@ -23,7 +23,7 @@ class Role(Enum):
 
     MASTER_SHARD = "master shard"
     GRADIENT = "gradient"
-    HOST_GRADIENT = "host gradient"
+    DEFERRED_GRADIENT = "deferred gradient"
     COMPUTE_COPY = "compute copy"
     FULL_PRECISION_COPY = "full-precision copy"
     RESIDENT = "resident weight"

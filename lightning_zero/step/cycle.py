@@ -188,24 +188,31 @@ class StepCycle:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """May surround forward and backward of a micro-batch after which others come before the optimizer steps. With
-        several hosts and ``reduce_across="step"``, its gradients stay on their hosts until the last one's backward;
-        unless users have put hooks on gradients, who would see only a part of each."""
-        gradients = self._executor.gradients
-        if not (self._executor.several_hosts and self._executor.defers) or self._hooks.any():
+        ``stage=1`` its gradients stay whole on their ranks until the last one's backward; with several hosts and
+        ``reduce_across="step"``, on their hosts; unless users have put hooks on gradients, who would see only a part of
+        each. On every rank alike."""
+        gradients, whole = self._executor.gradients, self._executor.reduces_once
+        if not self._executor.defers or self._hooks.any():
             yield
             return
         self._sharder.memory.allocate_gradients()
-        self._sharder.memory.allocate_host_gradients()
-        gradients.defer(True)
+        self._sharder.memory.allocate_deferred_gradients(whole)
+        gradients.defer(True, whole)
         try:
             yield
         finally:
             gradients.defer(False)
 
     def gradients_are_final(self) -> None:
-        """Before anything is made of gradients: what hosts have not reduced yet, they reduce now. Collective; harmless
-        where that is nothing, as behind the backward of a last micro-batch."""
+        """Before anything is made of gradients: what waits to be reduced is reduced now. Collective; harmless where
+        nothing waits, as behind the backward of a last micro-batch."""
         self._executor.gradients.reduce_deferred()
+
+    def end_accumulation(self) -> None:
+        """Before other options hold: likewise, where micro-batches were left halfway, and the memory in which gradients
+        waited is given back."""
+        self.gradients_are_final()
+        self._sharder.memory.forget_deferred_gradients()
 
     def before_step(self) -> None:
         """Must come before shards are overwritten, by an optimizer or by whatever does the same (an exchange with

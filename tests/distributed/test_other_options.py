@@ -66,7 +66,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "reduce_double_buffer": double,
         "report_stall_after_s": engine.watchdog.native.told,
         "agreement_timeout_s": engine.session._agreement.patience_s,
-        "reduce_across": engine.executor.defers,
+        "reduce_across": engine.executor.reduces_across_once,
         "cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
         "cuda_graph_model": engine.replays._option,
         "sync_collectives": sync,

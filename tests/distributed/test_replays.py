@@ -26,6 +26,7 @@ QUICK = (
     "called twice before a backward",
     "modules one after another, accumulated",
     "a weight in two modules",
+    "a weight in two modules, stage 1",
     "a teacher",
     "a graph that is broken in two",
 )

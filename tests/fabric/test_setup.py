@@ -21,10 +21,10 @@ TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.
 
 
 def test_names_are_known_to_fabric() -> None:
-    for name, compiles in (("zero3", False), ("zero3_compile", True)):
+    for name, compiles, stage in (("zero3", False, 3), ("zero3_compile", True, 3), ("zero1_compile", True, 1)):
         strategy = Fabric(accelerator="cpu", devices=1, strategy=name).strategy
         assert type(strategy) is FabricZeroStrategy
-        assert strategy._options.compile is compiles
+        assert (strategy._options.compile, strategy._options.stage) == (compiles, stage)
         assert STRATEGY_REGISTRY[name]["description"]
 
 

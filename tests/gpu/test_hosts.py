@@ -32,7 +32,7 @@ def on_one_host_and_on_two(way: str, options: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
-@pytest.mark.parametrize("way", ["clipped", "accumulated, kept until the step"])
+@pytest.mark.parametrize("way", ["clipped", "accumulated, kept until the step", "accumulated, stage 1"])
 def test_two_hosts_train_as_one_host_does(ranks: Ranks, way: str, hosts: str) -> None:
     found = ranks.run(2, on_one_host_and_on_two, way, HOSTS[hosts], backend="nccl", deadline=150)
     for (one_host, _), *two_hosts in found:

@@ -36,6 +36,6 @@ def test_replays_train_like_runs(ranks: Ranks, way: str) -> None:
     check(ranks, way, "inductor" if WAYS[way].generated else "aot_eager")
 
 
-@pytest.mark.parametrize("way", ["dropout", "accumulated, kept until the step"])
+@pytest.mark.parametrize("way", ["dropout", "accumulated, kept until the step", "accumulated, stage 1"])
 def test_replays_of_generated_code_train_like_runs(ranks: Ranks, way: str) -> None:
     check(ranks, way, "inductor")

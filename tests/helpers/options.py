@@ -34,6 +34,7 @@ def _again(op: str, nbytes: int, path: str) -> bool | None:
 OTHERS: dict[str, Any] = {
     "compile": False,
     "cuda_graphs": False,
+    "stage": 2,
     "reshard_after_forward": False,
     "activation_memory_budget": 0.5,
     "offload": ("optimizer",),

@@ -35,6 +35,7 @@ BY_COLLECTIVE: dict[str, dict[str, Any]] = {
     "weights": {"gather_transport": "collective"},
     "gradients": {"reduce_transport": "collective"},
 }
+STAGE_1: dict[str, Any] = {"stage": 1}
 TO_STEP: dict[str, Any] = {"resident_mb": float("inf"), "resident_until": "step"}
 
 
@@ -161,6 +162,7 @@ WAYS = {
     "clipped": Way(training={"clip_norm": 0.1}),
     "accumulated": Way(training={"accumulate": 3}),
     "accumulated, kept until the step": Way(engine=TO_STEP, training={"accumulate": 3, "announce": True}),
+    "accumulated, stage 1": Way(engine=STAGE_1, training={"accumulate": 3, "announce": True}),
     "kept until backward": Way(engine={"resident_mb": float("inf")}),
     "gradients zeroed, not dropped": Way(training={"set_to_none": False}),
     "gradients dropped first, then added to": Way(optimizer=Forgetful),
@@ -178,6 +180,9 @@ WAYS = {
     "modules one after another": Way(Parts, replays=60),
     "modules one after another, accumulated": Way(Parts, training={"accumulate": 2}, replays=40),
     "a weight in two modules": Way(TiedParts, replays=60, twice=True),
+    "a weight in two modules, stage 1": Way(
+        TiedParts, engine=STAGE_1, training={"accumulate": 3, "announce": True}, replays=30, twice=True
+    ),
     "a frozen encoder": Way(FrozenEncoder, replays=36),
     "a teacher": Way(WithTeacher, replays=70),
     "heads in turn": Way(OtherHeads, replays=30),

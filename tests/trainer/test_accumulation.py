@@ -3,6 +3,7 @@
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from lightning_zero.engine import engine_of
@@ -17,30 +18,35 @@ class Counts(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.gathers: list[int] = []
+        self.reductions: list[int] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
         engine = engine_of(self)
         if engine is not None:
             self.gathers.append(engine.executor.counters().get("resident_gathers", 0))
+            self.reductions.append(engine.executor.counters().get("reduce_bytes", 0))
 
 
-def fit_both() -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+def fit_both(chosen: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[int], list[int]]:
     arguments = {"accumulate_grad_batches": WINDOW, "gradient_clip_val": 0.2}
     plain = Counts()
     make_trainer("ddp", **arguments).fit(plain, make_loader("ddp", WINDOW * WINDOWS))
     ours = Counts()
-    strategy = make_strategy("compiled", reshard_after_forward=False, resident_until="step")
+    strategy = make_strategy("compiled", **chosen)
     with patch("lightning_zero.compile.context.SMALL_BYTES", 0):
         trainer = make_trainer("compiled", strategy=strategy, **arguments)
         trainer.fit(ours, make_loader("compiled", WINDOW * WINDOWS))
     state = whole_state(ours)
     close(ours)
     torch._dynamo.reset()
-    return state, whole_state(plain), ours.gathers
+    return state, whole_state(plain), ours.gathers, ours.reductions
 
 
-def test_kept_weights_are_gathered_once_in_a_window(ranks: Ranks) -> None:
-    for state, expected, gathers in ranks.run(2, fit_both, deadline=120):
+@pytest.mark.parametrize(
+    "chosen", [{"reshard_after_forward": False, "resident_until": "step"}, {"stage": 1}], ids=["kept", "stage 1"]
+)
+def test_kept_weights_are_gathered_once_in_a_window(ranks: Ranks, chosen: dict[str, Any]) -> None:
+    for state, expected, gathers, reductions in ranks.run(2, fit_both, chosen, deadline=120):
         assert_close_relative(state, expected, RTOL, what="weights")
         windows = [gathers[begin : begin + WINDOW] for begin in range(0, len(gathers), WINDOW)]
         # The first micro-batch of all is eager, the second compiles. Later only a window's first one gathers.
@@ -48,3 +54,6 @@ def test_kept_weights_are_gathered_once_in_a_window(ranks: Ranks) -> None:
         growth = {after[0] - before[0] for before, after in zip(windows[1:], windows[2:], strict=False)}
         assert len(growth) == 1
         assert min(growth) > 0
+        sent = [after - before for before, after in zip([0, *reductions], reductions, strict=False)]
+        often = 1 if "stage" in chosen else WINDOW
+        assert [reduced > 0 for reduced in sent] == ([False] * (WINDOW - often) + [True] * often) * WINDOWS

@@ -74,7 +74,7 @@ NAMES = """
     from lightning.pytorch.strategies import StrategyRegistry
 
     options = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    for name in ("zero3", "zero3_compile"):
+    for name in ("zero3", "zero3_compile", "zero2_compile", "zero1_compile"):
         try:
             pl.Trainer(strategy=name, **options)
         except ValueError as error:
@@ -83,10 +83,11 @@ NAMES = """
             raise AssertionError(f"{name} is known before the import")
 
     import lightning_zero
-    for name, compiles in (("zero3", False), ("zero3_compile", True), ("ZeRO3_Compile", True)):
+    names = [("zero3", False, 3), ("zero3_compile", True, 3), ("ZeRO3_Compile", True, 3)]
+    for name, compiles, stage in [*names, ("zero2_compile", True, 2), ("zero1_compile", True, 1)]:
         strategy = pl.Trainer(strategy=name, **options).strategy
         assert type(strategy) is lightning_zero.ZeroStrategy
-        assert strategy._options.compile is compiles
+        assert (strategy._options.compile, strategy._options.stage) == (compiles, stage)
         assert StrategyRegistry[name.lower()]["description"]
 
     before = StrategyRegistry.available_strategies()

@@ -119,9 +119,9 @@ def test_it_goes_on_from_any_step(ranks: Ranks, tmp_path: Path, kind: str, saved
 
 
 def _written(home: str) -> list[float]:
-    """Of all three ways; the losses of an uninterrupted run."""
-    for kind in ("full", "sharded"):
-        whole = _fit("eager", 0.0, f"{home}/{kind}", **KINDS[kind])
+    """Of all three ways, by stages 1 and 2; the losses of an uninterrupted run."""
+    for stage, kind in ((1, "full"), (2, "sharded")):
+        whole = _fit("eager", 0.0, f"{home}/{kind}", stage=stage, **KINDS[kind])
     _fit("ddp", 0.0, f"{home}/ddp")
     if dist.get_rank() == 0:
         arguments = {"path": f"{home}/sharded/step=3.ckpt", "output": f"{home}/one.ckpt", "json": True, "trust": False}
@@ -130,8 +130,8 @@ def _written(home: str) -> list[float]:
     return whole[0]
 
 
-def _going_on(ways: list[tuple[str, str]]) -> dict[str, list[float]]:
-    return {f"{path} under {kind}": _fit(kind, 0.0, path=path)[0] for kind, path in ways}
+def _going_on(ways: list[tuple[str, dict[str, Any], str]]) -> dict[str, list[float]]:
+    return {f"{path} under {kind}, {chosen}": _fit(kind, 0.0, path=path, **chosen)[0] for kind, chosen, path in ways}
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +140,22 @@ def written(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
     return home, ranks.run(2, _written, home)[0]
 
 
-WAYS = [("ddp", "full/step=3"), ("ddp", "one"), ("eager", "ddp/step=3"), ("eager", "one"), ("eager", "sharded/step=3")]
+WAYS: list[tuple[str, dict[str, Any], str]] = [
+    ("ddp", {}, "full/step=3"),
+    ("ddp", {}, "one"),
+    ("eager", {}, "ddp/step=3"),
+    ("eager", {}, "one"),
+    ("eager", {}, "sharded/step=3"),
+    ("eager", {"stage": 1}, "sharded/step=3"),
+    ("eager", {"stage": 2}, "full/step=3"),
+]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_goes_on_elsewhere(ranks: Ranks, written: tuple[str, list[float]], world_size: int) -> None:
     home, losses = written
-    for resumed in ranks.run(world_size, _going_on, [(kind, f"{home}/{name}.ckpt") for kind, name in WAYS]):
+    for resumed in ranks.run(
+        world_size, _going_on, [(kind, chosen, f"{home}/{name}.ckpt") for kind, chosen, name in WAYS]
+    ):
         for way, found in resumed.items():
             assert_close_relative(found, losses[3:], 5 * RTOL, what=f"{way} on {world_size} ranks: ")

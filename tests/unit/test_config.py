@@ -54,6 +54,10 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Options, {"reshard_after_forward": "Auto"}, r"reshard_after_forward='Auto' must be True, False or 'auto'"),
     (Options, {"tuning": None}, r"tuning=None must be a lightning_zero\.Tuning, or a dict"),
     (Options, {"tuning": {"resident_mb": -1}}, r"resident_mb=-1 must be"),
+    (Options, {"stage": 0}, r"stage=0 must be 1, 2 or 3"),
+    (Options, {"stage": 2, "tuning": {"resident_mb": 3}}, r"stage=2 and resident_mb=3 contradict each other"),
+    (Options, {"stage": 1, "reshard_after_forward": "auto"}, r"stage=1 and reshard_after_forward='auto' contradict"),
+    (Options, {"stage": 2, "tuning": {"prefetch": False}}, r"stage=2 needs the passes.*Leave prefetch on"),
     (Options, {"tuning": Tuning(resident_until="step")}, r"resident_until='step' keeps.*reshard_after_forward=False"),
     (
         Options,
@@ -156,7 +160,7 @@ def test_what_is_shown_of_options_is_what_was_chosen() -> None:
 
 
 def test_there_are_few_options_that_users_meet() -> None:
-    assert len(option_fields(Options)) <= 13
+    assert len(option_fields(Options)) <= 14
     assert {option.group for _, option in option_fields(Tuning).values()} == set(GROUPS)
 
 
@@ -224,6 +228,9 @@ def test_what_stays_resident() -> None:
     until_step = Options(reshard_after_forward="auto", tuning=Tuning(resident_until="step"))
     assert CompileConfig.of(until_step).resident_until == "step"
     assert CompileConfig.of(Options()) == CompileConfig()
+    for again in (True, False):
+        kept = CompileConfig.of(Options(stage=1, reshard_after_forward=again))
+        assert (kept.resident_bytes, kept.resident_until) == (math.inf, "step")
 
 
 @pytest.mark.parametrize(

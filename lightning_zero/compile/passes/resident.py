@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.ops import to_copy
 from lightning_zero.compile.graph import gathers, ops, shard_of, weight_name
 from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dtype_of, follow, size_of
 from lightning_zero.compile.passes.prefetch_schedule import prefetch_schedule
@@ -26,11 +27,13 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequ
     """``gather(shard, shape, dtype, resident)`` becomes ``resident``, in place, behind calls that see to it that it is
     filled.
 
-    A gather in another dtype than the memory's stays a gather. Arguments: see :func:`group_gathers`; of the limits,
+    One in a narrower dtype than the memory's becomes a cast of it, as an embedding's that is tied to the head; one in a
+    wider dtype stays a gather. Arguments: see :func:`group_gathers`; of the limits,
     small weights and first groups do not matter here: nobody waits for what is there already.
     """
     firsts: dict[Node, Node] = {}  # memory -> its first reader
     for node in gathers(graph):
+        node = _in_memory_dtype(graph, node)
         resident = _memory(node)
         if resident is not None and resident.meta["val"].dtype == dtype_of(node):
             firsts.setdefault(resident, node)
@@ -57,6 +60,26 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequ
             node.replace_all_uses_with(memory)
             graph.erase_node(node)
     return graph
+
+
+def _in_memory_dtype(graph: Graph, node: Node) -> Node:
+    """A gather in the dtype of the weight's memory; where that is wider, with a cast behind it in place of ``node``."""
+    memory = _memory(node)
+    own = dtype_of(node)
+    if memory is None:
+        return node
+    held = memory.meta["val"].dtype
+    if not (held.is_floating_point and own.is_floating_point and held.itemsize > own.itemsize):
+        return node
+    shard, shape, _, resident = node.args
+    with graph.inserting_before(node):
+        wide = graph.call_function(ops("gather"), (shard, shape, held, resident))
+        cast = graph.call_function(to_copy, (wide,), {"dtype": own})
+    wide.meta, cast.meta = dict(node.meta), {"val": node.meta["val"]}
+    wide.meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape, dtype=held)
+    node.replace_all_uses_with(cast)
+    graph.erase_node(node)
+    return wide
 
 
 def _memory(node: Node) -> Node | None:

@@ -37,7 +37,7 @@ class Key:
         place: among the calls whose backward is still to come; each has memory of its own.
         first: whether it is this graph's first call since the optimizer stepped.
         adding: whether a backward has added gradients since then.
-        deferred: whether its backward leaves gradients on their hosts, and whether some are there.
+        deferred: whether its backward's gradients are reduced later, and whether some wait for that.
         sizes: inputs that are not tensors.
     """
 

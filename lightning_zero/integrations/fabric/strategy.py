@@ -40,12 +40,13 @@ __all__ = ["FabricZeroStrategy"]
 
 class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
     """ZeRO-3 for Fabric: parameters, gradients and optimizer state are sharded over all ranks, and what a training step
-    calls is compiled.
+    calls is compiled. With ``stage`` 2 or 1 less is sharded.
 
-    Use it by name after ``import lightning_zero``: ``Fabric(strategy="zero3_compile")``, or ``"zero3"`` without
-    compilation. A loop stays as it is. Calls of the model with gradients are training, those without are evaluation;
-    the first training step runs eagerly and shows what to compile. Gradients are reduced in each backward, inside
-    ``fabric.no_backward_sync()``, too, as no rank has room for those of a whole model.
+    Use it by name after ``import lightning_zero``: ``Fabric(strategy="zero3_compile")``, ``"zero2_compile"``,
+    ``"zero1_compile"``, or ``"zero3"`` without compilation. A loop stays as it is. Calls of the model with gradients
+    are training, those without are evaluation; the first training step runs eagerly and shows what to compile.
+    Gradients are reduced in each backward, inside ``fabric.no_backward_sync()``, too, where they do not stay whole
+    (``stage=1``).
 
     Each model that is set up has an engine and an optimizer of its own, or several; methods that show plans, passes and
     counts are about the one that was set up last.
@@ -107,7 +108,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
     def _new_engine(self) -> Engine:
         if not torch.distributed.is_initialized():
             raise MisconfigurationException(
-                "The ZeRO-3 strategy was asked for something before processes were started. Call fabric.launch() first."
+                "The strategy was asked for something before processes were started. Call fabric.launch() first."
             )
         config = computing_in(self.precision.precision, self._options)
         start_workers(config.compiled, self.root_device)

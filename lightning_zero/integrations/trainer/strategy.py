@@ -53,10 +53,11 @@ log = logging.getLogger(__name__)
 
 class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step
-    calls are compiled.
+    calls are compiled. With ``stage`` 2 or 1 less is sharded.
 
-    Use it by name after ``import lightning_zero``: ``Trainer(strategy="zero3_compile")``, or ``"zero3"`` without
-    compilation. Precision, clipping, accumulation and the rest are Trainer arguments.
+    Use it by name after ``import lightning_zero``: ``Trainer(strategy="zero3_compile")``, ``"zero2_compile"``,
+    ``"zero1_compile"``, or ``"zero3"`` without compilation. Precision, clipping, accumulation and the rest are Trainer
+    arguments.
     """
 
     strategy_name = "zero3"
@@ -142,7 +143,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if self._engine is None:
             if not torch.distributed.is_initialized():
                 raise MisconfigurationException(
-                    "The ZeRO-3 strategy was asked for something before it was set up. Call this inside a hook of the "
+                    "The strategy was asked for something before it was set up. Call this inside a hook of the "
                     "LightningModule or a callback, while trainer.fit() or another stage is running."
                 )
             start_workers(self._options.compiled, self.root_device)

@@ -1,5 +1,6 @@
 """Memory of shards by what it is for: who has which, where it lies, and what the executor is told of it."""
 
+import math
 from typing import Any
 from unittest.mock import MagicMock, call
 
@@ -62,7 +63,7 @@ def executor() -> Any:
 
 
 def memory_of(records: Records, executor: Any, peers: Any = None) -> ShardMemory:
-    memory = ShardMemory(executor, MagicMock(device=CPU), records, peers)
+    memory = ShardMemory(executor, MagicMock(device=CPU, host_count=1), records, peers)
     memory.place(records.live)
     return memory
 
@@ -192,7 +193,7 @@ def test_weights_that_fit_the_budget_are_resident_and_shown_to_their_modules(rec
     padded = 2 * records[0].layout.shard_numel
     for _ in range(2):
         # Of p0, p2 and p3, which are not small, p2 does not fit.
-        memory.allocate_resident(BF16, small_bytes=100, budget_bytes=2 * padded + 300)
+        memory.keep_resident(BF16, small_bytes=100, budget_bytes=2 * padded + 300)
     assert having(records, Role.RESIDENT) == [0, 3]
     [view, _] = memory.holds(Role.RESIDENT)
     assert (view.shape, view.dtype) == (torch.Size((20, 10)), BF16)
@@ -205,8 +206,41 @@ def test_weights_that_fit_the_budget_are_resident_and_shown_to_their_modules(rec
     assert memory.shards is before
 
 
-def test_a_budget_that_nothing_fits_is_not_asked_again(records: Records, executor: Any) -> None:
+def test_all_weights_are_resident_where_nothing_limits_them_and_wide_where_autocast_leaves_them_so(
+    records: Records, executor: Any
+) -> None:
     memory = memory_of(records, executor)
-    memory.allocate_resident(None, 0, 1.0)
-    memory.allocate_resident(None, 0, 1e9)
+    memory.keep_resident(BF16, small_bytes=100, budget_bytes=math.inf)
+    dtypes = {r.index: r.memory[Role.RESIDENT].dtype for r in records if Role.RESIDENT in r.memory}
+    assert dtypes == {0: BF16, 1: FP32, 2: FP32, 3: BF16, 4: FP32, 5: torch.int64}
+
+
+def test_another_budget_gives_memory_back(records: Records, executor: Any) -> None:
+    memory = memory_of(records, executor)
+    memory.keep_resident(None, 0, 0.0)
+    assert executor.parameters.set_resident.mock_calls == []
+    memory.keep_resident(None, 0, math.inf)
+    (layer, key), *_ = records[0].owners
+    assert key in layer.__dict__[RESIDENT]
+    memory.keep_resident(None, 0, 0.0)
     assert memory.holds(Role.RESIDENT) == []
+    assert key not in layer.__dict__[RESIDENT]
+    assert executor.parameters.set_resident.mock_calls[-1] == call(5, None)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_gradients_wait_whole_or_as_the_host_has_them(records: Records, executor: Any, whole: bool) -> None:
+    memory = memory_of(records, executor)
+    memory.allocate_gradients()
+    memory.allocate_deferred_gradients(not whole)
+    for _ in range(2):
+        memory.allocate_deferred_gradients(whole)
+    assert having(records, Role.DEFERRED_GRADIENT) == having(records, Role.GRADIENT) == [0, 1, 2, 3]
+    for record in records:
+        if record.gradient is not None:
+            waiting = record.memory[Role.DEFERRED_GRADIENT]
+            assert waiting.dtype == FP32
+            assert waiting.numel() == (2 if whole else 1) * record.layout.shard_numel
+    memory.forget_deferred_gradients()
+    assert memory.holds(Role.DEFERRED_GRADIENT) == []
+    assert executor.parameters.set_deferred_gradient.mock_calls[-1] == call(3, None, False)

@@ -72,6 +72,20 @@ def test_memory_of_another_dtype_is_left_alone() -> None:
     assert rewritten(chain("a", "a", memory=BF16)) == "gather(a) mm"
 
 
+def test_what_is_used_in_a_narrower_dtype_is_cast_where_it_is() -> None:
+    b = Builder()
+    shard, memory = b.shard("a", 2048), b.input("memory_a", 64, 64)
+    x, y = b.input("x", 64, 64), b.input("y", 64, 64, dtype=BF16)
+    wide, narrow = b.gather(shard, 64, 64), b.gather(shard, 64, 64)
+    wide.args = (*wide.args, memory)
+    narrow.args = (*narrow.args[:2], BF16, memory)
+    narrow.meta["val"] = narrow.meta["val"].to(BF16)
+    graph = b.done(b.call(aten.mm.default, x, wide), b.call(aten.mm.default, y, narrow))
+    assert rewritten(graph) == "resident_start(memory_a, a) resident_wait(memory_a, a) _to_copy mm mm"
+    (cast,) = (node for node in graph.nodes if node.target is aten._to_copy.default)
+    assert (cast.args[0].name, cast.kwargs, cast.meta["val"].dtype) == ("memory_a", {"dtype": BF16}, BF16)
+
+
 def test_the_calls_survive_dead_code_elimination() -> None:
     graph = use_resident(chain("a", "a"), GroupLimits(WEIGHT))
     before = order(graph)
