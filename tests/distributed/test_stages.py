@@ -32,6 +32,7 @@ MICRO = 3  # batches for one step
 STAGES = (1, 2)
 
 COLLECTIVES = {"gather_transport": "collective", "reduce_transport": "collective"}
+REPLAYED = {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": (EAGER, {}),
     "eager, by collectives": (EAGER, COLLECTIVES),
@@ -39,7 +40,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "by collectives": ("aot_eager", COLLECTIVES),
     "gradients by copies": ("aot_eager", {"reduce_transport": "copy"}),
     "poisoned": ("aot_eager", {"poison": True}),
-    "replayed": ("aot_eager", {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}),
+    "replayed": ("aot_eager", REPLAYED),
+    "replayed, state on the host": ("aot_eager", REPLAYED | {"offload": ("optimizer",), "offload_buffer_mb": 0.001}),
 }
 
 Trained = tuple[Reference, dict[str, int], int]
@@ -80,11 +82,14 @@ def check(out: Reference, expected: Reference) -> None:
 @pytest.mark.parametrize(
     ("world_size", "way"),
     [
-        *((2, way) for way in ("eager", "eager, by collectives", "compiled", "by collectives", "replayed")),
+        *(
+            (2, way)
+            for way in ("eager", "eager, by collectives", "compiled", "by collectives", "replayed, state on the host")
+        ),
         (1, "compiled"),
         (3, "eager"),
         (3, "compiled"),
-        *(pytest.param(2, way, marks=pytest.mark.slow) for way in ("gradients by copies", "poisoned")),
+        *(pytest.param(2, way, marks=pytest.mark.slow) for way in ("gradients by copies", "poisoned", "replayed")),
         *(pytest.param(world, way, marks=pytest.mark.slow) for world, way in ((1, "eager"), (3, "replayed"))),
     ],
 )
@@ -92,7 +97,7 @@ def test_accumulated_training_equals_one_process_and_moves_no_more_than_it_must(
     ranks: Ranks, world_size: int, way: str
 ) -> None:
     backend, options = WAYS[way]
-    steps = 5 if way == "replayed" else STEPS  # each of three micro-batches is captured in its second turn
+    steps = 5 if way.startswith("replayed") else STEPS  # each of three micro-batches is captured in its second turn
     both = ranks.run(world_size, train_both, backend, steps, **options)[0]
     for stage, (out, counters, nbytes) in zip(STAGES, both, strict=True):
         check(out, reference(world_size, steps))
@@ -100,13 +105,13 @@ def test_accumulated_training_equals_one_process_and_moves_no_more_than_it_must(
         reductions = 1 if stage == 1 and world_size > 1 else MICRO
         assert counters["reduce_bytes"] == reductions * nbytes
         assert counters.get("agreements", 0) == (reductions if world_size > 1 else 0)
-        assert ("replayed_graphs" in counters) == (way == "replayed")
+        assert ("replayed_graphs" in counters) == way.startswith("replayed")
 
 
 @pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "replayed"])
 def test_between_hosts_weights_and_gradients_travel_once_per_step(ranks: Ranks, way: str) -> None:
     backend, options = WAYS[way]
-    steps = 5 if way == "replayed" else STEPS
+    steps = 5 if way.startswith("replayed") else STEPS
     both = ranks.run(4, train_both, backend, steps, ranks_per_host=2, **options)[0]
     for stage, (out, counters, nbytes) in zip(STAGES, both, strict=True):
         check(out, reference(4, steps))
