@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.background.saver import BackgroundSaver
 from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
 from lightning_zero.checkpoint.lateness import shows
+from lightning_zero.checkpoint.opened import Opened
+from lightning_zero.checkpoint.opening import open_folder
 from lightning_zero.checkpoint.sharded.again import SavedState, fingerprint, place_of_again, save_again
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_anew, kind_of
+from lightning_zero.checkpoint.sharded.opened import kind_anew, kind_of
 from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import ShardedValue
@@ -187,7 +189,7 @@ class Checkpoints:
         held += [value for value in kept if isinstance(value, Tensor)]
         self.saver.prepare(sum(value.nbytes for value in held) + ROOM)
 
-    def open(self, path: str | Path) -> OpenedFolder:
+    def open(self, path: str | Path) -> Opened:
         """Opens a sharded checkpoint. Its files are compared with their checksums first, by all ranks together.
         Collective.
 
@@ -195,22 +197,18 @@ class Checkpoints:
             CheckpointError: on every rank: it is no checkpoint, incomplete or damaged.
         """
         what = f"open the checkpoint {path}"
-        opened: list[OpenedFolder] = []
-        self.together.each(what, lambda: opened.append(OpenedFolder(str(path))))
+        opened: list[Opened] = []
+        self.together.each(what, lambda: opened.append(open_folder(str(path))))
         [folder] = opened
-        saves = self.together.each(what, lambda: None if folder.manifest is None else folder.manifest.save_id)
+        saves = self.together.each(what, lambda: folder.save_id)
         if len(set(saves)) > 1:
             other = next(rank for rank, save_id in enumerate(saves) if save_id != saves[0])
             raise CheckpointError(
                 f"Ranks see different checkpoints at {path}: rank 0 that of save {saves[0]}, rank {other} that of save "
                 f"{saves[other]}. Checkpoints must lie where all hosts see the same files."
             )
-        if folder.manifest is None:
-            self.together.each(what, folder.check_extents)
-        else:
-            names = _share(folder.sizes(), *self.together.share)
-            read = Telling(f"Comparing {path} with its checksums", "read", self._tell)
-            self.together.each(what, lambda: folder.check(names, read))
+        read = Telling(f"Comparing {path} with its checksums", "read", self._tell)
+        self.together.each(what, lambda: folder.check(_share(folder.sizes(), *self.together.share), read))
         return folder
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder
+from lightning_zero.checkpoint.opening import open_folder
 from lightning_zero.checkpoint.sharded.optimizers import is_by_name
 from lightning_zero.checkpoint.sharded.values import ShardedValue
-from lightning_zero.errors import CheckpointError
 
-__all__ = ["as_trainers", "joined", "parted", "read_together", "read_whole"]
+__all__ = ["as_trainers", "parted", "read_together", "read_whole"]
 
 MODEL = ("state_dict", "model")  # the second is FSDPStrategy's
 STATES = "optimizer_states"
@@ -36,41 +35,22 @@ def parted(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return state, rest
 
 
-def joined(folder: OpenedFolder, weights_only: bool | None) -> dict[str, Any]:
-    """The checkpoint as one dict. Tensors are read when they are wanted.
-
-    Raises:
-        CheckpointError: the folder holds tensors, and nothing that a loop could go on from.
-    """
-    rest = folder.rest(weights_only)
-    if not isinstance(rest, dict):
-        raise CheckpointError(
-            f"{folder.path} holds tensors, and no file 'meta.pt' with the state of a Trainer or a loop: neither has "
-            "written it. Make one file of it with "
-            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(), and load that into the module."
-        )
-    return rest | folder.state()
-
-
 def read_together(checkpoints: Checkpoints, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-    """The same, opened by all ranks. Collective.
+    """The checkpoint as one dict, opened by all ranks. Tensors are read when they are wanted. Collective.
 
     Raises:
         CheckpointError: on every rank, when one cannot read it.
     """
     folder, found = checkpoints.open(path), []
-    checkpoints.together.each(f"read the checkpoint {path}", lambda: found.append(joined(folder, weights_only)))
+    checkpoints.together.each(f"read the checkpoint {path}", lambda: found.append(folder.content(weights_only)))
     return found[0]
 
 
 def read_whole(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """The same for one process by itself, after comparing all files with their checksums."""
-    folder = OpenedFolder(str(path))
-    if folder.manifest is not None:
-        folder.check(folder.manifest.files)
-    else:
-        folder.check_extents()
-    return joined(folder, weights_only)
+    folder = open_folder(str(path))
+    folder.check(folder.sizes())
+    return folder.content(weights_only)
 
 
 def as_trainers(checkpoint: dict[str, Any]) -> dict[str, Any]:

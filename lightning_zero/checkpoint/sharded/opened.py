@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from lightning_zero.checkpoint.lateness import ask_again
+from lightning_zero.checkpoint.opened import Opened
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.contents import nested
 from lightning_zero.checkpoint.sharded.folder import read_at
@@ -52,8 +53,8 @@ def kind_anew(path: str | Path) -> str:
     return kind_of(path)
 
 
-class OpenedFolder:
-    """Reads no tensor until it is asked for one.
+class OpenedFolder(Opened):
+    """In torch's format, of ours or others.
 
     Args:
         path: of the folder, or its URL.
@@ -71,7 +72,10 @@ class OpenedFolder:
         self.path = path
         self._mapped: MappedFiles | None = None
         self._fs, self._place = read_at(path)
-        self.manifest = self._read_manifest()
+        self.manifest = manifest = self._read_manifest()
+        self.has_checksums = manifest is not None
+        self.save_id = manifest.save_id if manifest is not None else None
+        self.world_size = manifest.world_size if manifest is not None else None
         if not self._has(METADATA):
             raise CheckpointError(
                 f"{path} holds no sharded checkpoint: it has no file {METADATA!r}. It may be what a save that was "
@@ -126,18 +130,17 @@ class OpenedFolder:
             return Manifest.from_bytes(file.read(), self._named(MANIFEST))
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the files that the checkpoint consists of, as far as it says."""
         if self.manifest is not None:
             return {name: found.bytes for name, found in self.manifest.files.items()}
-        return {name: int(self._fs.size(f"{self._place}/{name}")) for name in sorted(self._named_files())}
+        return {
+            name: int(self._fs.size(f"{self._place}/{name}")) if self._has(name) else 0
+            for name in sorted(self._named_files())
+        }
 
     def check(self, names: Iterable[str], read: Callable[[int], None] = lambda count: None) -> None:
-        """Compares files with what the manifest says of them.
-
-        Raises:
-            CheckpointError: one is missing, has another size, or other contents.
-        """
-        assert self.manifest is not None, "a foreign checkpoint has no checksums"
+        if self.manifest is None:
+            self._check_extents(set(names))
+            return
         for name in names:
             wanted = self.manifest.files.get(name)
             if wanted is None:
@@ -161,14 +164,12 @@ class OpenedFolder:
                     "when it was saved. Use another checkpoint."
                 )
 
-    def check_extents(self) -> None:
-        """Whether files are as long as ``.metadata`` says: all that can be known of what somebody else wrote.
-
-        Raises:
-            CheckpointError: one is missing or too short.
-        """
+    def _check_extents(self, names: set[str]) -> None:
+        """Whether files are as long as ``.metadata`` says: all that can be known of what somebody else wrote."""
         ends: dict[str, int] = {}
         for info in self.metadata.storage_data.values():
+            if info.relative_path not in names:
+                continue
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in ends.items():
             if not self._has(name):
@@ -181,6 +182,20 @@ class OpenedFolder:
                 )
 
     # -- what is in them
+
+    def content(self, weights_only: bool | None = None) -> dict[str, Any]:
+        rest = self.rest(weights_only)
+        if not isinstance(rest, dict):
+            raise CheckpointError(
+                f"{self.path} holds tensors, and no file {REST!r} with the state of a Trainer or a loop: neither has "
+                "written it. Make one file of it with "
+                "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(), and load that into the module."
+            )
+        return rest | self.state()
+
+    @property
+    def written_by(self) -> str | None:
+        return self.manifest.written_by if self.manifest is not None else None
 
     def rest(self, weights_only: bool | None = None) -> Any:
         """What was saved as one object; None where nothing was. Unpickles only what is harmless, unless

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.archive import check_archive
+from lightning_zero.checkpoint.opening import open_folder
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_of
+from lightning_zero.checkpoint.sharded.opened import kind_of
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import joined
 
 __all__ = ["Found", "checkpoints_in"]
 
@@ -33,14 +33,14 @@ class Found:
         kind = kind_of(path)
         if kind == "nothing":
             raise CheckpointError(f"There is nothing at {path}.")
-        self.folder = OpenedFolder(path) if kind == "folder" else None
+        self.folder = open_folder(path) if kind == "folder" else None
         if self.folder is None and not Path(path).is_file():
             raise CheckpointError(f"{path} is not on a file system of this host. Download it first.")
 
     def load(self, weights_only: bool = True) -> dict[str, Any]:
         """All of it, as one dict; tensors are read when they are wanted."""
         if self.folder is not None:
-            return joined(self.folder, weights_only)
+            return self.folder.content(weights_only)
         try:
             found = torch.load(self.path, map_location="cpu", mmap=True, weights_only=weights_only)
         except Exception as error:  # damage may show as anything
@@ -65,11 +65,11 @@ class Found:
             check_archive(Path(self.path))
             read(sum(self.sizes().values()))
             return "the checksum of each of its parts"
-        if self.folder.manifest is None:
-            for value in _tensors(self.folder.state()):
+        self.folder.check(self.folder.sizes(), read)
+        if not self.folder.has_checksums:
+            for value in _tensors(self.folder.content()):
                 value.clone()
             return "nothing: it was written without checksums; all its tensors can be read"
-        self.folder.check(self.folder.manifest.files, read)
         return "sizes and checksums of its files"
 
 

@@ -40,15 +40,15 @@ def _facts(found: Found, content: Mapping[str, Any]) -> dict[str, Any]:
     sizes = found.sizes()
     weights = {key: value for key, value in (content.get("state_dict") or {}).items() if isinstance(value, Tensor)}
     dtypes = Counter(str(value.dtype).removeprefix("torch.") for value in weights.values())
-    manifest = found.folder.manifest if found.folder is not None else None
+    folder = found.folder
     return {
         "path": found.path,
-        "kind": "full" if found.folder is None else "sharded",
-        "written_by": manifest.written_by if manifest else content.get("pytorch-lightning_version"),
-        "ranks": manifest.world_size if manifest else None,
+        "kind": "full" if folder is None else "sharded",
+        "written_by": folder and folder.written_by or content.get("pytorch-lightning_version"),
+        "ranks": folder.world_size if folder else None,
         "files": len(sizes),
         "gib": round(sum(sizes.values()) / 2**30, 3),
-        "checksums": bool(manifest) or found.folder is None,
+        "checksums": folder is None or folder.has_checksums,
         "epoch": content.get("epoch"),
         "global_step": content.get("global_step"),
         "weights": len(weights),

@@ -190,8 +190,15 @@ class Saving(ParallelStrategy):
     def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         checkpoints = self._require_engine().checkpoints
         if checkpoints.is_folder(path):
-            return as_trainers(read_together(checkpoints, path, weights_only))
-        return as_trainers(load_file(self.checkpoint_io, path, weights_only, checkpoints.together))
+            found = as_trainers(read_together(checkpoints, path, weights_only))
+        else:
+            found = as_trainers(load_file(self.checkpoint_io, path, weights_only, checkpoints.together))
+        if "pytorch-lightning_version" not in found:
+            raise CheckpointError(
+                f"{path} was not saved by a Trainer: it says nothing of loops to go on from. Load its weights into the "
+                "module, where `python -m lightning_zero checkpoint consolidate` may help to make one file of them."
+            )
+        return found
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

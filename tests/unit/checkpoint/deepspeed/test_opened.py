@@ -1,0 +1,164 @@
+"""Checkpoints of DeepSpeed's: whole values come out of ranks' files, and what is damaged or of another kind is named."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.opening import open_folder
+from lightning_zero.errors import CheckpointError
+from tests.helpers import deepspeed
+
+CLIENT = {"pytorch-lightning_version": "2.6.6", "epoch": 1, "global_step": 3, "callbacks": {}}
+SHAPES = ({"b.weight": (11, 8), "a.weight": (13, 8)}, {"b.bias": (13,), "scale": (), "a.bias": (5,)})
+
+
+def _groups() -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    decays = (0.1, 0.0)
+    return [
+        {"lr": 0.01, "weight_decay": decay, "params": {name: torch.randn(shape) for name, shape in named.items()}}
+        for named, decay in zip(SHAPES, decays, strict=True)
+    ]
+
+
+def _moments(groups: list[dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {"step": torch.tensor(3.0), "exp_avg": torch.randn(value.shape), "exp_avg_sq": torch.rand(value.shape)}
+        for group in groups
+        for name, value in group["params"].items()
+    }
+
+
+def _others() -> dict[str, Tensor]:
+    return {"frozen": torch.randn(7, 3), "mean": torch.arange(4.0), "count": torch.tensor(5)}
+
+
+def _write(path: Path, stage: int, ranks: int, **more: Any) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """The module's state, and the optimizer's by name."""
+    groups, others = _groups(), _others()
+    moments = _moments(groups)
+    shared = {"tied": "b.weight"}
+    deepspeed.write(path, stage, ranks, groups, moments, others, CLIENT, frozen=["frozen"], shared=shared, **more)
+    trained = {name: value for group in groups for name, value in group["params"].items()}
+    return trained | others | {"tied": trained["b.weight"]}, moments
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "more"),
+    [(1, 1, {}), (2, 2, {}), (2, 3, {"reverse": True}), (3, 1, {}), (3, 2, {}), (3, 3, {})],
+)
+def test_whole_values_come_from_ranks_files(tmp_path: Path, stage: int, ranks: int, more: dict[str, Any]) -> None:
+    weights, moments = _write(tmp_path / "x", stage, ranks, **more)
+    for path in (tmp_path / "x", tmp_path / "x" / "checkpoint"):
+        folder = open_folder(str(path))
+        folder.check(folder.sizes())
+        content = folder.content()
+        torch.testing.assert_close(
+            {name: value.clone() for name, value in content.pop("state_dict").items()}, weights, rtol=0, atol=0
+        )
+        [optimizer] = content.pop("optimizer_states")
+        assert [set(group["params"]) for group in optimizer["param_groups"]] == [set(named) for named in SHAPES]
+        assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
+        found = {name: {key: value.clone() for key, value in held.items()} for name, held in optimizer["state"].items()}
+        torch.testing.assert_close(found, moments, rtol=0, atol=0)
+        assert content == CLIENT
+        assert folder.written_by == f"DeepSpeed {deepspeed.VERSION}, ZeRO-{stage}"
+        assert (folder.world_size, folder.has_checksums) == (ranks, True)
+
+
+def test_tied_weights_are_one_value(tmp_path: Path) -> None:
+    _write(tmp_path, 3, 2)
+    found = open_folder(str(tmp_path)).content()["state_dict"]
+    assert found["tied"] is found["b.weight"]
+
+
+def _edited(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    found = torch.load(path, weights_only=True)
+    edit(found)
+    torch.save(found, path)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+class Code:
+    """Unpickling it would run something."""
+
+    def __reduce__(self) -> Any:
+        return print, ("this ran",)
+
+
+OPTIM, MODEL = "zero_pp_rank_{}_mp_rank_00_optim_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a rank's part is missing": (
+        lambda h: (h / OPTIM.format(0)).unlink(),
+        r"lacks rank 0's file beside 'zero_pp_rank_2",
+    ),
+    "the last rank's are missing": (
+        lambda h: [(h / name.format(2)).unlink() for name in (OPTIM, MODEL)],
+        r"rank_0\S+ was saved by 3 ranks, and there are files of 2",
+    ),
+    "one of another kind of file is missing": (lambda h: (h / MODEL.format(2)).unlink(), "model_states.pt' of 2 ranks"),
+    "no parts": (lambda h: [one.unlink() for one in h.glob("*optim*")], "saved without ZeRO"),
+    "two saves in one folder": (
+        lambda h: shutil.copy(h / OPTIM.format(1), h / f"bf16_{OPTIM.format(1)}"),
+        "two files for rank 1",
+    ),
+    "experts": (lambda h: (h / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), "mixture of experts"),
+    "a pipeline": (lambda h: (h / "layer_00-model_states.pt").touch(), "pipeline parallelism"),
+    "tensor parallelism": (lambda h: (h / "mp_rank_01_model_states.pt").touch(), "tensor or pipeline parallelism"),
+    "a weight of another shape": (
+        lambda h: _edited(h / MODEL.format(0), lambda held: held["param_shapes"][0].update({"a.weight": (14, 8)})),
+        "do not fit together: a rank has",
+    ),
+    "a lost frozen weight": (
+        lambda h: _edited(h / MODEL.format(1), lambda held: held["frozen_param_fragments"].clear()),
+        r"rank_1\S+ lacks its part of the frozen 'frozen'",
+    ),
+    "no folder of that name": (lambda h: (h.parent / "latest").write_text("step9") and shutil.rmtree(h), "'step9'"),
+    "a flipped bit": (lambda h: _flip(h / OPTIM.format(1)), r"rank_1\S+"),
+    "a short file": (lambda h: (h / OPTIM.format(1)).write_bytes(b"PK"), r"rank_1\S+"),
+    "code": (
+        lambda h: torch.save({"optimizer_state_dict": Code()}, h / OPTIM.format(1)),
+        r"builtins\.print.*weights_only",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    do, said = DAMAGES[damage]
+    _write(tmp_path, 3, 3)
+    do(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError) as caught:
+        folder = open_folder(str(tmp_path))
+        folder.check(folder.sizes())
+        folder.content()
+    assert str(tmp_path) in str(caught.value)
+    assert re.search(said, str(caught.value)), caught.value
+    assert "this ran" not in capsys.readouterr().out
+
+
+def test_parts_of_different_saves_are_named(tmp_path: Path) -> None:
+    _write(tmp_path, 2, 3)
+    home = tmp_path / "checkpoint"
+    shutil.copy(home / OPTIM.format(0), home / OPTIM.format(2))
+    with pytest.raises(CheckpointError, match="do not fit together: ranks have"):
+        open_folder(str(tmp_path)).content()
+
+
+def test_a_version_that_does_not_say_where_weights_lie_is_named(tmp_path: Path) -> None:
+    _write(tmp_path, 2, 2, mappings=False)
+    with pytest.raises(CheckpointError, match="too old"):
+        open_folder(str(tmp_path)).content()
