@@ -61,10 +61,12 @@ def test_snippets_run_one_after_the_other(ranks: Ranks, tmp_path: Path) -> None:
     assert (tmp_path / "report" / "report.html").exists()
 
 
-def test_links_lead_to_files_of_the_project() -> None:
+def test_links_lead_to_files_of_the_project_and_to_headings() -> None:
+    headings = re.findall(r"^#+ (.+)$", README.read_text(), flags=re.MULTILINE)
+    anchors = {"#" + re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README.read_text()) if not link.startswith("http")]
     assert links
-    assert [link for link in links if not (README.parent / link).exists()] == []
+    assert [link for link in links if link not in anchors and not (README.parent / link).exists()] == []
     named = re.findall(r"`((?:examples|tests|csrc|lightning_zero)/[\w/.-]+)`", README.read_text())
     assert len(named) > 10
     assert [name for name in named if "/X." not in name and not (README.parent / name).exists()] == []
