@@ -1,6 +1,7 @@
 """Stages 1 and 2: weights are gathered once per optimizer step, gradients reduced per micro-batch or once, and the result
 is that of one process."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -122,13 +123,13 @@ def test_between_hosts_weights_and_gradients_travel_once_per_step(ranks: Ranks, 
         assert counters["reduce_bytes_across"] == reductions * nbytes // 2
 
 
-def in_mixed_precision() -> list[tuple[Reference, int, int]]:
+def in_mixed_precision(backend: str, stages: Sequence[int]) -> list[tuple[Reference, int, int]]:
     """By stage: what was trained without accumulation; bytes gathered in the last step; bytes of weights that stay, with
     their padding."""
     found = []
-    for stage in (2, 3):
+    for stage in stages:
         model = build(TiedBlock)
-        with engine_for(model, stage=stage, compute_dtype=torch.bfloat16) as engine:
+        with engine_for(model, backend, stage=stage, compute_dtype=torch.bfloat16) as engine:
 
             def reset(model: nn.Module, index: int, engine: Engine = engine) -> None:
                 engine.executor.reset_counters()
@@ -137,7 +138,7 @@ def in_mixed_precision() -> list[tuple[Reference, int, int]]:
             batches = make_batches(TiedBlock, STEPS, SAMPLES)
             out = train_sharded(engine, model, batches, sgd(model), context=autocast, before_batch=reset)
             kept = [r for r in engine.sharder.live if Role.RESIDENT in r.memory]
-            sizes = [2 * r.layout.shard_numel * r.memory[Role.RESIDENT].element_size() for r in kept]
+            sizes = [engine.world_size * r.layout.shard_numel * r.memory[Role.RESIDENT].element_size() for r in kept]
             dtypes = {r.memory[Role.RESIDENT].dtype for r in kept}
             assert dtypes == ({torch.bfloat16, torch.float32} if stage == 2 else set())
             found.append((out, engine.executor.counters()["gather_bytes"], sum(sizes)))
@@ -146,8 +147,16 @@ def in_mixed_precision() -> list[tuple[Reference, int, int]]:
 
 def test_what_autocast_leaves_in_full_precision_stays_so_and_is_cast_where_it_is(ranks: Ranks) -> None:
     """An embedding that is tied to the head is read in both dtypes."""
-    (second, gathered, kept), (third, _, _) = ranks.run(2, in_mixed_precision)[0]
+    (second, gathered, kept), (third, _, _) = ranks.run(2, in_mixed_precision, "aot_eager", (2, 3))[0]
     assert_same_bits(second, third)
+    assert gathered == kept
+
+
+@pytest.mark.slow
+def test_generated_code_casts_it_too(ranks: Ranks) -> None:
+    [(found, gathered, kept)] = ranks.run(1, in_mixed_precision, "inductor", (2,))[0]
+    [(wanted, _, _)] = ranks.run(1, in_mixed_precision, "aot_eager", (2,))[0]
+    assert_close_relative(found.losses, wanted.losses, 1e-3, what="losses")
     assert gathered == kept
 
 

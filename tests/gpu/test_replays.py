@@ -22,8 +22,9 @@ def both(way: str, backend: str) -> tuple[Any, Any, int]:
 
 def check(ranks: Ranks, way: str, backend: str) -> None:
     for (replayed, counters), (plain, _), left in ranks.run(2, both, way, backend, backend="nccl", deadline=120):
-        # Gradients that are sent one by one are not rounded together.
-        far = 10 if WAYS[way].twice else 1
+        # Gradients that are sent one by one are not rounded together; generated code adds an embedding's up by atomics,
+        # in another order each time.
+        far = 10 if WAYS[way].twice or backend == "inductor" else 1
         assert_close_relative(replayed.losses, plain.losses, far * 1e-4, what="losses")
         assert_close_relative(replayed.params, plain.params, far * 1e-3, what="weights")
         replays = counters.get("replayed_graphs", 0)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import to_copy
 from lightning_zero.compile.graph import gathers, ops, shard_of, weight_name
 from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dtype_of, follow, size_of
 from lightning_zero.compile.passes.prefetch_schedule import prefetch_schedule
@@ -74,7 +74,8 @@ def _in_memory_dtype(graph: Graph, node: Node) -> Node:
     shard, shape, _, resident = node.args
     with graph.inserting_before(node):
         wide = graph.call_function(ops("gather"), (shard, shape, held, resident))
-        cast = graph.call_function(to_copy, (wide,), {"dtype": own})
+        # Behind decompositions, where Inductor takes no other.
+        cast = graph.call_function(torch.ops.prims.convert_element_type.default, (wide, own))
     wide.meta, cast.meta = dict(node.meta), {"val": node.meta["val"]}
     wide.meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape, dtype=held)
     node.replace_all_uses_with(cast)

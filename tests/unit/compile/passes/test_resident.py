@@ -81,9 +81,9 @@ def test_what_is_used_in_a_narrower_dtype_is_cast_where_it_is() -> None:
     narrow.args = (*narrow.args[:2], BF16, memory)
     narrow.meta["val"] = narrow.meta["val"].to(BF16)
     graph = b.done(b.call(aten.mm.default, x, wide), b.call(aten.mm.default, y, narrow))
-    assert rewritten(graph) == "resident_start(memory_a, a) resident_wait(memory_a, a) _to_copy mm mm"
-    (cast,) = (node for node in graph.nodes if node.target is aten._to_copy.default)
-    assert (cast.args[0].name, cast.kwargs, cast.meta["val"].dtype) == ("memory_a", {"dtype": BF16}, BF16)
+    assert rewritten(graph) == "resident_start(memory_a, a) resident_wait(memory_a, a) convert_element_type mm mm"
+    (cast,) = (node for node in graph.nodes if node.target is torch.ops.prims.convert_element_type.default)
+    assert (cast.args[0].name, cast.args[1], cast.meta["val"].dtype) == ("memory_a", BF16, BF16)
 
 
 def test_the_calls_survive_dead_code_elimination() -> None:
