@@ -5,11 +5,15 @@ from pathlib import Path
 
 # Before torch is imported: the oracle's threads would wait for one another on the cores that the ranks need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# For processes that tests start; see the file there.
+QUICK = str(Path(__file__).parent / "quick")
+if QUICK not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICK, os.environ.get("PYTHONPATH")]))
 
-import pytest
+import pytest  # noqa: E402
 
-from tests.ranks.pool import Ranks, serve_nurseries
-from tests.ranks.shared_gpu import shares_gpu
+from tests.ranks.pool import Ranks, serve_nurseries  # noqa: E402
+from tests.ranks.shared_gpu import shares_gpu  # noqa: E402
 
 WORKERS = 3  # processes; see pytest_cmdline_main
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.engine import engine_of
+from tests.helpers.command import python_path
 from tests.helpers.ports import free_port
 from tests.helpers.readme import snippet
 from tests.ranks.pool import REPO, Ranks
@@ -99,7 +100,7 @@ def test_an_exception_in_a_users_loop_is_told_to_the_other_rank(native_library: 
     script = tmp_path / "fails.py"
     script.write_text(textwrap.dedent(FAILS))
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
-    common |= {"PYTHONPATH": str(REPO), "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo"}
     started = [
         subprocess.Popen(
             [sys.executable, str(script)],

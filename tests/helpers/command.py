@@ -15,12 +15,16 @@ from tests.ranks.pool import REPO
 DEADLINE = 120.0
 
 
+def python_path() -> str:
+    """``PYTHONPATH`` of a process that finds this project, and what the tests' own do."""
+    return os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+
+
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Ends with everything that the command has started, whatever happens."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST")
     env = {key: value for key, value in os.environ.items() if key not in left_out}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), env.get("PYTHONPATH")]))
-    env.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MASTER_PORT=str(free_port()))
+    env.update(PYTHONPATH=python_path(), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MASTER_PORT=str(free_port()))
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=cwd,

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from tests.helpers.command import python_path
 from tests.helpers.ports import free_port
 from tests.ranks.pool import REPO
 
@@ -37,7 +38,7 @@ def started(script: str, arguments: list[str], log: Path, **environment: str) ->
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "MASTER_PORT", "MASTER_ADDR")
     own = {name: value for name, value in os.environ.items() if name not in left_out}
     path = os.pathsep.join([environment.pop("BIN", ""), str(Path(sys.executable).parent), own["PATH"]]).lstrip(":")
-    own |= {"PATH": path, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment
+    own |= {"PATH": path, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment
     with log.open("wb") as file:
         process = subprocess.Popen(
             ["bash", str(SCRIPTS / script), *arguments],

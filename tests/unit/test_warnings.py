@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.ranks.pool import REPO
+from tests.helpers.command import python_path
 
 DATALOADERS = """
 import torch
@@ -18,7 +18,7 @@ CombinedLoader([torch.ones(1)])
 @pytest.mark.parametrize("what", ["", DATALOADERS], ids=["importing", "dataloaders"])
 def test_no_warning_comes_of_torch_and_lightning_alone(what: str) -> None:
     # -W error: any warning would end the process.
-    env = os.environ | {"PYTHONPATH": str(REPO)}
+    env = os.environ | {"PYTHONPATH": python_path()}
     code = f"import lightning_zero\n{what}"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

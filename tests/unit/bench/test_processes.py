@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.bench.processes import run_ranks
-from tests.ranks.pool import REPO
+from tests.helpers.command import python_path
 
 
 def test_ranks_know_who_they_are_and_import_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ time.sleep(600)
 """
     parent = f"from lightning_zero.bench.processes import run_ranks; run_ranks(['-c', {rank!r}], 2, 500.0)"
     files = [tmp_path / f"rank{number}" for number in range(2)]
-    job = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPO)})
+    job = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()})
     try:
         deadline = time.monotonic() + 90
         while not all(file.exists() and len(file.read_text().split()) == 2 for file in files):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -58,8 +59,8 @@ def test_launchers_are_known_by_their_variables(monkeypatch: pytest.MonkeyPatch)
     assert Job.of(LAUNCHED | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == Job(3, 8, 1, "node-a", 29500, True)
     slurm = {"JOB_ID": "17", "NTASKS": "8", "PROCID": "5", "LOCALID": "1", "NODEID": "1", "NODELIST": "node-[1-2]"}
     environment = {f"SLURM_{name}": value for name, value in slurm.items()}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    # Lightning sets MASTER_ADDR, and later tests would meet there.
+    monkeypatch.setattr(os, "environ", os.environ | environment)
     assert Job.of(environment) is None, "a batch script, whose tasks srun has not started"
     with pytest.raises(UnsupportedError, match="ntasks-per-node"):
         Job.of(environment | {"SLURM_STEP_NUM_TASKS": "8"})
