@@ -35,6 +35,7 @@ def write(
     shared: Mapping[str, str] | None = None,
     reverse: bool = False,
     mappings: bool = True,
+    version: str = VERSION,
 ) -> None:
     """Writes ``folder/checkpoint/`` and ``folder/latest``.
 
@@ -55,7 +56,7 @@ def write(
             if not mappings:
                 del part["param_slice_mappings"]
             part |= {"zero_stage": made[STAGE](stage), "loss_scaler": made[LOSS_SCALER]()}
-            part = {"optimizer_state_dict": part, "ds_version": VERSION, "ds_config": {}}
+            part = {"optimizer_state_dict": part, "ds_version": version, "ds_config": {}}
             torch.save(part, home / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     trained = {name: value for group in groups for name, value in group["params"].items()}
     whole = trained | dict(others) | {name: trained[one] for name, one in (shared or {}).items()}
@@ -72,7 +73,7 @@ def write(
                 name: _pieces(others[name], ranks)[rank] if stage == 3 else others[name] for name in frozen
             },
             "shared_params": dict(shared or {}),
-            "ds_version": VERSION,
+            "ds_version": version,
             "ds_config": {"zero_optimization": {"stage": stage}},
             "global_steps": 3,
             **client,

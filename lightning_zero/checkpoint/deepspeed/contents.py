@@ -45,10 +45,18 @@ class Contents:
     def __init__(self, files: Files, weights_only: bool | None) -> None:
         self._files = files
         self._models = [load_mapped(path, weights_only) for path in files.model]
-        self._parts = [_part(path, load_mapped(path, weights_only)) for path in files.optim]
+        optim = [load_mapped(path, weights_only) for path in files.optim]
+        self._parts = [_part(path, found) for path, found in zip(files.optim, optim, strict=True)]
+        for what in ("global_steps", "ds_version"):
+            _same(what, files.model, [model.get(what) for model in self._models])
+        _same(
+            "ds_version",
+            [files.model[0], *files.optim],
+            [found.get("ds_version") for found in (self._models[0], *optim)],
+        )
         self.model = self._models[0]
         self.version = str(self.model.get("ds_version"))
-        self.stage = self._same("zero_stage", [int(part["zero_stage"]) for part in self._parts])
+        self.stage = _same("zero_stage", files.optim, [int(part["zero_stage"]) for part in self._parts])
         self._weights = [_groups(path, part) for path, part in zip(files.optim, self._parts, strict=True)]
         self._shapes = self._read_shapes()
         self._spans = self._read_spans()
@@ -70,7 +78,7 @@ class Contents:
                 )
         if self.stage == 3 and len(self._models) != ranks:
             raise CheckpointError(f"{where.parent} lacks '*_model_states.pt' of ranks other than 0. Copy them there.")
-        held = self._same("number of groups", [len(groups) for groups in self._weights])
+        held = _same("number of groups", self._files.optim, [len(groups) for groups in self._weights])
         if held != len(shapes):
             raise CheckpointError(f"{where} speaks of {len(shapes)} groups of parameters, and ranks hold {held}.")
         return shapes
@@ -89,15 +97,6 @@ class Contents:
                 + (f"Maybe {OFFLOADED}." if offloaded else "One is damaged, or of another save: use another one.")
             ) from None
 
-    def _same(self, what: str, values: Sequence[Any]) -> Any:
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            raise CheckpointError(
-                f"{self._files.optim[other]} and {self._files.optim[0].name!r} are of different saves: {what} is "
-                f"{values[other]} in it, and {values[0]} there. Use another checkpoint."
-            )
-        return values[0]
-
     # -- what is in them
 
     def weights(self) -> dict[str, Any]:
@@ -109,7 +108,9 @@ class Contents:
         buffers = set(self.model.get("buffer_names") or ())
         found: dict[str, Any] = {}
         for key, value in self.model["module"].items():
-            name = shared.get(key, key)
+            name = key
+            while name in shared:  # of three tied ones the second may be another's, too
+                name = shared[name]
             if name in made or name in frozen:
                 found[key] = made[name] if name in made else frozen[name]
             elif self.stage == 3 and isinstance(value, Tensor) and not value.numel() and key not in buffers:
@@ -129,6 +130,8 @@ class Contents:
             return None
         groups: list[dict[str, Any]] = []
         state: dict[str, dict[str, Any]] = {}
+        settings = [[{key: _number(of[key]) for key in of} for of in state["param_groups"]] for state in states]
+        _same("settings of the optimizer", self._files.optim, settings)
         for group in states[0]["param_groups"]:
             numbers = group["params"]
             names = chain.from_iterable(self._shapes[number] for number in numbers)
@@ -144,12 +147,12 @@ class Contents:
         return {"state": state, "param_groups": groups}
 
     def _entries(self, name: str, shape: torch.Size, group: int, held: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        self._same("what the optimizer keeps", [sorted(entries) for entries in held])
+        _same("what the optimizer keeps", self._files.optim, [sorted(entries) for entries in held])
         made: dict[str, Any] = {}
         for key in held[0]:
             values = [entries[key] for entries in held]
             if key == "step" or not isinstance(values[0], Tensor) or not values[0].dim():
-                self._same(f"{key!r}", [value.item() if isinstance(value, Tensor) else value for value in values])
+                _same(repr(key), self._files.optim, [_number(value) for value in values])
                 made[key] = values[0]
                 continue
             for rank, value in enumerate(values):
@@ -174,6 +177,21 @@ class Contents:
                 parts.append(part)
             found[name] = _saved(name, shape, spans_of_parameter(shape, ranks), parts)
         return found
+
+
+def _same(what: str, files: Sequence[Path], values: Sequence[Any]) -> Any:
+    """What all these files say alike."""
+    other = next((number for number, value in enumerate(values) if value != values[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{files[other]} and {files[0].name!r} are of different saves: {what} is {values[other]} in it, and "
+            f"{values[0]} there. Use another checkpoint."
+        )
+    return values[0]
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _part(path: Path, found: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,18 +20,18 @@ CLIENT = {"pytorch-lightning_version": "2.6.6", "epoch": 1, "global_step": 3, "c
 SHAPES = ({"b.weight": (11, 8), "a.weight": (13, 8)}, {"b.bias": (13,), "scale": (), "a.bias": (5,)})
 
 
-def _groups() -> list[dict[str, Any]]:
+def _groups(lr: float) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     decays = (0.1, 0.0)
     return [
-        {"lr": 0.01, "weight_decay": decay, "params": {name: torch.randn(shape) for name, shape in named.items()}}
+        {"lr": lr, "weight_decay": decay, "params": {name: torch.randn(shape) for name, shape in named.items()}}
         for named, decay in zip(SHAPES, decays, strict=True)
     ]
 
 
-def _moments(groups: list[dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
+def _moments(groups: list[dict[str, Any]], step: float) -> dict[str, dict[str, Tensor]]:
     return {
-        name: {"step": torch.tensor(3.0), "exp_avg": torch.randn(value.shape), "exp_avg_sq": torch.rand(value.shape)}
+        name: {"step": torch.tensor(step), "exp_avg": torch.randn(value.shape), "exp_avg_sq": torch.rand(value.shape)}
         for group in groups
         for name, value in group["params"].items()
     }
@@ -41,10 +41,12 @@ def _others() -> dict[str, Tensor]:
     return {"frozen": torch.randn(7, 3), "mean": torch.arange(4.0), "count": torch.tensor(5)}
 
 
-def _write(path: Path, stage: int, ranks: int, **more: Any) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+def _write(
+    path: Path, stage: int, ranks: int, *, step: float = 3.0, lr: float = 0.01, **more: Any
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """The module's state, and the optimizer's by name."""
-    groups, others = _groups(), _others()
-    moments = _moments(groups)
+    groups, others = _groups(lr), _others()
+    moments = _moments(groups, step)
     shared = {"tied": "b.weight"}
     deepspeed.write(path, stage, ranks, groups, moments, others, CLIENT, frozen=["frozen"], shared=shared, **more)
     trained = {name: value for group in groups for name, value in group["params"].items()}
@@ -156,6 +158,46 @@ def test_parts_of_different_saves_are_named(tmp_path: Path) -> None:
     shutil.copy(home / OPTIM.format(0), home / OPTIM.format(2))
     with pytest.raises(CheckpointError, match="do not fit together: ranks have"):
         open_folder(str(tmp_path)).content()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        ({"step": 4.0}, "'step' is 4.0 in it"),
+        ({"lr": 0.02}, "settings of the optimizer"),
+        ({"version": "0.20"}, "ds_version is 0.20"),
+    ],
+    ids=["step", "settings", "version"],
+)
+def test_a_rank_of_a_later_save_is_named(tmp_path: Path, stage: int, later: dict[str, Any], said: str) -> None:
+    for name, more in (("x", {}), ("later", later)):
+        _write(tmp_path / name, stage, 2, **more)
+    name = OPTIM.format(1)
+    shutil.copy(tmp_path / "later" / "checkpoint" / name, tmp_path / "x" / "checkpoint" / name)
+    with pytest.raises(CheckpointError, match=rf"x/checkpoint/{name} .* of different saves: {said}"):
+        open_folder(str(tmp_path / "x")).content()
+
+
+def test_a_model_file_of_a_later_save_is_named(tmp_path: Path) -> None:
+    _write(tmp_path, 3, 2)
+    path = tmp_path / "checkpoint" / MODEL.format(1)
+    _edited(path, lambda held: held.update(global_steps=4))
+    with pytest.raises(CheckpointError, match=rf"{MODEL.format(1)} .* global_steps is 4 in it, and 3 there"):
+        open_folder(str(tmp_path)).content()
+
+
+def test_of_three_tied_weights_each_is_the_first(tmp_path: Path) -> None:
+    _write(tmp_path, 3, 2)
+    for rank in range(2):
+        _edited(tmp_path / "checkpoint" / MODEL.format(rank), _tie_another)
+    found = open_folder(str(tmp_path)).content()["state_dict"]
+    assert found["third"] is found["tied"] is found["b.weight"]
+
+
+def _tie_another(held: dict[str, Any]) -> None:
+    held["shared_params"]["third"] = "tied"
+    held["module"]["third"] = torch.empty(0)
 
 
 def test_a_version_that_does_not_say_where_weights_lie_is_named(tmp_path: Path) -> None:
