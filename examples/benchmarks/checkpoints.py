@@ -1,30 +1,118 @@
-"""Seconds, speed and memory of saving and loading a checkpoint in training; prints one JSON line.
+"""Seconds, speed and memory of saving and loading checkpoints in training, ours and Lightning's, beside what the disk
+itself does.
 
-    python examples/benchmarks/checkpoints.py --strategy zero3_compile --kind sharded --size 7b --devices 2 --home /data
+    python examples/benchmarks/checkpoints.py --home /data      # one GPU, the largest size that fits
+    python examples/benchmarks/checkpoints.py --home /data --devices 2 --size 7b --minutes 15
+    python examples/benchmarks/checkpoints.py --size tiny --length 64 --eager           # a dry run, on a CPU, too
 
-Trains the decoder of step_time.py, saves in the middle, and goes on from what was saved in a second `fit`. `--kind`:
-`full` or `sharded`; `async` is `sharded` with `async_save=True`. `fsdp2` is Lightning's ModelParallelStrategy with its
-own sharded checkpoint. The stall is what the batches from the save on take beyond so many median batches, until the
-checkpoint is there; without `async` it is the save itself.
+Measures the disk, then runs each row in processes of its own, trains the decoder of step_time.py, saves in the middle,
+and loads what was saved into a new module by `trainer.fit(ckpt_path=...)`: at once, out of the page cache, and once
+more after its pages were dropped. One JSON line for whatever has been measured, at once, and a table at the end.
+`sharded`, `full`: `state_dict_type`; `async`: sharded with `async_save=True`; `fsdp2`: Lightning's
+ModelParallelStrategy with its own sharded checkpoint, which writes its files to the disk, too, without checksums.
+
+`save_s` is what `trainer.save_checkpoint` takes, `there_s` until the checkpoint is there, both from the same moment.
+`stall_s` is what the batches from the save on take beyond as many median ones before it. `load_s` is from before the
+checkpoint is opened until all states are in place. `same`: sums of all weights and states, before and after. GiB of
+host (anonymous and shared memory, without page cache) and device are what rank 0 takes beyond what it had before.
 """
 
 import argparse
+import gc
 import json
-import resource
+import os
 import shutil
+import signal
 import statistics
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from disk import forget, speed
 from lightning.pytorch.strategies import ModelParallelStrategy
 from step_time import Module
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_zero.bench.decoder import SIZES, Tokens
+from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
 from lightning_zero.bench.peers import zero_strategy
+from lightning_zero.engine import engine_of
+
+GIB = 2**30
+SIZES |= {"3b": (2560, 32, 20, 6912)}
+LARGEST_FIRST = ("7b", "3b", "1b", "700m", "350m", "tiny")
+ROWS = ("sharded", "fsdp2", "async", "full")
+STATE, MASTERS = 18, 12  # bytes for each parameter: on devices (and activations), and in a checkpoint
+START_S = 40.0  # of a row, besides saving and loading
+COLUMNS = (
+    ("gib", "GiB"),
+    ("step_ms", "step, ms"),
+    ("save_s", "save, s"),
+    ("save_gib_s", "GiB/s"),
+    ("there_s", "there, s"),
+    ("stall_s", "stall, s"),
+    ("load_s", "load, s"),
+    ("load_gib_s", "GiB/s"),
+    ("load_cold_s", "cold, s"),
+    ("load_cold_gib_s", "GiB/s"),
+    ("save_host_gib", "host, saving"),
+    ("load_host_gib", "host, loading"),
+    ("save_device_gib", "device, saving"),
+    ("same", "same"),
+)
+
+
+# -- one row
+
+
+class Memory(threading.Thread):
+    """The most that this process has of the host and of its device, beyond what it had at first."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.first = self.most = resident()
+        self.over = threading.Event()
+        self.allocated = 0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self.allocated = torch.cuda.memory_allocated()
+        self.start()
+
+    def run(self) -> None:
+        while not self.over.wait(0.02):
+            self.most = max(self.most, resident())
+
+    def end(self) -> tuple[float, float]:
+        self.over.set()
+        self.join()
+        device = torch.cuda.max_memory_allocated() - self.allocated if torch.cuda.is_available() else 0
+        return round((max(self.most, resident()) - self.first) / GIB, 2), round(device / GIB, 2)
+
+
+def resident() -> int:
+    told = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(told[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+
+
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def total(trainer: L.Trainer) -> list[float]:
+    """Of all weights and states of optimizers: the same in two trainings that stand at the same place."""
+    values = [param.detach() for param in trainer.lightning_module.parameters()]
+    for optimizer in trainer.optimizers:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            state = optimizer.state[param]
+            values += [state[name] for name in sorted(state) if isinstance(state[name], Tensor)]
+    return [float((v.to_local() if isinstance(v, DTensor) else v).double().sum()) for v in values]
 
 
 class Saves(L.Callback):
@@ -33,129 +121,219 @@ class Saves(L.Callback):
     def __init__(self, path: Path, at: int) -> None:
         self.path, self.at = path, at
         self.ends: list[float] = []
-        self.seconds = self.there = 0.0
-        self.peaks: dict[str, float] = {}
+        self.begun = self.called = self.there = 0.0
+        self.total: list[float] = []
+        self.host = self.device = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == self.at:
-            synchronise()
-            before = peak(reset=True)
-            begin = time.perf_counter()
-            trainer.save_checkpoint(self.path)
-            self.seconds = time.perf_counter() - begin
-            self.peaks = {"device_gib_before": before, "device_gib_while_saving": peak()}
-        if self.at and trainer.global_step >= self.at and not self.there and self.path.exists():
-            self.there = time.perf_counter()
         synchronise()
+        if trainer.global_step == self.at:
+            aside = time.perf_counter()
+            self.total = total(trainer)
+            synchronise()
+            memory = Memory()
+            self.ends[-1] += time.perf_counter() - aside  # no part of the batch
+            self.begun = time.perf_counter()
+            trainer.save_checkpoint(self.path)
+            synchronise()
+            self.called = time.perf_counter()
+            self.host, self.device = memory.end()
+        if self.begun and not self.there and self.path.exists():
+            self.there = time.perf_counter()
         self.ends.append(time.perf_counter())
 
+    def told(self, gib: float) -> dict[str, Any]:
+        there = self.there or time.perf_counter()
+        batches = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        steady = statistics.median(batches[max(0, self.at - 10) : self.at - 3])
+        late = batches[self.at - 2 :]
+        return {
+            "gib": round(gib, 2),
+            "step_ms": round(steady * 1e3, 1),
+            "save_s": round(self.called - self.begun, 3),
+            "there_s": round(there - self.begun, 2),
+            "save_gib_s": round(gib / (there - self.begun), 2),
+            "stall_s": round(sum(late) - steady * len(late), 3),
+            "longest_batch_s": round(max(late), 3),
+            "save_host_gib": self.host,
+            "save_device_gib": self.device,
+        }
 
-def synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
-
-def peak(reset: bool = False) -> float:
-    if not torch.cuda.is_available():
-        return 0.0
-    found = torch.cuda.max_memory_allocated() / 2**30
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-    return round(found, 2)
-
-
-def timed_restore(trainer: L.Trainer) -> dict[str, float]:
+def timed_restore(trainer: L.Trainer, found: dict[str, Any]) -> None:
     """Seconds from before the checkpoint is opened until all states are in place, on this rank."""
-    found: dict[str, float] = {}
     connector = trainer._checkpoint_connector
     start, end = connector.resume_start, connector.resume_end
+    memory: list[Memory] = []
 
     def resume_start(*args: Any, **kwargs: Any) -> None:
         synchronise()
+        memory.append(Memory())
         found["begin"] = time.perf_counter()
         start(*args, **kwargs)
 
     def resume_end(*args: Any, **kwargs: Any) -> None:
         synchronise()
         found["seconds"] = time.perf_counter() - found["begin"]
+        found["host"], _ = memory[0].end()
+        found["total"] = total(trainer)
         end(*args, **kwargs)
 
     connector.resume_start, connector.resume_end = resume_start, resume_end
-    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="zero3_compile", choices=["zero3_compile", "fsdp2"])
-    parser.add_argument("--kind", default="sharded", choices=["full", "sharded", "async"])
-    parser.add_argument("--size", default="1b", choices=SIZES)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--at", type=int, default=12, help="save after this step")
-    parser.add_argument("--home", type=Path, default=Path("checkpoints"))
-    parser.add_argument("--keep", action="store_true", help="do not load, and leave the checkpoint there")
-    arguments = parser.parse_args()
-    path = arguments.home / "x.ckpt"
-    first = fit(arguments, path, None)
-    out = {"strategy": arguments.strategy, "kind": arguments.kind, "size": arguments.size, **first}
-    if not arguments.keep:
-        out |= fit(arguments, path, path)
-    if torch.distributed.get_rank() == 0:
-        out["host_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1)
-        print(json.dumps(out), flush=True)
-        if not arguments.keep:
-            shutil.rmtree(arguments.home)
-
-
-def fit(arguments: argparse.Namespace, path: Path, source: Path | None) -> dict[str, Any]:
-    L.seed_everything(0, verbose=False)
-    fsdp2 = arguments.strategy == "fsdp2"
+def make_trainer(arguments: argparse.Namespace, steps: int, callbacks: list[L.Callback]) -> L.Trainer:
+    kind, fsdp2 = arguments.run, arguments.run == "fsdp2"
     if fsdp2:
         strategy: Any = ModelParallelStrategy(data_parallel_size=arguments.devices, tensor_parallel_size=1)
     else:
-        chosen = ['state_dict_type="full"' if arguments.kind == "full" else 'state_dict_type="sharded"']
-        strategy = zero_strategy("zero3_compile", chosen + ["async_save=true"] * (arguments.kind == "async"))
-    saves = Saves(path, 0 if source else arguments.at)
-    steps = arguments.at + 3 if source else arguments.steps
-    trainer = L.Trainer(
+        options = ['state_dict_type="full"' if kind == "full" else 'state_dict_type="sharded"']
+        options += ["async_save=true"] * (kind == "async")
+        strategy = zero_strategy("zero3" if arguments.eager else "zero3_compile", options)
+    return L.Trainer(
         strategy=strategy,
         devices=arguments.devices,
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         precision="32-true" if fsdp2 else "bf16-mixed",
         max_steps=steps,
         gradient_clip_val=1.0,
-        callbacks=[saves],
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    restored = timed_restore(trainer)
-    module = Module(arguments.size, arguments.strategy, True)
-    data = DataLoader(Tokens(arguments.length), arguments.batch)
-    trainer.fit(module, data, ckpt_path=source)
-    if source:
-        return {"load_s": round(restored["seconds"], 2)}
-    if not saves.there:
-        saves.there = time.perf_counter()
-    batches = [after - before for before, after in zip(saves.ends, saves.ends[1:], strict=False)]
-    steady = statistics.median(batches[arguments.at + (len(batches) - arguments.at) // 2 :])
-    # The batch that saved ends at ends[at - 1]; the one before it is where the stall begins to count.
-    after = batches[arguments.at - 2 :]
-    until = [n for n, end in enumerate(saves.ends[arguments.at - 1 :]) if end >= saves.there]
-    counted = after[: (until[0] if until else len(after)) + 2]
-    gib = sum(file.stat().st_size for file in path.rglob("*")) / 2**30 if path.is_dir() else path.stat().st_size / 2**30
-    return {
-        "gib": round(gib, 2),
-        "step_ms": round(steady * 1e3, 1),
-        "save_call_s": round(saves.seconds, 3),
-        "until_there_s": round(saves.there - saves.ends[arguments.at - 2], 2),
-        "stall_s": round(sum(counted) - steady * len(counted), 3),
-        "longest_batch_s": round(max(after), 3),
-        **saves.peaks,
-    }
+
+
+def fit(arguments: argparse.Namespace, trainer: L.Trainer, source: Path | None = None) -> None:
+    """With a new module, which goes with what it has on the device."""
+    L.seed_everything(0, verbose=False)
+    module = Module(arguments.size, arguments.run, True)
+    if arguments.eager:
+        torch.compiler.set_stance("force_eager")
+    trainer.fit(module, DataLoader(Tokens(arguments.length), arguments.batch), ckpt_path=source)
+    engine = engine_of(module)
+    if engine is not None:
+        engine.close()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    path = arguments.home / f"{arguments.run}.ckpt"
+    saves = Saves(path, arguments.at)
+    after = arguments.after if arguments.run == "async" else 3
+    trainer = make_trainer(arguments, arguments.at + after, [saves])
+    fit(arguments, trainer)
+    files = [file for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+    gib = sum(file.stat().st_size for file in files) / GIB
+    tell(arguments, saves.told(gib))
+    for name in () if arguments.run == "async" else ("load", "load_cold"):
+        del trainer
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if name == "load_cold":
+            forget(path)
+        trainer, found = make_trainer(arguments, arguments.at + 1, []), {}
+        timed_restore(trainer, found)
+        fit(arguments, trainer, path)
+        told = {f"{name}_s": round(found["seconds"], 2), f"{name}_gib_s": round(gib / found["seconds"], 2)}
+        told |= {"load_host_gib": found["host"]} if name == "load" else {}
+        tell(arguments, told | {"same": found["total"] == saves.total})
+
+
+def tell(arguments: argparse.Namespace, told: dict[str, Any]) -> None:
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps({"row": arguments.run} | told), flush=True)
+
+
+# -- all rows
+
+
+def choose_size(arguments: argparse.Namespace, disk: tuple[float, float]) -> str:
+    """The largest that fits on the devices, the host and the disk, and can be saved and loaded in time."""
+    devices = arguments.devices
+    host = int(next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line).split()[1])
+    limit = Path("/sys/fs/cgroup/memory.max")
+    host <<= 10
+    if limit.exists() and limit.read_text().strip().isdigit():
+        host = min(host, int(limit.read_text()))
+    device = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else host // 4
+    for size in LARGEST_FIRST:
+        with torch.device("meta"):
+            count = sum(param.numel() for param in Decoder(*SIZES[size]).parameters())
+        saved = MASTERS * count
+        seconds = len(ROWS) * START_S + saved / GIB * (4 / disk[0] + 3 / disk[1])
+        fits = STATE * count / devices * 1.2 + 6 * GIB < device and 2 * saved < host
+        if fits and saved * 1.2 < shutil.disk_usage(arguments.home).free and seconds < arguments.minutes * 60:
+            return size
+    return LARGEST_FIRST[-1]
+
+
+def run_row(kind: str, size: str, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """What the row's processes have told; they end by the deadline."""
+    command = [sys.executable, __file__, "--run", kind, "--size", size, "--home", str(arguments.home)]
+    for name in ("batch", "length", "devices", "at", "after"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    command += ["--eager"] * arguments.eager
+    begin, told = time.monotonic(), {}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    late = threading.Timer(max(1.0, deadline - begin), lambda: os.killpg(process.pid, signal.SIGKILL))
+    late.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith('{"row"'):
+                told |= json.loads(line)
+        status = process.wait()
+        if status:
+            print(json.dumps({"failed": kind, "status": status}), flush=True)
+    finally:
+        late.cancel()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        shutil.rmtree(arguments.home / f"{kind}.ckpt", ignore_errors=True)
+        (arguments.home / f"{kind}.ckpt").unlink(missing_ok=True) if kind == "full" else None
+    print(json.dumps({"took": kind, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default=",".join(ROWS), help="in this order, as long as there is time")
+    parser.add_argument("--size", default="auto", choices=["auto", *SIZES])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--at", type=int, default=20, help="save after this step")
+    parser.add_argument("--after", type=int, default=100, help="batches after a save beside training")
+    parser.add_argument("--home", type=Path, default=Path("checkpoints"), help="an empty folder, removed at the end")
+    parser.add_argument("--minutes", type=float, default=5.0, help="for everything; then it ends")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--run", choices=ROWS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        run(arguments)
+        return
+    deadline = time.monotonic() + arguments.minutes * 60 - 5
+    made = not arguments.home.exists()
+    arguments.home.mkdir(parents=True, exist_ok=True)
+    disk = speed(arguments.home, gib=2.0)
+    print(json.dumps({"disk": "direct, 4 streams", "write_gib_s": round(disk[0], 2), "read_gib_s": round(disk[1], 2)}), flush=True)
+    size = choose_size(arguments, disk) if arguments.size == "auto" else arguments.size
+    print(json.dumps({"size": size, "devices": arguments.devices, "torch": torch.__version__}), flush=True)
+    rows = []
+    for kind in arguments.rows.split(","):
+        if deadline - time.monotonic() < 15:
+            print(json.dumps({"not run": kind, "why": "the time is over"}), flush=True)
+            continue
+        rows.append({"row": kind} | run_row(kind, size, arguments, deadline))
+    print(f"\ndisk: {disk[0]:.2f} GiB/s written, {disk[1]:.2f} read; {size}, {arguments.devices} ranks\n")
+    print(f"| | {' | '.join(title for _, title in COLUMNS)} |\n|---|{'---:|' * len(COLUMNS)}")
+    for row in rows:
+        print(f"| {row['row']} | {' | '.join(str(row.get(name, '')) for name, _ in COLUMNS)} |")
+    if made:
+        shutil.rmtree(arguments.home)
 
 
 if __name__ == "__main__":
