@@ -16,9 +16,11 @@ import argparse
 import json
 import logging
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -29,9 +31,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_zero.bench import gaps
 from lightning_zero.bench.clock import Clock, Start
 from lightning_zero.bench.graphed import StepGraph
 from lightning_zero.bench.peers import zero_strategy
+
+PROFILED = 6  # steps
 
 
 class Parts(L.LightningModule):
@@ -209,6 +214,21 @@ def strategy_of(name: str) -> Any:
     return zero_strategy(name, ARGS.option)
 
 
+def profiler(trainer: L.Trainer) -> Any:
+    """Prints where the device stands idle in the steps after the last one that is timed."""
+
+    def show(profile: Any) -> None:
+        if trainer.global_rank == 0:
+            with tempfile.TemporaryDirectory() as directory:
+                trace = Path(directory, "trace.json")
+                profile.export_chrome_trace(str(trace))
+                found = gaps.read(trace)
+            print("\n".join([f"{ARGS.model}:", *(found.lines() if found else ["a trace without kernels"])]), flush=True)
+
+    schedule = torch.profiler.schedule(wait=ARGS.steps + 1, warmup=3, active=PROFILED, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=show)
+
+
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("lightning_zero").setLevel(logging.INFO)  # where the seconds of the start went
@@ -222,7 +242,7 @@ def main() -> None:
         devices=ARGS.devices,
         accelerator="gpu",
         precision="32-true" if ARGS.strategy.startswith("fsdp2") else ARGS.precision,
-        max_steps=ARGS.steps,
+        max_steps=ARGS.steps + (PROFILED + 6 if ARGS.profile else 0),
         gradient_clip_val=None if ARGS.strategy == "fsdp2_graph" else 1.0,
         callbacks=[clock, start],
         logger=False,
@@ -231,9 +251,12 @@ def main() -> None:
         enable_model_summary=False,
         use_distributed_sampler=True,
     )
+    if ARGS.profile:
+        clock.profiler = profiler(trainer)
+        clock.profiler.start()
     start.begin = time.perf_counter()
     trainer.fit(module, DataLoader(Data(row, lengths), batch_size=None, num_workers=4))
-    steady = clock.milliseconds()
+    steady, leads = (values[: ARGS.steps - ARGS.warm - 1] for values in (clock.milliseconds(), clock.leads()))
     free, total = torch.cuda.mem_get_info()
     result = {
         "model": ARGS.model,
@@ -241,6 +264,7 @@ def main() -> None:
         "options": ARGS.option + [f"precision={ARGS.precision}"] * (ARGS.precision != "bf16-mixed"),
         "ms": round(statistics.median(steady), 2),
         "ms_10_90": [round(statistics.quantiles(steady, n=10)[i], 2) for i in (0, -1)],
+        "host_ahead_ms": round(statistics.median(leads), 2),
         "start_s": round(start.seconds, 1),
         "peak_gib": clock.peak,
         "reserved_gib": clock.reserved,
@@ -264,6 +288,7 @@ if __name__ == "__main__":
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm", type=int, default=15)
+    parser.add_argument("--profile", action="store_true", help="say where the device stands idle, too")
     parser.add_argument("--no-reshard", action="store_true", help="FSDP2: keep weights gathered after forward")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, or tuning.NAME=VALUE"

@@ -20,6 +20,7 @@ class Clock(pl.Callback):
     def __init__(self, warm: int, ask: bool = False) -> None:
         self.warm, self.ask, self.begin, self.steady_after = warm, ask, 0.0, 0.0
         self.marks: list[Any] = []
+        self.told: list[float] = []  # when the host had queued each
         self.loss: Any = None
         self.profiler: Any = None
         self.peak: float | None = None
@@ -40,6 +41,7 @@ class Clock(pl.Callback):
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             self.steady_after = time.perf_counter() - self.begin
+        self.told.append(time.perf_counter())
         if self.profiler is not None:
             self.profiler.step()
 
@@ -68,6 +70,16 @@ class Clock(pl.Callback):
             a.elapsed_time(b) if isinstance(a, torch.cuda.Event) else 1e3 * (b - a)
             for a, b in zip(steady, steady[1:], strict=False)
         ]
+
+    def leads(self) -> list[float]:
+        """Milliseconds by which the device came later to the end of each such step than the host did, which queues it:
+        where that does not grow to more than a step, the device waits for the host, and not the other way round."""
+        if not torch.cuda.is_available() or len(self.marks) <= self.warm:
+            return []
+        torch.cuda.synchronize()
+        origin, begun = self.marks[self.warm - 1], self.told[self.warm - 1]  # the host had waited for the device
+        after = zip(self.marks[self.warm :], self.told[self.warm :], strict=True)
+        return [origin.elapsed_time(mark) - 1e3 * (told - begun) for mark, told in after]
 
 
 def of_graphs() -> int:

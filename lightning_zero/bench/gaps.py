@@ -1,0 +1,156 @@
+"""Where a device stands idle in a step, by a trace of torch's profiler: between which kernels, and what the host did.
+
+A profiler slows the host down, and not the device: gaps where the host is late look longer than they are. Whether it is
+late without one, :meth:`~lightning_zero.bench.clock.Clock.leads` tells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Gap", "Steps", "read", "summarise"]
+
+COMPUTES, COPIES = ("kernel",), ("gpu_memcpy", "gpu_memset")
+CALLS = ("cuda_runtime", "cuda_driver")
+STEP = "ProfilerStep#"
+SHORTEST_US = 2.0  # between kernels of one graph there are as many
+WIDTH = 48  # of a kernel's name, in text
+
+
+@dataclass
+class Gap:
+    """Two kernels with nothing between them.
+
+    Attributes:
+        after, before: their names.
+        us: of all such in a step, on average.
+        times: how often in a step.
+        calls: of the host into the driver meanwhile, in microseconds.
+    """
+
+    after: str
+    before: str
+    us: float = 0.0
+    times: float = 0.0
+    calls: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a trace says of its steps; all microseconds are of one step, on average.
+
+    Attributes:
+        steps: in the trace.
+        us: from the first kernel of one to that of the next.
+        computing: some kernel runs.
+        copying: only copies run.
+        idle: nothing runs.
+        gaps: the longest come first.
+        calls: of the host into the driver.
+        launched: how many times it called each.
+    """
+
+    steps: int
+    us: float
+    computing: float
+    copying: float
+    idle: float
+    gaps: tuple[Gap, ...]
+    calls: dict[str, float]
+    launched: dict[str, float]
+
+    def lines(self, most: int = 12) -> list[str]:
+        """For people."""
+        shown = [
+            f"{self.us / 1e3:.2f} ms per step with a profiler ({self.steps} steps): "
+            f"kernels {self.computing / 1e3:.2f}, copies alone {self.copying / 1e3:.2f}, idle {self.idle / 1e3:.2f}",
+        ]
+        for gap in self.gaps[:most]:
+            host = sorted(gap.calls.items(), key=lambda call: -call[1])[:3]
+            meanwhile = ", ".join(f"{name} {us:.0f}" for name, us in host) or "no call into the driver"
+            names = f"{gap.after[:WIDTH]} -> {gap.before[:WIDTH]}"
+            shown.append(f"  idle {gap.us:6.0f} us in {gap.times:.1f} gaps: {names} ({meanwhile})")
+        calls = sorted(self.calls.items(), key=lambda call: -call[1])[:most]
+        shown += [f"  host  {us:6.0f} us in {self.launched[name]:.1f} calls of {name}" for name, us in calls]
+        return shown
+
+
+def read(trace: Path) -> Steps | None:
+    """Of a Chrome trace; None where it has no kernels in at least two steps."""
+    return summarise(json.loads(trace.read_text())["traceEvents"])
+
+
+def summarise(events: Iterable[dict[str, Any]]) -> Steps | None:
+    """See :func:`read`."""
+    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    marks = sorted(e["ts"] for e in spans if e.get("name", "").startswith(STEP) and e.get("cat") == "user_annotation")
+    device = sorted((e for e in spans if e.get("cat") in COMPUTES + COPIES), key=lambda event: event["ts"])
+    host = [event for event in spans if event.get("cat") in CALLS]
+    # The device is behind the host by as much in each step: whole steps of one are as long as those of the other.
+    if len(marks) < 2 or not device:
+        return None
+    begin, end, steps = marks[0], marks[-1], len(marks) - 1
+    device = [event for event in device if begin <= event["ts"] < end]
+    host = [event for event in host if begin <= event["ts"] < end]
+    if not device:
+        return None
+    busy = _union(event for event in device if event["cat"] in COMPUTES)
+    any_busy = _union(device)
+    total = end - begin
+    computing, running = _length(busy), _length(any_busy)
+    calls: dict[str, float] = defaultdict(float)
+    launched: dict[str, float] = defaultdict(float)
+    for event in host:
+        calls[event["name"]] += event["dur"] / steps
+        launched[event["name"]] += 1 / steps
+    gaps = sorted(_gaps(device, host, steps), key=lambda gap: -gap.us)
+    return Steps(
+        steps,
+        total / steps,
+        computing / steps,
+        (running - computing) / steps,
+        (total - running) / steps,
+        tuple(gaps),
+        dict(calls),
+        dict(launched),
+    )
+
+
+def _union(events: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Intervals in which one of them runs; they are in order of their beginnings."""
+    found: list[tuple[float, float]] = []
+    for event in events:
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _length(intervals: Sequence[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _gaps(device: Sequence[dict[str, Any]], host: Sequence[dict[str, Any]], steps: int) -> Iterable[Gap]:
+    found: dict[tuple[str, str], Gap] = {}
+    last = device[0]
+    for event in device[1:]:
+        begin = last["ts"] + last["dur"]
+        if event["ts"] - begin >= SHORTEST_US:
+            names = last["name"], event["name"]
+            gap = found.setdefault(names, Gap(*names))
+            gap.us += (event["ts"] - begin) / steps
+            gap.times += 1 / steps
+            for call in host:
+                inside = min(event["ts"], call["ts"] + call["dur"]) - max(begin, call["ts"])
+                if inside > 0:
+                    gap.calls[call["name"]] += inside / steps
+        if event["ts"] + event["dur"] > begin:
+            last = event
+    return found.values()
