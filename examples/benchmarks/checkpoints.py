@@ -319,7 +319,8 @@ def main() -> None:
     made = not arguments.home.exists()
     arguments.home.mkdir(parents=True, exist_ok=True)
     disk = speed(arguments.home, gib=2.0)
-    print(json.dumps({"disk": "direct, 4 streams", "write_gib_s": round(disk[0], 2), "read_gib_s": round(disk[1], 2)}), flush=True)
+    told = {"disk": "direct, 4 streams", "write_gib_s": round(disk[0], 2), "read_gib_s": round(disk[1], 2)}
+    print(json.dumps(told), flush=True)
     size = choose_size(arguments, disk) if arguments.size == "auto" else arguments.size
     print(json.dumps({"size": size, "devices": arguments.devices, "torch": torch.__version__}), flush=True)
     rows = []

@@ -3,6 +3,7 @@ believes them, with the checksums that the format holds of each of its parts (th
 
 from __future__ import annotations
 
+import os
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_zero.checkpoint.places import INCOMPLETE, beside, bring_back, make_folders, put_in_place, remove
+from lightning_zero.checkpoint.replaceable import refuse_other_folders
 from lightning_zero.checkpoint.sharded.hashed import HashedFile
 from lightning_zero.errors import CheckpointError
 
@@ -28,19 +30,40 @@ def write_archive(value: Any, path: Path, save: Callable[[Any, BinaryIO], None] 
         value: what ``torch.save`` takes.
         path: on a file system of this host, or one that it mounts.
         save: writes it into an open file.
+
+    Raises:
+        CheckpointError: a folder of something else stands there, or somebody else saves there at the same time.
     """
     work = beside(path, INCOMPLETE)
     bring_back(path)
+    refuse_other_folders(path)
     make_folders(path.parent)
     remove(work)
+    file = open(work, "xb", buffering=0)  # noqa: SIM115 - closed by what sums it up
+    held = os.dup(file.fileno())  # nothing else is known by its number meanwhile
     try:
-        with HashedFile(open(work, "xb", buffering=0)) as file:
-            save(value, file)  # type: ignore[arg-type]
+        with HashedFile(file) as summed:
+            save(value, summed)  # type: ignore[arg-type]
+        if not _is_still(work, held):
+            raise CheckpointError(
+                f"another save to {path} has begun meanwhile, and removed what was written. What stood there is still "
+                "there. Let each training save to a place of its own."
+            )
         put_in_place(work, path)
     except BaseException:
         with suppress(OSError):  # the error that made it useless says more
-            remove(work)
+            if _is_still(work, held):
+                remove(work)
         raise
+    finally:
+        os.close(held)
+
+
+def _is_still(work: Path, held: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(work), os.fstat(held))
+    except FileNotFoundError:
+        return False
 
 
 def check_archive(path: Path, part: int = 0, parts: int = 1) -> None:

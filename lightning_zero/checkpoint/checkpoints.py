@@ -106,6 +106,10 @@ class Checkpoints:
             state = by_number(state, optimizer, self._module())
         return shard_optimizer_state(dict(state), optimizer, self._sharder)
 
+    def telling(self, what: str, done: str) -> Telling:
+        """Tells the user now and then how far it is, see there."""
+        return Telling(what, done, self._tell)
+
     # -- folders
 
     def save(
@@ -141,7 +145,7 @@ class Checkpoints:
             place = self.saver.save(path, state, rest)
         else:
             self.saver.finish()
-            place = save_sharded(path, state, rest, self.together, Telling(f"Saving {path}", "written", self._tell))
+            place = save_sharded(path, state, rest, self.together, self.telling(f"Saving {path}", "written"))
         if mark is not None and not again:
             self._last = SavedState(mark, place, fingerprint(state, self.together.rank), self._writes)
 
@@ -207,7 +211,7 @@ class Checkpoints:
                 f"Ranks see different checkpoints at {path}: rank 0 that of save {saves[0]}, rank {other} that of save "
                 f"{saves[other]}. Checkpoints must lie where all hosts see the same files."
             )
-        read = Telling(f"Comparing {path} with its checksums", "read", self._tell)
+        read = self.telling(f"Comparing {path} with its checksums", "read")
         self.together.each(what, lambda: folder.check(_share(folder.sizes(), *self.together.share), read))
         return folder
 

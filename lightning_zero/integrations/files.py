@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.archive import check_archive, write_archive
 from lightning_zero.checkpoint.places import standing
+from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
@@ -44,7 +45,13 @@ class FileIO(TorchCheckpointIO):
 
 class BackgroundFileIO(FileIO):
     """Writes in a thread, one file at a time, and removes old ones there, too, so that none is removed for a new one
-    that is not there yet. An error shows at the next call."""
+    that is not there yet. An error shows at the next call.
+
+    Attributes:
+        path: where the last one is, or will be.
+    """
+
+    path: str | None = None
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -53,6 +60,7 @@ class BackgroundFileIO(FileIO):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         self.finish()
+        path = self.path = full_path(path)  # this process may go elsewhere before it is written
         # Whole values are copies already, which nobody else has; the rest may change while it is written.
         taken = {key: value if key in COPIES else _copied(value) for key, value in checkpoint.items()}
         if self._thread is None:
@@ -70,10 +78,16 @@ class BackgroundFileIO(FileIO):
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
         remove = super().remove_checkpoint
+        path = full_path(path)
         if self._saving is None:
             remove(path)
         else:
             self._saving.add_done_callback(lambda saved: None if saved.exception() else remove(path))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save goes on."""
+        return self._saving is not None and not self._saving.done()
 
     def finish(self) -> None:
         """Waits, and raises what went wrong."""
@@ -118,13 +132,25 @@ def load_file(
         else:
             found.append(io.load_checkpoint(path, weights_only=weights_only))
 
+    def compare(part: int, parts: int) -> None:
+        seen.append(_look(local))
+        _check(local, part, parts)
+
+    def read_that() -> None:
+        named(path, read)
+        # Another job may have put a new one there, which nobody has compared, or which not all ranks have got.
+        if _look(local) != seen[0]:
+            raise CheckpointError(f"{path} was replaced by another one while it was being loaded. Load it again.")
+
     found: list[dict[str, Any]] = []
+    seen: list[Any] = []
+    what = f"load the checkpoint {path}"
     if together is None:
-        naming(path, read)
+        compare(0, 1)
+        read_that()
     else:
-        what = f"load the checkpoint {path}"
-        together.each(what, lambda: _check(local, *together.share))
-        together.each(what, lambda: named(path, read))
+        together.each(what, lambda: compare(*together.share))
+        together.each(what, read_that)
     return found[0]
 
 
@@ -152,6 +178,14 @@ def named(path: Any, read: Callable[[], T]) -> T:
 
 def _copied(value: Any) -> Any:
     return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().clone())
+
+
+def _look(path: Path | None) -> tuple[int, ...] | None:
+    """By which a file is known again."""
+    if path is None or not path.exists():
+        return None
+    seen = path.stat()
+    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns
 
 
 def _check(path: Path | None, part: int, parts: int) -> None:

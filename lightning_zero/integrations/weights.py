@@ -14,8 +14,8 @@ from lightning_zero.checkpoint.weights.files import parse_size
 from lightning_zero.checkpoint.weights.loading import Incompatible, load_into
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.full import gather_full
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.state import whole_on_cpu
 
 __all__ = ["export_safetensors", "load_safetensors"]
 
@@ -115,15 +115,19 @@ def export_safetensors(
         known.add(id(value))
         record = records.get(id(value))
         size = (dtype or value.dtype).itemsize if value.is_floating_point() else value.itemsize
-        weights[key] = Weight(value.numel() * size, partial(_whole, value, record, dtype))
-    return export(weights, Path(folder), most, engine.checkpoints.together, metadata or {})
+        weights[key] = Weight(value.numel() * size, partial(_gather, value, record), partial(_keep, dtype))
+    checkpoints = engine.checkpoints
+    wrote = checkpoints.telling(f"Exporting weights to {folder}", "written")
+    return export(weights, Path(folder), most, checkpoints.together, metadata or {}, wrote)
 
 
-def _whole(value: Tensor, record: ShardedParameter | None, dtype: torch.dtype | None, here: bool) -> Tensor | None:
-    if record is None:
-        return in_dtype(value, dtype, copy=True) if here else None
-    whole = whole_on_cpu(record, here)
-    return None if whole is None else in_dtype(whole, dtype, copy=False)
+def _gather(value: Tensor, record: ShardedParameter | None) -> Tensor:
+    return value if record is None else gather_full(record)
+
+
+def _keep(dtype: torch.dtype | None, whole: Tensor) -> Tensor:
+    # The copy holds neither padding nor what a buffer becomes while it is written.
+    return in_dtype(whole, dtype, copy=True)
 
 
 def _find(module: nn.Module) -> Engine | None:

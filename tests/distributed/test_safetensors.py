@@ -12,6 +12,7 @@ from torch import nn
 import lightning_zero
 from lightning_zero.checkpoint.weights import exporting
 from lightning_zero.errors import CheckpointError
+from lightning_zero.integrations import weights
 from tests.helpers.sharded import EAGER, engine_for
 from tests.ranks.pool import Ranks
 
@@ -123,26 +124,44 @@ def test_what_is_written_is_read_by_others(ranks: Ranks, tmp_path: Path, world_s
             assert lightning_zero.load_safetensors(plain, tmp_path) == ([], [])
 
 
-def _cannot(folder: str) -> str:
-    model = Net()
-    with engine_for(model, EAGER), pytest.MonkeyPatch.context() as monkeypatch:
-        if torch.distributed.get_rank() == 1:
-
-            def full(*args: Any) -> None:
-                raise OSError(28, "No space left on device")
-
-            monkeypatch.setattr(exporting, "_write", full)
-        try:
-            lightning_zero.export_safetensors(model, folder, 1500)
-        except CheckpointError as error:
-            return str(error)
-    return ""
+def _full(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
 
 
-def test_a_rank_that_cannot_write_is_named_on_all(ranks: Ranks, tmp_path: Path) -> None:
+def _no_memory(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+
+CANNOT = {"write": ("_write", _full, "No space left"), "keep": ("in_dtype", _no_memory, "can't allocate memory")}
+
+
+def _cannot(folder: str) -> dict[str, str]:
+    model, said = Net(), {}
+    with engine_for(model, EAGER):
+        for what, (name, fail, _) in CANNOT.items():
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                if torch.distributed.get_rank() == 1:
+                    monkeypatch.setattr(exporting if what == "write" else weights, name, fail)
+                try:
+                    lightning_zero.export_safetensors(model, folder, 1500)
+                except CheckpointError as error:
+                    said[what] = str(error)
+            torch.distributed.barrier()
+            said[f"left by {what}"] = str(list(Path(folder).iterdir()))
+            torch.distributed.barrier()
+        lightning_zero.export_safetensors(model, folder, 1500)
+    return said
+
+
+def test_a_rank_that_cannot_do_its_part_is_named_on_all_and_the_next_time_goes_well(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     for said in ranks.run(2, _cannot, str(tmp_path)):
-        assert "rank 1: OSError: [Errno 28] No space left on device" in said
-    assert list(tmp_path.iterdir()) == []
+        for what, (_, _, error) in CANNOT.items():
+            assert f"export weights to {tmp_path}: rank 1: " in said[what]
+            assert error in said[what]
+            assert said[f"left by {what}"] == "[]"
+    assert lightning_zero.load_safetensors(Net(seed=9), tmp_path) == ([], [])
 
 
 def _transformers(home: str) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from tests.helpers.save_points import observed
 from tests.helpers.saved import Scheduled
@@ -129,6 +130,7 @@ def _die(kind: str, home: str, name: str, point: str, victim: int, everywhere: b
                         os.kill(pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    trainer.state.status = TrainerStatus.RUNNING  # outside of training no save goes on beside it
     with observed(reach):
         trainer.save_checkpoint(f"{home}/{name}")
         trainer.strategy._finish_saving()

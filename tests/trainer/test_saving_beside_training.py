@@ -177,3 +177,42 @@ def _goes_on(home: str) -> int:
 def test_a_link_that_leads_nowhere_is_no_new_beginning(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, _kept, "sharded", str(tmp_path))
     assert ranks.run(2, _goes_on, str(tmp_path)) == [4, 4]
+
+
+def _named_alike(kind: str, home: str) -> dict[str, Any]:
+    """Two best checkpoints have one name, so that the second gets a number, though the first is not there yet. Then a
+    save after training, which goes on beside nothing."""
+    module = MODULES["Scheduled"]()
+    keeps = ModelCheckpoint(home, "best", monitor="step", mode="max", save_top_k=2, every_n_train_steps=1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _slowly(monkeypatch)
+        trainer = make_trainer(
+            "eager", state_dict_type=kind, async_save=True, callbacks=[keeps], enable_checkpointing=True
+        )
+        trainer.fit(module, make_loader("eager"))
+        found = sorted(p.name for p in Path(home).iterdir())
+        trainer.save_checkpoint(f"{home}/after")
+        there = os.path.exists(f"{home}/after")
+    state = whole_state(module)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.mul_(2.0)
+    trainer.validate(module, make_loader("eager", 0), ckpt_path=f"{home}/after", verbose=False)
+    loaded = whole_state(module)
+    close(module)
+    same = all(torch.equal(value, loaded[key]) for key, value in state.items() if key != "calls")
+    steps = {
+        torch.load(f"{path}/meta.pt" if kind == "sharded" else path)["global_step"] for path in keeps.best_k_models
+    }
+    return {"found": found, "there": there, "same": same, "steps": steps}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_of_saves_that_go_on_are_taken_and_nothing_goes_on_after_training(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    for found in ranks.run(2, _named_alike, kind, str(tmp_path)):
+        assert found["found"] == ["best-v1.ckpt", "best.ckpt"]
+        assert found["steps"] == {3, 4}
+        assert found["there"], "it was saved, and is not there"
+        assert found["same"]

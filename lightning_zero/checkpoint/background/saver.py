@@ -64,6 +64,11 @@ class BackgroundSaver:
         """Whether a save goes on."""
         return self._saving is not None and self._saving.is_alive()
 
+    @property
+    def saving_to(self) -> str | None:
+        """Where the save that goes on will be, as rank 0 understands it."""
+        return self._saving.path if self._saving is not None and self._saving.is_alive() else None
+
     def prepare(self, count: int) -> None:
         """Begins to have memory for ``count`` bytes ready, so that the first save does not wait for it. Once."""
         if self._prepared is None:
@@ -112,7 +117,7 @@ class BackgroundSaver:
             finish_save(save, ranks, paths, packed_rest)
             saving.run_at_end()
 
-        saving = self._saving = _Saving(lambda: outcome.of(lambda: self._write(order), finish))
+        saving = self._saving = _Saving(save.path, lambda: outcome.of(lambda: self._write(order), finish))
         saving.start()
         return save.path
 
@@ -182,11 +187,13 @@ def _end(reference: weakref.ref[BackgroundSaver]) -> None:
 
 class _Saving(threading.Thread):
     """Attributes:
+    path: where the checkpoint will be.
     error: why it has failed, once it is over.
     """
 
-    def __init__(self, save: Callable[[], str | None]) -> None:
+    def __init__(self, path: str, save: Callable[[], str | None]) -> None:
         super().__init__(name="lightning_zero-checkpoint", daemon=True)
+        self.path = path
         self.error: str | None = None
         self._save = save
         self._lock = threading.Lock()

@@ -143,7 +143,9 @@ class Snapshot:
         if self._stream is not None:
             # Copies into memory that may be swapped out go through a small buffer, and the host waits for them.
             with torch.cuda.device(self._device):  # a new thread would begin to use the first one
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), count, 0))
+                torch.cuda.check_error(
+                    torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
+                )
 
     def _release(self) -> None:
         if self._claim is None:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Protocol
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.lateness import ask_again
 from lightning_zero.checkpoint.places import (
     INCOMPLETE,
@@ -28,7 +29,9 @@ from lightning_zero.checkpoint.places import (
     standing,
     sync_folder,
 )
+from lightning_zero.checkpoint.replaceable import refuse_other_folders, refuse_others
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from lightning_zero.errors import CheckpointError
 
 __all__ = ["Folder", "folder_at", "full_path", "read_at"]
 
@@ -85,12 +88,15 @@ class LocalFolder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._work = beside(path, INCOMPLETE)
+        self._begun: HeldFolder | None = None  # by this rank
 
     def begin(self, token: str) -> None:
         bring_back(self._path)
+        refuse_other_folders(self._path)
         remove(self._work)
         make_folders(self._path.parent)
         self._work.mkdir()
+        self._begun = HeldFolder(self._work)
         (self._work / TOKEN).write_text(token)
 
     def sees(self, token: str) -> bool:
@@ -118,12 +124,22 @@ class LocalFolder:
         return True
 
     def commit(self) -> None:
+        self._look()
         (self._work / TOKEN).unlink()
         sync_folder(self._work)
+        self._look()
         put_in_place(self._work, self._path)
 
     def discard(self) -> None:
-        remove(self._work)
+        if self._is_ours():
+            remove(self._work)
+
+    def _is_ours(self) -> bool:
+        return self._begun is not None and self._begun.is_at(self._work)
+
+    def _look(self) -> None:
+        if not self._is_ours():
+            raise _another_save(self._path)
 
 
 class RemoteFolder:
@@ -137,9 +153,12 @@ class RemoteFolder:
         self._fs, self._path = fs, path.rstrip("/")
         self._work = self._path
         self._begun = self._committed = False
+        self._token: str | None = None
 
     def begin(self, token: str) -> None:
+        self._token = token
         self._fs.invalidate_cache()
+        refuse_others(self._path, self._names(self._path))
         beside = f"{self._path}{INCOMPLETE}"
         if _is_complete(self._fs, beside):
             self._move(beside)
@@ -148,9 +167,9 @@ class RemoteFolder:
         if self._fs.exists(f"{self._path}/{TOKEN}"):  # of a save that was killed
             self._fs.rm(self._path, recursive=True)
         self._work = beside if self._fs.exists(self._path) else self._path
-        self._begun = True
         self._fs.makedirs(self._work, exist_ok=True)
         self._fs.pipe_file(f"{self._work}/{TOKEN}", token.encode())
+        self._begun = True
 
     def sees(self, token: str) -> bool:
         self._fs.invalidate_cache()
@@ -166,21 +185,33 @@ class RemoteFolder:
         return file
 
     def commit(self) -> None:
+        if self._token is not None and not self._is_ours():
+            raise _another_save(self._path)
         self._fs.rm_file(f"{self._work}/{TOKEN}")
         self._committed = True
         if self._work != self._path:
             self._move(self._work)
 
     def discard(self) -> None:
-        if self._begun and not self._committed:  # else somebody has died who was not needed, or a copy failed
+        # Else somebody has died who was not needed, a copy failed, or another save has been there.
+        if self._begun and not self._committed and self._is_ours():
             with suppress(FileNotFoundError):
                 self._fs.rm(self._work, recursive=True)
+
+    def _is_ours(self) -> bool:
+        with suppress(OSError):
+            return bool(self._fs.cat_file(f"{self._work}/{TOKEN}") == str(self._token).encode())
+        return False
+
+    def _names(self, place: str) -> list[str]:
+        entries = self._fs.ls(place, detail=False) if self._fs.isdir(place) else []
+        return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries]
 
     def _move(self, work: str) -> None:
         with suppress(FileNotFoundError):
             self._fs.rm(self._path, recursive=True)
         self._fs.invalidate_cache()
-        names = [entry.rsplit("/", 1)[-1] for entry in self._fs.ls(work, detail=False)]
+        names = self._names(work)
         self._fs.makedirs(self._path, exist_ok=True)
         for name in sorted(names, key=lambda name: name == MANIFEST):
             self._fs.copy(f"{work}/{name}", f"{self._path}/{name}")
@@ -190,3 +221,10 @@ class RemoteFolder:
 
 def _is_complete(fs: Any, place: str) -> bool:
     return bool(fs.exists(f"{place}/{MANIFEST}") and not fs.exists(f"{place}/{TOKEN}"))
+
+
+def _another_save(path: Path | str) -> CheckpointError:
+    return CheckpointError(
+        f"another save to {path} has begun meanwhile, and taken its folder. What stood there is still there. Let each "
+        "training save to a place of its own."
+    )

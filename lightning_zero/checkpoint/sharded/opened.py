@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.lateness import ask_again
 from lightning_zero.checkpoint.opened import Opened
 from lightning_zero.checkpoint.sharded.boxes import Box
@@ -72,6 +73,9 @@ class OpenedFolder(Opened):
         self.path = path
         self._mapped: MappedFiles | None = None
         self._fs, self._place = read_at(path)
+        if isinstance(self._fs, LocalFileSystem):
+            self._held = HeldFolder(self._place)
+            self._place = self._held.path
         self.manifest = manifest = self._read_manifest()
         self.has_checksums = manifest is not None
         self.save_id = manifest.save_id if manifest is not None else None
@@ -99,7 +103,7 @@ class OpenedFolder(Opened):
 
     @property
     def place(self) -> Path | None:
-        """On a file system of this host; None elsewhere."""
+        """On a file system of this host, as this process finds it while this is open; None elsewhere."""
         return Path(self._place) if isinstance(self._fs, LocalFileSystem) else None
 
     # -- files
@@ -121,7 +125,8 @@ class OpenedFolder(Opened):
         return f"{self.path.rstrip('/')}/{name}"
 
     def _unreadable(self, name: str, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self._named(name)} cannot be read: {type(error).__name__}: {error}.")
+        why = f"{type(error).__name__}: {error.strerror or error}"
+        return CheckpointError(f"{self._named(name)} cannot be read: {why}.")
 
     def _read_manifest(self) -> Manifest | None:
         if not self._has(MANIFEST):

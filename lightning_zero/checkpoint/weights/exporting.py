@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,16 +27,23 @@ class Weight:
 
     Attributes:
         bytes: that it takes in the file.
-        whole: gives all of it, on the CPU, in memory of its own, where it is wanted ``here``, and None elsewhere.
-            Collective where it is sharded.
+        gather: gives all of it, somewhere. Collective where it is sharded.
+        keep: makes of that what is written: on the CPU, in memory of its own. Where a rank has too little memory for
+            it, the others must not wait for that rank's next gather.
     """
 
     bytes: int
-    whole: Callable[[bool], Tensor | None]
+    gather: Callable[[], Tensor]
+    keep: Callable[[Tensor], Tensor]
 
 
 def export(
-    weights: Mapping[str, Weight], folder: Path, most: int, together: Together, metadata: Mapping[str, str]
+    weights: Mapping[str, Weight],
+    folder: Path,
+    most: int,
+    together: Together,
+    metadata: Mapping[str, str],
+    wrote: Callable[[int], None] = lambda count: None,
 ) -> list[str]:
     """Writes all of them. Collective. Holds at most one file's tensors on each rank.
 
@@ -45,6 +53,7 @@ def export(
         most: bytes in a file.
         together: the ranks.
         metadata: into each file.
+        wrote: is told, from another thread, how many bytes more this rank has written.
 
     Returns:
         The names of the files.
@@ -63,24 +72,49 @@ def export(
                 here = number % together.world_size == together.rank
                 if here and ends:
                     ends[-1].exception()  # no second file in memory
-                tensors = {key: whole for key in part.keys if (whole := weights[key].whole(here)) is not None}
+                tensors, error = _gathered(part, weights, here)
+                together.each(what, partial(_stop_for, error, ends))
                 if here:
-                    ends.append(thread.submit(_write, folder / part.name, tensors, dict(metadata)))
+                    ends.append(thread.submit(_write, folder / part.name, tensors, dict(metadata), wrote))
                 del tensors
         together.each(what, lambda: [end.result() for end in ends] and None)
         together.first(what, lambda: _put_in_place(folder, files, weights))
     finally:
-        if together.rank == 0:
-            for part in files:
-                remove(beside(folder / part.name, INCOMPLETE))
+        for part in files[together.rank :: together.world_size]:  # nobody else knows when they are no longer written
+            remove(beside(folder / part.name, INCOMPLETE))
     return [part.name for part in files]
 
 
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def _gathered(part: Part, weights: Mapping[str, Weight], here: bool) -> tuple[dict[str, Tensor], Exception | None]:
+    """The tensors of a file where they are wanted ``here``, or why this rank cannot have them."""
+    tensors: dict[str, Tensor] = {}
+    error: Exception | None = None
+    for key in part.keys:
+        whole = weights[key].gather()
+        if here and error is None:
+            try:
+                tensors[key] = weights[key].keep(whole)
+            except (MemoryError, RuntimeError) as caught:  # torch's of the host's memory is the second
+                error = caught
+                tensors.clear()
+    return tensors, error
+
+
+def _stop_for(error: Exception | None, ends: Sequence[Future[None]]) -> None:
+    """What was written before may have failed meanwhile, too."""
+    if error is not None:
+        raise error
+    for end in ends:
+        if end.done():
+            end.result()
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], wrote: Callable[[int], None]) -> None:
     work = beside(path, INCOMPLETE)
     save_file(tensors, work, metadata={"format": "pt"} | metadata)
     with open(work, "rb") as file:
         os.fsync(file.fileno())
+    wrote(sum(value.nbytes for value in tensors.values()))
 
 
 def _put_in_place(folder: Path, files: Sequence[Part], weights: Mapping[str, Weight]) -> None:

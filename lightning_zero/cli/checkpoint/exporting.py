@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -44,21 +43,22 @@ def export_weights(arguments: Namespace) -> int:
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
     weights: dict[str, Weight] = {}
     known: set[object] = set()
-    total = sum(value.numel() * value.itemsize for value in chosen.values())
-    with bar("writes", total) as wrote:
-        for key, value in chosen.items():
-            place = id(value) if isinstance(value, SavedValue) else (value.data_ptr(), value.shape, value.stride())
-            if place in known and value.numel():
-                continue  # it is tied, and stands there under its first name
-            known.add(place)
-            size = (dtype or value.dtype).itemsize if value.is_floating_point() else value.itemsize
-            weights[key] = Weight(value.numel() * size, partial(_whole, value, dtype, wrote))
-        names = export(weights, Path(arguments.output), parse_size(arguments.max_shard_size), Alone(), {})
+    for key, value in chosen.items():
+        place = id(value) if isinstance(value, SavedValue) else (value.data_ptr(), value.shape, value.stride())
+        if place in known and value.numel():
+            continue  # it is tied, and stands there under its first name
+        known.add(place)
+        size = (dtype or value.dtype).itemsize if value.is_floating_point() else value.itemsize
+        weights[key] = Weight(value.numel() * size, partial(_read, value), partial(_keep, value, dtype))
+    with bar("writes", sum(weight.bytes for weight in weights.values())) as wrote:
+        names = export(weights, Path(arguments.output), parse_size(arguments.max_shard_size), Alone(), {}, wrote)
     print(json.dumps({"output": arguments.output, "files": names}) if arguments.json else arguments.output)
     return 0
 
 
-def _whole(value: Tensor, dtype: torch.dtype | None, wrote: Callable[[int], None], here: bool) -> Tensor:
-    whole = value.whole() if isinstance(value, SavedValue) else value
-    wrote(whole.nbytes)
+def _read(value: Tensor) -> Tensor:
+    return value.whole() if isinstance(value, SavedValue) else value
+
+
+def _keep(value: Tensor, dtype: torch.dtype | None, whole: Tensor) -> Tensor:
     return in_dtype(whole, dtype, copy=whole is value)

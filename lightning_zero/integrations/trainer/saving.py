@@ -13,11 +13,13 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO, optimizer_to_device
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
@@ -57,8 +59,20 @@ class Saving(ParallelStrategy):
         return engine if module is not None and engine is not None and engine_of(module) is engine else None
 
     @property
-    def _in_background(self) -> bool:
+    def saves_beside(self) -> bool:
         return self._options.async_save or isinstance(self._checkpoint_io, AsyncCheckpointIO)
+
+    def _runs(self) -> bool:
+        """Whether there is a training that a save can go on beside; else a checkpoint is there when it was saved."""
+        module = self.lightning_module
+        return module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+
+    def saving_to(self) -> str | None:
+        """Where a save goes on that readers do not see yet. On rank 0."""
+        io, engine = self._checkpoint_io, self._sharding
+        if isinstance(io, BackgroundFileIO) and io.busy:
+            return io.path
+        return None if engine is None else engine.checkpoints.saver.saving_to
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -79,7 +93,7 @@ class Saving(ParallelStrategy):
     @override
     def checkpoint_io(self) -> CheckpointIO:
         if self._checkpoint_io is None or type(self._checkpoint_io) is AsyncCheckpointIO:
-            self._checkpoint_io = BackgroundFileIO() if self._in_background else FileIO()
+            self._checkpoint_io = BackgroundFileIO() if self.saves_beside else FileIO()
         elif isinstance(self._checkpoint_io, WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
             self._checkpoint_io.checkpoint_io = FileIO()
         return self._checkpoint_io
@@ -97,8 +111,7 @@ class Saving(ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif not self._sharded:
             engine.checkpoints.together.first(
-                f"save the checkpoint {filepath}",
-                lambda: self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options),
+                f"save the checkpoint {filepath}", lambda: self._write(checkpoint, filepath, storage_options)
             )
         elif storage_options is not None:
             raise MisconfigurationException(
@@ -108,7 +121,12 @@ class Saving(ParallelStrategy):
         else:
             mark, again = self._saved_twice(str(filepath), checkpoint)
             state, rest = parted(checkpoint)
-            engine.checkpoints.save(filepath, state, rest, self._in_background, mark, again)
+            engine.checkpoints.save(filepath, state, rest, self.saves_beside and self._runs(), mark, again)
+
+    def _write(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        if isinstance(self.checkpoint_io, BackgroundFileIO) and not self._runs():
+            self.checkpoint_io.finish()
 
     def _saved_twice(self, path: str, checkpoint: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:
         """Which callback with ``save_last=True`` saves after which step, and whether for the second time: first it
@@ -146,7 +164,7 @@ class Saving(ParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Not before the one that is being saved, for which it makes room, is there."""
-        remove = partial(super().remove_checkpoint, filepath)
+        remove = partial(super().remove_checkpoint, full_path(filepath))  # it may be done later, from another folder
         if self._sharding is None:
             remove()
         else:
@@ -189,6 +207,7 @@ class Saving(ParallelStrategy):
 
     def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         checkpoints = self._require_engine().checkpoints
+        checkpoints.saver.finish()  # it may be this one
         if checkpoints.is_folder(path):
             found = as_trainers(read_together(checkpoints, path, weights_only))
         else:

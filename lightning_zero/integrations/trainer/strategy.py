@@ -32,10 +32,10 @@ from lightning_zero.integrations.precision import computing_in
 from lightning_zero.integrations.processes import nccl_lets_errors_show
 from lightning_zero.integrations.trainer.arguments import Arguments
 from lightning_zero.integrations.trainer.averaging import average_shards
+from lightning_zero.integrations.trainer.checkpoint_callbacks import adapt_checkpoint_callbacks
 from lightning_zero.integrations.trainer.checks import check_adopted, check_trainable, refuse_callbacks
 from lightning_zero.integrations.trainer.evaluation_stop import EvaluationStop
 from lightning_zero.integrations.trainer.finetuning import tell_shards_apart
-from lightning_zero.integrations.trainer.interrupted import save_together_after_exceptions
 from lightning_zero.integrations.trainer.precision import for_shards
 from lightning_zero.integrations.trainer.processes import ProcessStrategy
 from lightning_zero.integrations.trainer.saving import Saving
@@ -118,7 +118,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self._came = None
         module = self.lightning_module
         if module is not None:
-            save_together_after_exceptions(module.trainer)
+            adapt_checkpoint_callbacks(module.trainer)
         with nccl_lets_errors_show():
             super().setup_environment()
             engine = (module is not None and engine_of(module)) or self._require_engine()
@@ -340,7 +340,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         except UnsupportedError as error:
             raise MisconfigurationException(str(error)) from error
-        if self._sharded and self._in_background:
+        if self._sharded and self.saves_beside:
             self._require_engine().checkpoints.prepare(self.optimizers)
         return result
 
