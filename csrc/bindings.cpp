@@ -210,6 +210,7 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
        {arg("staging"), arg("group_name"), arg("timeout_ms")})                             //
       ("set_barrier", &Transports::set_barrier, {arg("code"), arg("rows"), arg("words")})  //
       ("use_means", &Transports::use_means, {arg("code")})                                 //
+      ("limit_across", &Transports::limit_across, {arg("code"), arg("bytes_per_s")})       //
       ("mean_rows", &Transports::mean_rows, {arg("to"), arg("rows"), arg("add")})          //
       ("take_turns", itself, &Executor::take_turns, {arg("numbers")})                      //
       ("take_device_turns", itself, &Executor::take_device_turns, {arg("code"), arg("rows")});

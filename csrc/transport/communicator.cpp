@@ -34,8 +34,9 @@ int Communicator::size() const {
 
 // `what` ranks do together here, in words; empty for what this rank does alone.
 template <class Launch>
-Pending Communicator::launch(const char* what, Launch&& launch, std::function<void()> then) {
+Pending Communicator::launch(const char* what, Launch&& launch, std::function<void()> then, int64_t bytes) {
   Pending pending;
+  const auto received = bytes / size() * (size() - 1);
   const bool meets = *what != 0, replayed = recording_ && has_streams(device_);
   if (meets && replayed)
     line_.add(lane_);
@@ -48,6 +49,8 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
   }
   if (!has_streams(device_)) {
     pending.works_ = launch(/*async=*/true);
+    if (link_ && received > 0)
+      pending.arrives_ = link_->arrival(received);
     pending.continuation_ = std::move(then);
     if (synchronize_each)
       pending.wait(device_);
@@ -71,6 +74,8 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
     }
     if (meets)
       line_.leave(stream_);
+    if (link_ && received > 0)
+      link_->hold(received, stream_);
     if (then)
       then();
     pending.fence_.record(stream_);
@@ -112,6 +117,12 @@ std::function<void()> copy_back(std::vector<std::pair<at::Tensor, at::Tensor>> c
   };
 }
 
+int64_t nbytes_of(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes += static_cast<int64_t>(tensor.nbytes());
+  return bytes;
+}
+
 }  // namespace
 
 std::string Communicator::why_not_captured() const {
@@ -151,7 +162,7 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
         auto source = cast_to ? input.to(*cast_to) : input;
         return Works{compat::all_gather(*group_, target, source, options, 0)};
       },
-      copy_back(std::move(copies)));
+      copy_back(std::move(copies)), static_cast<int64_t>(output.nbytes()));
 }
 
 Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
@@ -176,7 +187,7 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
           works.push_back(compat::all_gather(*group_, outputs[i], inputs[i], options, 0));
         return works;
       },
-      copy_back(std::move(copies)));
+      copy_back(std::move(copies)), nbytes_of(outputs));
 }
 
 Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
@@ -285,6 +296,7 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
                                            at::Tensor all_inputs, std::function<void()> then) {
   refuse_in_graph("gradients are reduced");
   jitter();
+  const auto bytes = nbytes_of(inputs);
   if (jitter_rng_) {
     for (const auto& output : outputs) fill_with_poison(output);
   }
@@ -308,7 +320,7 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
           std::vector<at::Tensor> tensors{all_inputs};
           return Works{group_->allreduce(tensors, options)};
         },
-        std::move(take_own_part));
+        std::move(take_own_part), bytes);
   }
   return launch(
       "the reduction of gradients",
@@ -319,7 +331,7 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
         return Works{outputs.size() > 1 ? compat::reduce_scatter_several(*group_, outputs, inputs, options, 0)
                                         : compat::reduce_scatter(*group_, outputs[0], inputs[0], options, 0)};
       },
-      std::move(then));
+      std::move(then), bytes);
 }
 
 void Communicator::all_reduce_max(at::Tensor& values, const char* what) {

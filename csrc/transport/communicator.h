@@ -15,6 +15,7 @@
 #include "transport/copies.h"
 #include "transport/line.h"
 #include "transport/pending.h"
+#include "transport/slow_link.h"
 
 namespace c10d {
 class ProcessGroup;
@@ -88,6 +89,9 @@ class Communicator {
   // Why no graph can hold collectives of this process group; empty where one can. On a CPU nothing is held.
   std::string why_not_captured() const;
 
+  // Debugging: its collectives cross this link. Null: none.
+  void slow_down(std::shared_ptr<SlowLink> link) { link_ = std::move(link); }
+
   // Debugging: wait on the host before and after each collective, so that an error shows where it happened.
   bool synchronize_each = false;
 
@@ -105,8 +109,9 @@ class Communicator {
   // In the line, on the current stream.
   void signal_all();
 
+  // `bytes`: of what all ranks have together, in which each of them has an equal part.
   template <class Launch>
-  Pending launch(const char* what, Launch&& launch, std::function<void()> then);
+  Pending launch(const char* what, Launch&& launch, std::function<void()> then, int64_t bytes = 0);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
@@ -119,6 +124,7 @@ class Communicator {
   std::function<void()> signal_all_;        // and wait for all, on the current stream
   at::Tensor token_, tokens_;               // what a barrier gathers
   std::optional<std::mt19937> jitter_rng_;  // when poisoning
+  std::shared_ptr<SlowLink> link_;
 };
 
 }  // namespace lightning_zero

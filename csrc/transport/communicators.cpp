@@ -48,6 +48,13 @@ void Communicators::configure(const ExecutorOptions& options) {
   }
 }
 
+void Communicators::slow_down(const std::shared_ptr<SlowLink>& link) {
+  for (auto* comm : {gathers_across_.get(), reduces_across_.get()}) {
+    if (comm != nullptr)
+      comm->slow_down(link);
+  }
+}
+
 void Communicators::catch_up() {
   for (auto* comm : on_device()) comm->catch_up();
 }

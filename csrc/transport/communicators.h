@@ -29,6 +29,8 @@ class Communicators {
 
   void watch(const c10::intrusive_ptr<Watchdog>& watchdog);
   void configure(const ExecutorOptions& options);
+  // See SlowLink: what crosses hosts, from now on. Null: none.
+  void slow_down(const std::shared_ptr<SlowLink>& link);
   // The current stream waits for what has been queued on both.
   void catch_up();
 

@@ -42,13 +42,15 @@ Pending::~Pending() = default;
 void Pending::wait(const c10::Device& device) {
   for (auto& work : std::exchange(works_, {}))
     watchdog_ ? watchdog_->wait(*work, lane_, number_, what_) : static_cast<void>(work->wait());
+  if (arrives_ > std::chrono::steady_clock::now())
+    std::this_thread::sleep_until(arrives_);
   fence_.block(current_stream(device));
   if (auto then = std::exchange(continuation_, {}))
     then();
 }
 
 bool Pending::ready() const {
-  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+  return std::chrono::steady_clock::now() >= arrives_ && std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
 }
 
 bool Pending::ready_within(std::chrono::milliseconds limit) const {

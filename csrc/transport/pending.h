@@ -55,6 +55,7 @@ class Pending {
   Lane lane_ = Lane::GATHER;
   int64_t number_ = 0;
   const char* what_ = "";
+  std::chrono::steady_clock::time_point arrives_{};  // no sooner, on a CPU: see SlowLink
 };
 
 // Whoever reads `tensor` by _c10d_functional::wait_tensor waits for `pending`; `sources` live until then: a

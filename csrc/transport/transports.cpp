@@ -65,6 +65,12 @@ void Transports::set_barrier(const at::Tensor& code, std::vector<at::Tensor> row
     context_.watchdog->activity().watch_device(barrier_->words());
 }
 
+void Transports::limit_across(const std::optional<at::Tensor>& code, double bytes_per_s) {
+  Lock lock(context_.mutex);
+  communicators_.slow_down(bytes_per_s > 0 ? std::make_shared<SlowLink>(bytes_per_s, context_.device, code)
+                                           : nullptr);
+}
+
 void Transports::use_means(const at::Tensor& code) {
   Lock lock(context_.mutex);
   means_ = RowMeans(code, context_.inside.size);

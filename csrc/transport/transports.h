@@ -27,6 +27,8 @@ class Transports {
   int64_t staging_unit() const;
   // Barriers on devices, instead of torch's; see DeviceBarrier.
   void set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words);
+  // Debugging: see SlowLink, between hosts; 0: as fast as can be. `code`: of its kernel, on a device.
+  void limit_across(const std::optional<at::Tensor>& code, double bytes_per_s);
   // Kernels that add up what ranks have sent; see RowMeans.
   void use_means(const at::Tensor& code);
   // Whether one of them has written, or added, the mean over the rows of `from` to `to`. For their tests:

@@ -201,6 +201,13 @@ class Tuning:
         default=False,
         change=Change.APPLIED,
     )
+    emulate_bandwidth_across_gbs: float | None = _debugging(
+        "with several hosts: weights and gradients that cross them arrive no sooner than at so many GB/s for each "
+        "rank, to try a slow network where there is none (two GPUs as two hosts, by ``ranks_per_host``)",
+        default=None,
+        check=positive("GB/s", 50, none=True),
+        change=Change.APPLIED,
+    )
     emulate_cuda_graph_step: bool = _debugging(
         "on any device, do what a captured optimizer step does, without the graph",
         default=False,

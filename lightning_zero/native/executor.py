@@ -97,6 +97,7 @@ class Executor:
             tuning.poison,
             config.wire_dtype,
         )
+        self.transport.limit_across(tuning.emulate_bandwidth_across_gbs)
 
     @property
     def defers(self) -> bool:

@@ -26,6 +26,8 @@ class Transport:
     def __init__(self, native: Any, mesh: Mesh) -> None:
         self._native = native
         self._device, self._ranks = mesh.device, mesh.inside.size
+        self._several_hosts = mesh.across is not None
+        self._limit: float | None = None
 
     @property
     def staging_unit(self) -> int:
@@ -59,6 +61,20 @@ class Transport:
             RuntimeError: it cannot be compiled or loaded here.
         """
         self._native.use_means(self._kernels("row_means.cu", ROWS=self._ranks))
+
+    def limit_across(self, gbs: float | None) -> None:
+        """Debugging: what crosses hosts, if there are several, arrives no sooner than at so many GB/s for each rank;
+        None: when it does.
+
+        Raises:
+            RuntimeError: the kernel that waits on a device cannot be compiled or loaded here.
+        """
+        if gbs == self._limit:
+            return
+        on_device = gbs is not None and self._several_hosts and self._device.type == "cuda"
+        code = self._kernels("slow_link.cu") if on_device else None
+        self._native.limit_across(code, 1e9 * (gbs or 0.0))
+        self._limit = gbs
 
     def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
         """Writes, or adds, the mean over dimension 0 of ``rows`` to ``to`` (1-D, contiguous, float32); returns whether

@@ -1,5 +1,6 @@
 """Ranks told apart into hosts: weights come, and gradients go, in two steps, and the result is that of one process."""
 
+import time
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -139,6 +140,22 @@ def test_accumulated_micro_batches_are_reduced_across_hosts_once(
     check(out, reference(world_size, MICRO, steps))
     assert counters["reduce_bytes_across"] == nbytes // ranks_per_host
     assert counters.get("replayed_graphs", 0) == (2 * MICRO if way == "replayed" else 0)
+
+
+def timed(gbs: float) -> tuple[Reference, float, float]:
+    """A training over a slow network, its seconds, and those that what crossed hosts takes at least."""
+    begun = time.monotonic()
+    out, counters, _ = train(1, "aot_eager", steps=2, emulate_bandwidth_across_gbs=gbs)
+    taken = time.monotonic() - begun
+    crossed = sum(counters[f"{what}_bytes_across"] for what in ("gather", "reduce")) / 2  # the other host's half
+    return out, taken, crossed / (1e9 * gbs)
+
+
+def test_an_emulated_network_is_as_slow_as_asked_and_changes_nothing(ranks: Ranks) -> None:
+    for out, taken, least in ranks.run(2, timed, 1e-4):
+        check(out, reference(2, steps=2))
+        assert least > 0.3
+        assert taken > least
 
 
 def zeroed(set_to_none: bool) -> Tensor | None:

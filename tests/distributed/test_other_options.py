@@ -71,6 +71,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "cuda_graph_model": engine.replays._option,
         "sync_collectives": sync,
         "poison": poison,
+        "emulate_bandwidth_across_gbs": engine.executor.transport._limit,
         "emulate_cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
         "emulate_cuda_graph_model": engine.replays.enabled,
     }

@@ -69,6 +69,7 @@ OTHERS: dict[str, Any] = {
     "report_stall_after_s": 7.0,
     "sync_collectives": True,
     "poison": True,
+    "emulate_bandwidth_across_gbs": 1000.0,
     "emulate_cuda_graph_step": True,
     "emulate_cuda_graph_model": True,
 }

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,6 +43,7 @@ from lightning_zero.integrations.trainer.sigterm import Start, ask_now, ask_on_c
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.watchdog import Lane
+from lightning_zero.report.other_sharding import other_sharding
 from lightning_zero.report.running import running
 from lightning_zero.report.start import StartClock
 
@@ -197,7 +198,11 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         return {} if self._engine is None else self._engine.session.progress.spent
 
     def _running(self) -> str:
-        return "" if self._engine is None else running(self._engine, self.optimizers)
+        if self._engine is None or self.lightning_module is None:
+            return ""
+        if other := other_sharding(self._engine, self.lightning_module.trainer.accumulate_grad_batches):
+            rank_zero_warn(other)
+        return running(self._engine, self.optimizers)
 
     def _show_start(self, lines: Iterable[str]) -> None:
         for line in lines:

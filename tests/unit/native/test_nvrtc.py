@@ -42,6 +42,11 @@ def test_kernels_by_which_ranks_wait_compile_with_what_they_share(source: str, k
 
 
 @needs_nvrtc
+def test_the_kernel_of_an_emulated_network_compiles() -> None:
+    assert b"hold" in bytes(nvrtc.compile_cuda(kernel_source("slow_link.cu"), HOPPER).tolist())
+
+
+@needs_nvrtc
 def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
     source = tmp_path / "wrong.cu"
     source.write_text("int declared() { return nothing; }")

@@ -1,0 +1,21 @@
+// The network between hosts, emulated; see slow_link.h. Compiled at run time by lightning_zero/native/nvrtc.py.
+
+__device__ unsigned long long nanoseconds() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+// The link is taken for so long, from when it is free; returns when that is over.
+extern "C" __global__ void hold(unsigned long long* free_at, unsigned long long takes) {
+  unsigned long long seen = *free_at, end;
+  for (;;) {
+    const unsigned long long now = nanoseconds();
+    end = (seen > now ? seen : now) + takes;
+    const unsigned long long before = atomicCAS(free_at, seen, end);
+    if (before == seen)
+      break;
+    seen = before;
+  }
+  while (nanoseconds() < end) __nanosleep(500);
+}
