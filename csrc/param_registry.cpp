@@ -13,6 +13,16 @@ const std::vector<at::Tensor>& ParamRecord::copies_in(at::ScalarType dtype) cons
   return own.defined() && own.scalar_type() == dtype ? compute_copy.of_ranks : none;
 }
 
+ShardCopy* ParamRecord::resident_host_shard() {
+  if (!resident.memory.defined())
+    return nullptr;
+  for (auto* copy : {&compute_copy, &full_precision_copy}) {
+    if (copy->own.defined() && copy->own.const_data_ptr() == resident.memory.const_data_ptr())
+      return copy;
+  }
+  return nullptr;
+}
+
 void DeferredGradient::add(const at::Tensor& grad) {
   auto sum = values(grad.numel()).view(grad.sizes());
   std::exchange(filled, true) ? sum.add_(grad) : sum.copy_(grad);

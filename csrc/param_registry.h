@@ -77,6 +77,8 @@ struct ParamRecord {
   int64_t shard_numel() const { return shard.numel(); }
   // Of the host shard, see [Note: hosts]; where there is one host, that is the shard.
   int64_t host_shard_numel() const { return deferred.hosts * shard_numel(); }
+  // The host shard that is the resident weight, too: where there is one rank on each host. Null elsewhere.
+  ShardCopy* resident_host_shard();
   // Somebody may have put a tensor of their own into param.grad; it counts as what has been accumulated so
   // far.
   void take_in_gradient();

@@ -77,18 +77,13 @@ class Engine(NotCopied):
         observe: GraphObserver | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        self.config = config or EngineConfig()
-        self.mesh = mesh = mesh or Mesh.of(device, self.config.timeout, self.config.tuning.ranks_per_host)
+        chosen = config or EngineConfig()
+        self.mesh = mesh = mesh or Mesh.of(device, chosen.timeout, chosen.tuning.ranks_per_host)
+        self.config = chosen.over(mesh.host_count, mesh.inside.size)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
         self.device = device
         self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)
-        self.executor = Executor(
-            mesh,
-            self.config,
-            on_backward_end=self._gradients_came,
-            on_new_plan=self._new_plan,
-            watchdog=self.watchdog,
-        )
+        self.executor = Executor(mesh, self.config, self._gradients_came, self._new_plan, self.watchdog)
         self.peers = Peers.of(self.config, mesh)
         self.session = CompileSession(self.config, mesh, self.executor, self.watchdog, self.peers, skip_modules, report)
         if observe is not None:
@@ -125,7 +120,7 @@ class Engine(NotCopied):
                 :class:`~lightning_zero.config.option.Change`; or replays are demanded where there can be none.
             ValueError: passes that are switched off are needed with these options.
         """
-        if config == self.config:
+        if (config := config.over(self.mesh.host_count, self.mesh.inside.size)) == self.config:
             return
         refuse_changes(self.config, config)
         for part in (self.peers, self.replays, self.session):

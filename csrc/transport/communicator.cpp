@@ -49,8 +49,8 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
   }
   if (!has_streams(device_)) {
     pending.works_ = launch(/*async=*/true);
-    if (link_ && received > 0)
-      pending.arrives_ = link_->arrival(received);
+    if (link && received > 0)
+      pending.arrives_ = link->arrival(received);
     pending.continuation_ = std::move(then);
     if (synchronize_each)
       pending.wait(device_);
@@ -74,8 +74,8 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
     }
     if (meets)
       line_.leave(stream_);
-    if (link_ && received > 0)
-      link_->hold(received, stream_);
+    if (link && received > 0)
+      link->hold(received, stream_);
     if (then)
       then();
     pending.fence_.record(stream_);

@@ -89,11 +89,11 @@ class Communicator {
   // Why no graph can hold collectives of this process group; empty where one can. On a CPU nothing is held.
   std::string why_not_captured() const;
 
-  // Debugging: its collectives cross this link. Null: none.
-  void slow_down(std::shared_ptr<SlowLink> link) { link_ = std::move(link); }
-
   // Debugging: wait on the host before and after each collective, so that an error shows where it happened.
   bool synchronize_each = false;
+
+  // Debugging: its collectives cross this link. Null: none.
+  std::shared_ptr<SlowLink> link;
 
   // Debugging, on a CPU: what a collective writes is NaN until it has been waited for, and ranks run at
   // random speeds, so that whoever reads too early, or relies on the order in which ranks arrive, gets
@@ -124,7 +124,6 @@ class Communicator {
   std::function<void()> signal_all_;        // and wait for all, on the current stream
   at::Tensor token_, tokens_;               // what a barrier gathers
   std::optional<std::mt19937> jitter_rng_;  // when poisoning
-  std::shared_ptr<SlowLink> link_;
 };
 
 }  // namespace lightning_zero

@@ -51,7 +51,7 @@ void Communicators::configure(const ExecutorOptions& options) {
 void Communicators::slow_down(const std::shared_ptr<SlowLink>& link) {
   for (auto* comm : {gathers_across_.get(), reduces_across_.get()}) {
     if (comm != nullptr)
-      comm->slow_down(link);
+      comm->link = link;
   }
 }
 

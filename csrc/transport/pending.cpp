@@ -50,7 +50,8 @@ void Pending::wait(const c10::Device& device) {
 }
 
 bool Pending::ready() const {
-  return std::chrono::steady_clock::now() >= arrives_ && std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+  return std::chrono::steady_clock::now() >= arrives_ &&
+         std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
 }
 
 bool Pending::ready_within(std::chrono::milliseconds limit) const {

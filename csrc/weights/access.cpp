@@ -92,6 +92,11 @@ void Access::let_read_ahead() {
   asked_ahead_ = host_shards_ != nullptr && host_shards_->any();
 }
 
+void Access::wait_for_host_shards() {
+  if (!copies_.recording)  // else the stream on which the graph is replayed has waited before
+    comm_.catch_up();
+}
+
 void Access::publish_host_shards(bool wait) {
   if (!host_shards_->any())
     return;  // nobody reads any, and a rank that runs what this one replays would not ask

@@ -79,6 +79,8 @@ class Access : public WeightMemory {
   // since what is captured depends on it. Nothing is left to do then that other ranks, which may run the
   // same, did not.
   void let_read_ahead();
+  // The current stream goes on behind what hosts have exchanged last.
+  void wait_for_host_shards();
   void close() { turns_.reset(); }
 
  private:

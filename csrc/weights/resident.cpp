@@ -9,11 +9,15 @@
 
 namespace lightning_zero {
 
-bool ResidentWeights::is_filled(const ParamRecord& record) const {
+bool ResidentWeights::is_filled(ParamRecord& record) const {
+  if (const auto* host_shard = record.resident_host_shard())
+    return host_shard->written == record.stamp(context_.epoch);
   return record.resident.filled == record.stamp(context_.epoch);
 }
 
 void ResidentWeights::note_filled(ParamRecord& record) const {
+  if (auto* host_shard = record.resident_host_shard())
+    host_shard->written = record.stamp(context_.epoch);
   record.resident.filled = record.stamp(context_.epoch);
 }
 
@@ -25,6 +29,8 @@ void ResidentWeights::start(at::TensorList resident, at::TensorList shards) {
     TORCH_INTERNAL_ASSERT(record.resident.memory.defined() &&
                               record.resident.memory.const_data_ptr() == resident[i].const_data_ptr(),
                           record.name);
+    if (record.resident_host_shard() != nullptr)
+      continue;  // all ranks have exchanged it where the graph began
     // The same on every rank: whether a weight is gathered must not depend on what one of them happens to
     // hold.
     stale = stale || !is_filled(record);
@@ -54,12 +60,12 @@ void ResidentWeights::start(at::TensorList resident, at::TensorList shards) {
 
 void ResidentWeights::wait(at::TensorList shards) {
   Lock lock(context_.mutex);
-  if (arriving_.empty())
-    return;
   for (const auto& shard : shards) wait_for(ShardTable::instance().find(shard, "resident_wait").index);
 }
 
 void ResidentWeights::wait_for(int64_t index) {
+  if (context_.at(index).resident_host_shard() != nullptr)
+    return access_.wait_for_host_shards();
   const auto found = arriving_.find(index);
   if (found == arriving_.end())
     return;
@@ -76,9 +82,9 @@ bool ResidentWeights::read(ParamRecord& record, at::ScalarType dtype, at::Tensor
   auto& memory = record.resident.memory;
   if (!memory.defined() || memory.scalar_type() != dtype || !(serves_ || compat::current_backward() >= 0))
     return false;
-  if (is_filled(record)) {
+  if (record.resident_host_shard() != nullptr || is_filled(record))
     wait_for(record.index);
-  } else {
+  if (!is_filled(record)) {
     std::vector<at::Tensor> sources;
     note_filled(record);
     context_.count("resident_gathers");

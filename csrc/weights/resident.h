@@ -8,13 +8,15 @@
 #include <vector>
 
 #include "context.h"
+#include "weights/access.h"
 #include "weights/gatherer.h"
 
 namespace lightning_zero {
 
 class ResidentWeights {
  public:
-  ResidentWeights(Context& context, Gatherer& gatherer) : context_(context), gatherer_(gatherer) {}
+  ResidentWeights(Context& context, Access& access, Gatherer& gatherer)
+      : context_(context), access_(access), gatherer_(gatherer) {}
 
   // For compiled code: gathers them into their memory, `resident`, unless they are there.
   void start(at::TensorList resident, at::TensorList shards);
@@ -44,11 +46,14 @@ class ResidentWeights {
   void after_replay(const Recorded& graph);
 
  private:
-  bool is_filled(const ParamRecord& record) const;
+  // A host shard has come with the others', see Access::let_read(); to be gathered again is for eager code,
+  // which may find it stale.
+  bool is_filled(ParamRecord& record) const;
   void note_filled(ParamRecord& record) const;
   void wait_for(int64_t index);
 
   Context& context_;
+  Access& access_;
   Gatherer& gatherer_;
   // Gathers into resident memory that have not been waited for, by parameter.
   struct Arriving {

@@ -14,7 +14,7 @@ Weights::Weights(Context& context, Transports& transports, Communicators& comms)
       access_(context, comms.gathers(), copies_, host_shards_.get(), [this] { first_.drop(); }),
       gatherer_(context, transports.make_gathers(access_)),
       first_(context, gatherer_),
-      resident_(context, gatherer_),
+      resident_(context, access_, gatherer_),
       edits_(context, access_, gatherer_, resident_) {}
 
 void Weights::sync_edits_if_any() {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -82,6 +82,15 @@ class EngineConfig(Options):
                     f"offload={self.offload!r}: offloading {name} does not exist yet. Pass offload=('optimizer',); for "
                     "activations there are activation_memory_budget= and torch.utils.checkpoint."
                 )
+
+    def over(self, hosts: int, ranks_of_each: int) -> EngineConfig:
+        """What the options come to there: where a host has one rank, the weights that lie on it are whole, and compiled
+        code reads them where they lie."""
+        lie_whole = hosts > 1 and ranks_of_each == 1 and self.tuning.shard_compute_copy == "host"
+        if not (lie_whole and self.compile and self.tuning.prefetch) or self.stage < 3:
+            return self
+        tuning = replace(self.tuning, resident_mb=None, resident_until="step")
+        return replace(self, reshard_after_forward=False, tuning=tuning)
 
     @cached_property
     def compiled(self) -> CompileConfig:

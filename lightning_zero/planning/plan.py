@@ -68,7 +68,8 @@ def plan(
     """
     how, card = training or Training(), device_called(device) if isinstance(device, str) else device
     kind = Precision.of(precision)
-    config = _config(kind, options)
+    hosts = ceil(world_size / how.ranks_per_host)
+    config = _config(kind, options).over(hosts, ceil(world_size / hosts))
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         cuts, kept = cut(module, world_size, kind.own), code.kept(kind.own, world_size)

@@ -71,7 +71,9 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1,
         "deferred_gradient": 0,
         "compute_copy": 0,
         "full_precision_copy": 0,
-        "resident_weight": _resident(cuts, config),
+        "resident_weight": 0
+        if several and all(c.layout.world_size == hosts for c in cuts)
+        else _resident(cuts, config),
     }
     for c in cuts:
         used = c.used_in(computed)

@@ -21,6 +21,9 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
     memory = engine.sharder.memory
     with plainly():
         found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.holds(role)) for role in Role}
+        copies = {t.data_ptr() for what in (Role.COMPUTE_COPY, Role.FULL_PRECISION_COPY) for t in memory.holds(what)}
+        own = [tensor for tensor in memory.holds(Role.RESIDENT) if tensor.data_ptr() not in copies]
+        found["resident_weight"] = _bytes(own)  # others are host shards
         kept = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         states = [value for value in kept if isinstance(value, torch.Tensor)]
         away = [value for value in states if engine.optimizers.on_host and value.device.type == "cpu"]

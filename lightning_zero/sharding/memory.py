@@ -22,7 +22,7 @@ resident weight      by ``keep_resident``, once the budget     as the weight is 
 
 All but the last are shards: 1-D pieces, padding included, neighbours in one tensor for each dtype. With several hosts,
 copies and deferred gradients are of host shards: of what ranks at one place of all hosts have together. Resident
-weights are whole, as deferred gradients may be. Where
+weights are whole, as deferred gradients may be; where a host has one rank they are the host shards. Where
 ranks copy each other's weights, master shards and copies lie in memory that peers read, and the executor is told where
 those of other ranks lie.
 """
@@ -246,12 +246,22 @@ class ShardMemory:
             if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
                 budget_bytes -= size
                 found.append((record, whole, used))
-        self._resident = Arena([(whole, used) for _, whole, used in found], self._mesh.device)
-        for (record, whole, _), flat in zip(found, self._resident.views, strict=True):
+        there = [self._whole_on_host(record, used) for record, _, used in found]
+        made = [(whole, used) for (_, whole, used), flat in zip(found, there, strict=True) if flat is None]
+        self._resident = Arena(made, self._mesh.device)
+        new = iter(self._resident.views)
+        for (record, whole, _), flat in zip(found, (next(new) if t is None else t for t in there), strict=True):
             self.executor.parameters.set_resident(record.index, flat)
             record.memory[Role.RESIDENT] = view = flat[: whole.numel].view(whole.shape)
             for owner, key in record.owners:
                 owner.__dict__.setdefault(RESIDENT, {})[key] = view
+
+    def _whole_on_host(self, record: ShardedParameter, dtype: torch.dtype) -> Tensor | None:
+        """The host shard in ``dtype``, where that is all of the parameter: no other memory is needed then."""
+        role = Role.FULL_PRECISION_COPY if dtype == record.param.dtype else Role.COMPUTE_COPY
+        copy = record.memory.get(role)
+        whole = self._mesh.across is not None and self._mesh.inside.size == 1
+        return copy if whole and copy is not None and copy.dtype == dtype else None
 
     def _forget_resident(self) -> None:
         self._resident = None

@@ -104,6 +104,8 @@ def test_training_over_hosts_equals_one_process(ranks: Ranks, world_size: int, r
         ranks_per_host > 1 and way not in ("eager", "by collectives", "no copy per host")
     )
     assert ("replayed_graphs" in counters) == (way == "replayed")
+    # Of a host of one rank compiled code reads what the hosts have exchanged where it lies.
+    assert ("gathers" in counters) == (ranks_per_host > 1 or way in ("eager", "no copy per host"))
 
 
 @pytest.mark.parametrize(

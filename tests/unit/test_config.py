@@ -264,3 +264,14 @@ def test_what_compiled_code_depends_on_is_made_once_for_each_choice() -> None:
     same = dataclasses.replace(other, tuning=first.tuning)
     assert same == first
     assert hash(same) == hash(first)
+
+
+def test_on_hosts_of_one_rank_weights_stay_where_they_lie() -> None:
+    chosen = EngineConfig(tuning={"resident_mb": 5.0})
+    whole = chosen.over(2, 1)
+    assert (whole.resident_mb, whole.resident_until) == (math.inf, "step")
+    assert chosen.over(2, 2) is chosen
+    assert chosen.over(1, 1) is chosen, "one rank alone gathers as ever"
+    assert whole.over(2, 1) == whole
+    for other in ({"compile": False}, {"stage": 2}, {"tuning": {"shard_compute_copy": "all"}}):
+        assert EngineConfig(**other).over(2, 1) == EngineConfig(**other)

@@ -37,6 +37,7 @@ class Peers:
         self._weights, self._gradients = WeightWay(config, mesh), GradientWay(config, mesh)
         self._rows = MeetingRows(mesh)
         self._several_hosts = mesh.across is not None
+        self._alone = mesh.inside.size == 1
         self._copied = False  # whether compute copies were asked for
         self._told = self._ways
 
@@ -75,6 +76,8 @@ class Peers:
             return told
         if not self._wants_copies:
             told["weights"] = "collectives"
+        elif self._alone:
+            told["weights"] = "read where they lie (there is one rank on each host)"
         often = "once per optimizer step" if self._wants_copies else "for each gather"
         across = {
             "weights": f"by all-gathers, {often}",
