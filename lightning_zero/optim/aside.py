@@ -1,15 +1,21 @@
-"""An optimizer whose state lies on the host loads it without a detour over the device, which may have no room."""
+"""An optimizer whose state lies on the host, or is kept in fewer bytes, loads it without a detour over the device in
+torch's own dtype, for which there may be no room."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["keep_aside", "keeping_aside"]
+from lightning_zero.optim.narrow import ROUNDINGS
+
+__all__ = ["Place", "Places", "keep_aside", "keeping_aside"]
+
+Place = Callable[[Tensor, str, Tensor], Tensor]  # of a parameter, a name and what was loaded: what is kept
+Places = Callable[[torch.optim.Optimizer], Place]  # as its groups are, which are loaded first
 
 
 class _Aside:
@@ -19,19 +25,27 @@ class _Aside:
         self.value = value
 
 
-def keep_aside(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """From now on state with more than one element stays where it is when it is loaded; returns the handles of hooks
-    that see to it. All other hooks see the tensors."""
+def keep_aside(optimizer: torch.optim.Optimizer, places: Places) -> list[Any]:
+    """From now on state with more than one element goes where ``places`` have it when it is loaded; returns the handles
+    of hooks that see to it, for our own counts, too. All other hooks see the tensors."""
+
+    def take_back(optimizer: torch.optim.Optimizer) -> None:
+        place = places(optimizer)
+        for param, entries in optimizer.state.items():
+            for key, value in entries.items():
+                if isinstance(value, _Aside):
+                    entries[key] = value.value if key == ROUNDINGS else place(param, key, value.value)
+
     return [
         optimizer.register_load_state_dict_pre_hook(_put_aside),
-        optimizer.register_load_state_dict_post_hook(_take_back, prepend=True),
+        optimizer.register_load_state_dict_post_hook(take_back, prepend=True),
     ]
 
 
 @contextmanager
-def keeping_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def keeping_aside(optimizer: torch.optim.Optimizer, places: Places) -> Iterator[None]:
     """Likewise, inside."""
-    handles = keep_aside(optimizer)
+    handles = keep_aside(optimizer, places)
     try:
         yield
     finally:
@@ -41,15 +55,13 @@ def keeping_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _put_aside(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     state = {
-        number: {k: _Aside(v) if isinstance(v, Tensor) and v.numel() > 1 else v for k, v in entries.items()}
+        number: {k: _Aside(v) if isinstance(v, Tensor) and _moves(k, v) else v for k, v in entries.items()}
         for number, entries in packed["state"].items()
     }
     return packed | {"state": state}
 
 
-def _take_back(optimizer: torch.optim.Optimizer) -> None:
-    for param, entries in optimizer.state.items():
-        for key, value in entries.items():
-            if isinstance(value, _Aside):
-                # The dtype that torch gives it otherwise.
-                entries[key] = value.value.to(param.dtype) if param.is_floating_point() else value.value
+def _moves(key: str, value: Tensor) -> bool:
+    """Whether torch would do with it what is not wanted: counts would be as wide as parameters, and bfloat16 counts to
+    256 (of which torch spares those that it knows)."""
+    return value.numel() > 1 or key == ROUNDINGS

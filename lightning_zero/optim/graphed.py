@@ -24,7 +24,7 @@ class GraphedSequence:
     Args:
         fn: launches the kernels; must not synchronise, and must not allocate what outlives it.
         device: where. Anything but CUDA runs ``fn`` each time.
-        warmups: calls that run eagerly first, so that libraries are loaded and kernels compiled.
+        warmups: calls that run eagerly first, so that libraries are loaded and kernels compiled; inf: all.
         pool: memory pool of another sequence that never runs at the same time, to share memory with.
         watch: tensors whose addresses must not change between capture and replay; checked at each call.
     """
@@ -33,7 +33,7 @@ class GraphedSequence:
         self,
         fn: Callable[[], None],
         device: torch.device,
-        warmups: int = 1,
+        warmups: float = 1,
         pool: tuple[int, int] | None = None,
         watch: Sequence[Tensor] = (),
     ) -> None:

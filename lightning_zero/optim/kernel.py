@@ -5,7 +5,8 @@ Settings reach the graph as 0-dim tensors which are filled when the floats in ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from lightning_zero.offload.ring import Ring
 from lightning_zero.optim.clip import clip_factor
 from lightning_zero.optim.formulas import Rule, rule_for
 from lightning_zero.optim.graphed import GraphedSequence
+from lightning_zero.optim.narrow import NARROW, ROUNDINGS
+from lightning_zero.optim.rounding import Places, keys_of, noise_at, rounded
 from lightning_zero.optim.segments import Segment
-from lightning_zero.optim.stretches import Parts
+from lightning_zero.optim.stretches import MOMENTS, Parts
 
 __all__ = ["StepKernel"]
 
@@ -35,6 +38,7 @@ class StepKernel:
         device: of all tensors.
         compile: turn each segment's update into one kernel with inductor.
         ring: through which the state passes that lies on the host; None: it lies on the device.
+        capture: replay, on devices that can; otherwise kernels are launched one by one, each time.
     """
 
     def __init__(
@@ -45,17 +49,20 @@ class StepKernel:
         device: torch.device,
         compile: bool,
         ring: Ring | None = None,
+        capture: bool = True,
     ) -> None:
         self._segments = segments
         self._device = device
         self._compile = compile and len(segments) <= MOST_SEGMENTS
+        self._capture = capture
         self._rules = [rule_for(optimizer, group) for group in groups]
         self._floats: list[dict[str, float]] = [{} for _ in groups]
         self._settings = [
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in rule.settings} if rule else {}
             for rule in self._rules
         ]
-        self._parts = Parts(segments, lambda segment: self._rule(segment).state, ring)
+        most = None if self._compile else MOMENTS  # op by op, each op has a result
+        self._parts = Parts(segments, lambda segment: self._rule(segment).state, ring, most)
         self._squared = torch.zeros((), device=device)
         self._max_norm = torch.ones((), device=device)
         self._skip = torch.zeros((), device=device)
@@ -79,6 +86,7 @@ class StepKernel:
             and all(
                 all(isinstance(segment.state.get(name), Tensor) for name in known[segment.group].state)
                 and all(name in segment.counts for name in known[segment.group].counts)
+                and not (segment.narrow and _steps(segment.counts) is None)
                 for segment in segments
             )
         )
@@ -116,7 +124,8 @@ class StepKernel:
                     floats[name] = value
         if variant not in self._sequences:
             used = [t for s in self._segments for t in (s.param, s.grad, *s.state.values()) if isinstance(t, Tensor)]
-            self._sequences[variant] = GraphedSequence(self._update, self._device, watch=used)
+            warmups = 1 if self._capture else math.inf
+            self._sequences[variant] = GraphedSequence(self._update, self._device, warmups, watch=used)
         with self._parts.passing():
             self._sequences[variant]()
         return self._sequences[variant].captured
@@ -127,9 +136,10 @@ class StepKernel:
 
     def _update(self) -> None:
         numbers = {id(segment): self._numbers(self._rule(segment), segment) for segment in self._segments}
-        for part, state in self._parts.with_state():
+        for part, state, places in self._parts.with_state():
             segment = part.segment
-            self._apply(self._rule(segment), part.of(segment.param), part.of(segment.grad), state, numbers[id(segment)])
+            tensors = part.of(segment.param), part.of(segment.grad), state
+            self._apply(self._rule(segment), tensors, numbers[id(segment)], places)
 
     def _rule(self, segment: Segment) -> Rule:
         rule = self._rules[segment.group]
@@ -144,8 +154,8 @@ class StepKernel:
 
         def compute(squared: Tensor, max_norm: Tensor, skipped: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             setting = dict(zip(settings, rest, strict=False))
-            counts = dict(zip(segment.counts, rest[len(settings) :], strict=True))
-            if (steps := counts.get("step")) is not None:
+            counts = dict(zip(segment.counts, rest[len(settings) :], strict=False))
+            if (steps := _steps(counts)) is not None:
                 steps.add_(1 if not skip else (skipped == 0).to(steps.dtype))
             step = steps[0] if steps is not None else squared
             scalars = rule.scalars({**setting, **{name: counts[name][0].double() for name in rule.counts}}, step)
@@ -155,20 +165,30 @@ class StepKernel:
             numbers = {name: value.float() for name, value in scalars.items()}
             if clip:
                 numbers["factor"] = clip_factor(squared, max_norm)
+            if salts:
+                numbers["keys"] = keys_of(rest[-1], step)
             return numbers
 
-        arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *segment.counts.values())
-        key = (rule, self._variant, tuple(tuple(c.shape) for c in segment.counts.values()))
+        salts = (self._parts.places[id(segment)].salts,) if segment.narrow else ()
+        arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *segment.counts.values(), *salts)
+        shapes = tuple((name, tuple(c.shape)) for name, c in segment.counts.items())
+        key = (rule, self._variant, shapes, len(segment.members) if salts else None)
         return self._run_compiled(key, compute, arguments) | ({"skip": self._skip} if skip else {})
 
     def _apply(
-        self, rule: Rule, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: dict[str, Tensor]
+        self,
+        rule: Rule,
+        tensors: tuple[Tensor, Tensor, dict[str, Tensor]],
+        numbers: dict[str, Tensor],
+        places: Places | None,
     ) -> None:
+        param, grad, state = tensors
         names, keys = list(state), list(numbers)
+        where: tuple[Tensor, ...] = () if places is None else (places.owners, places.shifts, places.begin)
 
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             old = dict(zip(names, rest, strict=False))
-            scalar = dict(zip(keys, rest[len(names) :], strict=True))
+            scalar = dict(zip(keys, rest[len(names) :], strict=False))
             wide = grad.float()
             if "factor" in scalar:
                 wide = wide * scalar["factor"]
@@ -180,12 +200,17 @@ class StepKernel:
                 after = torch.where(keep, after, before[0])
                 new = {k: torch.where(keep, v, before[1][k]) for k, v in new.items()}
             param.copy_(after)
+            if places is not None:
+                owners, shifts, begin = rest[-len(where) :]
+                noise = noise_at(owners, shifts, begin, scalar["keys"])
+                new = {k: rounded(v, noise, names.index(k)) if old[k].dtype is NARROW else v for k, v in new.items()}
             for k, v in new.items():
                 old[k].copy_(v)
             return {}
 
-        key = (rule, param.numel(), param.dtype, tuple(keys))
-        self._run_compiled(key, change, (param, grad, *state.values(), *numbers.values()))
+        members = 0 if places is None else len(places.shifts)
+        key = (rule, param.numel(), param.dtype, tuple(keys), members)
+        self._run_compiled(key, change, (param, grad, *state.values(), *numbers.values(), *where))
 
     def _run_compiled(
         self, key: Any, fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
@@ -197,6 +222,11 @@ class StepKernel:
         if key not in self._compiled:
             self._compiled[key] = _compile(fn, arguments)
         return self._compiled[key](*arguments)
+
+
+def _steps(counts: Mapping[str, Tensor]) -> Tensor | None:
+    """That which counts steps, of what an optimizer counts."""
+    return next((counts[name] for name in ("step", ROUNDINGS) if name in counts), None)
 
 
 def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]) -> Callable[..., dict[str, Tensor]]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.memory import HostMemory
+from lightning_zero.optim.narrow import NARROW, ROUNDINGS
 from lightning_zero.sharding.record import ShardedParameter
 
 __all__ = ["Segment", "State", "cut"]
@@ -34,6 +35,7 @@ class Segment:
         param: all of them, flat, with as many dimensions as each of them has, or 1-D if those differ; ``.grad`` is set.
         counts: by name, the members' 0-dim state tensors (such as step counts), as one 1-D tensor.
         state: the optimizer's state for ``param``.
+        narrow: names of the state that is kept in bfloat16, in the rule's order.
     """
 
     group: int
@@ -42,6 +44,7 @@ class Segment:
     grad: Tensor
     counts: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
+    narrow: tuple[str, ...] = ()
     _shown: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -52,7 +55,7 @@ class Segment:
     def take_in(self, state: State, host: HostMemory | None = None) -> bool:
         """Joins the members' state into this segment's; what is not in one piece of memory yet is moved there, and the
         members' state becomes views of it. What has one element for each of the members' lies on their device, or, if
-        that is given, on the host. Returns whether anything was moved."""
+        that is given, on the host, and what is narrow is rounded to that. Returns whether anything was moved."""
         own = [state[record.param] for record in self.members if record.param in state]
         if len(own) != len(self.members):
             return False
@@ -62,15 +65,18 @@ class Segment:
             if not isinstance(first, Tensor):
                 self.state[key] = first
                 continue
+            if key == ROUNDINGS:  # torch makes what it loads as wide as parameters, and bfloat16 counts to 256
+                values = [value.float() for value in values]
             joined = _joined(values)
             if self._is_count(first):
                 counts = torch.stack([value.reshape(()) for value in values]) if joined is None else joined
                 self.counts[key], self.state[key] = counts, counts[0]
             else:
                 self.check(key, first, self.members[0].layout.visible_shape)
-                if joined is not None and not self._lies_there(joined, host):
+                dtype = self.kept_in(key, first)
+                if joined is not None and not (self._lies_there(joined, host) and joined.dtype is dtype):
                     joined = None
-                flat = self._gathered(values, host) if joined is None else joined
+                flat = self._gathered(values, dtype, host) if joined is None else joined
                 self.state[key] = flat.view(self.param.shape)
             moved = moved or joined is None
             del values
@@ -126,10 +132,18 @@ class Segment:
     def _lies_there(self, value: Tensor, host: HostMemory | None) -> bool:
         return value.device == self.param.device if host is None else host.holds(value)
 
-    def _gathered(self, values: Sequence[Tensor], host: HostMemory | None) -> Tensor:
+    def kept_in(self, key: str, value: Tensor) -> torch.dtype:
+        """The dtype in which this state, with one element for each of the members', is kept."""
+        return NARROW if key in self.narrow and value.is_floating_point() else value.dtype
+
+    def empty(self, dtype: torch.dtype, host: HostMemory | None) -> Tensor:
+        """New memory for such state, 1-D."""
+        numel = self.param.numel()
+        return torch.empty(numel, dtype=dtype, device=self.param.device) if host is None else host.empty(numel, dtype)
+
+    def _gathered(self, values: Sequence[Tensor], dtype: torch.dtype, host: HostMemory | None) -> Tensor:
         """In new memory, one behind the other."""
-        numel, dtype = self.param.numel(), values[0].dtype
-        flat = torch.empty(numel, dtype=dtype, device=self.param.device) if host is None else host.empty(numel, dtype)
+        flat = self.empty(dtype, host)
         for piece, value in zip(flat.split([value.numel() for value in values]), values, strict=True):
             piece.copy_(value.detach().reshape(-1))
         return flat
@@ -151,6 +165,7 @@ def cut(
     groups: Sequence[Sequence[ShardedParameter]],
     kinds: Mapping[int, int],
     mix_dimensions: bool,
+    narrow: Mapping[int, tuple[str, ...]] | None = None,
 ) -> list[Segment]:
     """Segments of the parameters in ``groups``, all of which have a gradient.
 
@@ -158,17 +173,20 @@ def cut(
         groups: by parameter group.
         kinds: by index, a number for parameters with the same history; only those are joined.
         mix_dimensions: join parameters with different numbers of dimensions.
+        narrow: by index, the names of the state that is kept in bfloat16.
     """
+    names = narrow or {}
     segments: list[Segment] = []
     for number, records in enumerate(groups):
         run: list[ShardedParameter] = []
         for record in sorted(records, key=lambda record: record.shard.data_ptr()):
-            if run and not _belongs(run[-1], record, kinds, mix_dimensions):
-                segments.append(_segment(number, run))
+            alike = run and names.get(run[-1].index) == names.get(record.index)
+            if run and not (alike and _belongs(run[-1], record, kinds, mix_dimensions)):
+                segments.append(_segment(number, run, names))
                 run = []
             run.append(record)
         if run:
-            segments.append(_segment(number, run))
+            segments.append(_segment(number, run, names))
     return segments
 
 
@@ -200,7 +218,7 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((sum(p.numel() for p in pieces),), (1,), first.storage_offset())
 
 
-def _segment(group: int, members: list[ShardedParameter]) -> Segment:
+def _segment(group: int, members: list[ShardedParameter], narrow: Mapping[int, tuple[str, ...]]) -> Segment:
     flat = _joined([record.shard for record in members])
     grad = _joined([record.param.grad for record in members if record.param.grad is not None])
     assert flat is not None
@@ -209,4 +227,4 @@ def _segment(group: int, members: list[ShardedParameter]) -> Segment:
     shape = (1,) * (dims.pop() - 1) + (flat.numel(),) if len(dims) == 1 else (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
     param.grad = grad.view(shape)
-    return Segment(group, members, param, param.grad)
+    return Segment(group, members, param, param.grad, narrow=narrow.get(members[0].index, ()))

@@ -1,19 +1,22 @@
-"""Segments in parts that are stepped one after the other, where their state lies on the host and passes through some
-buffers of the device."""
+"""Segments in parts that are stepped one after the other: where their state lies on the host and passes through some
+buffers of the device, or where what a step takes for a moment is to be small."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.ring import Pass, Ring
+from lightning_zero.offload.ring import Load, Pass, Ring
+from lightning_zero.optim.rounding import Places
 from lightning_zero.optim.segments import Segment
 
-__all__ = ["Parts", "StateOnHost", "Stretch", "stretches"]
+__all__ = ["MOMENTS", "InPlace", "Parts", "StateOnHost", "Stretch", "stretches"]
+
+MOMENTS = 1 << 22  # elements whose narrow state is float32 for a moment at once
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,37 @@ class Stretch:
         """The part of the segment's state, by name."""
         return {name: self.of(self.segment.state[name]) for name in names}
 
+    def places(self, whole: Mapping[int, Places]) -> Places | None:
+        """Where its elements stand, if that is known of its segment, by id."""
+        places = whole.get(id(self.segment))
+        return None if places is None else places.part(self.begin, self.end)
+
 
 def stretches(segment: Segment, most: int) -> list[Stretch]:
     """The whole segment, in parts of at most so many elements."""
     numel = segment.param.numel()
     return [Stretch(segment, begin, min(begin + most, numel)) for begin in range(0, numel, most)]
+
+
+class InPlace:
+    """Stands for a :class:`~lightning_zero.offload.ring.Pass` where state lies on the device: nothing moves."""
+
+    def __init__(self, loads: Sequence[Load]) -> None:
+        self._loads = loads
+
+    def ahead(self) -> None:
+        pass
+
+    def open(self, number: int) -> dict[str, Tensor]:
+        return dict(self._loads[number])
+
+    def close(self, number: int, load: Load, values: Load) -> None:
+        for name, value in values.items():
+            if value.data_ptr() != load[name].data_ptr():
+                load[name].copy_(value.reshape(-1))
+
+    def leave(self) -> None:
+        pass
 
 
 class Parts:
@@ -59,16 +88,27 @@ class Parts:
         segments: all of whose state exists, and stays where it is.
         names: of the state of each.
         ring: through which it passes; None: it lies on the device, and segments stay whole.
+        most: elements of a stretch with narrow state; None: as many as there are.
+
+    Attributes:
+        places: of the segments with narrow state, by their ids.
     """
 
     def __init__(
-        self, segments: Sequence[Segment], names: Callable[[Segment], Sequence[str]], ring: Ring | None
+        self,
+        segments: Sequence[Segment],
+        names: Callable[[Segment], Sequence[str]],
+        ring: Ring | None,
+        most: int | None = None,
     ) -> None:
         self._ring = ring
         self._parts: list[Stretch] = []
         for segment in segments:
             itemsizes = [segment.state[name].itemsize for name in names(segment)]
-            self._parts += stretches(segment, ring.elements(itemsizes) if ring and itemsizes else segment.param.numel())
+            numel = ring.elements(itemsizes) if ring and itemsizes else segment.param.numel()
+            self._parts += stretches(segment, min(numel, most) if segment.narrow and most else numel)
+        self.places = {id(s): Places.of(s.members, s.param.device) for s in segments if s.narrow}
+        self._places = [part.places(self.places) for part in self._parts]
         self._loads = [part.load(names(part.segment)) for part in self._parts]
         self._ahead: Pass | None = None
 
@@ -90,14 +130,14 @@ class Parts:
         if through is not None:
             through.leave(range(len(self._loads)))
 
-    def with_state(self) -> Iterator[tuple[Stretch, dict[str, Tensor]]]:
-        """Each stretch with its state on the device; what is written to that until the next one is asked for goes back
-        to where it came from."""
+    def with_state(self) -> Iterator[tuple[Stretch, dict[str, Tensor], Places | None]]:
+        """Each stretch with its state on the device, and where its elements stand if some of that is narrow; what is
+        written to the state until the next one is asked for goes back to where it came from."""
         if self._ring is None:
-            yield from zip(self._parts, self._loads, strict=True)
+            yield from zip(self._parts, self._loads, self._places, strict=True)
             return
         through = Pass(self._ring, self._loads)
         for number, part in enumerate(self._parts):
-            yield part, through.open(number)
+            yield part, through.open(number), self._places[number]
             through.close(number)
         through.rejoin()

@@ -72,7 +72,8 @@ def plan(
     config = _config(kind, options).over(hosts, ceil(world_size / hosts))
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
-        cuts, kept = cut(module, world_size, kind.own), code.kept(kind.own, world_size)
+        cuts = cut(module, world_size, kind.own)
+        kept = code.kept(kind.own, world_size, config.tuning.state_dtype is not None)
         trace = Trace(PassContext(config.compiled, world_size), kind, card.speed, True, code.loss)
         compiled, eager, why = _steps(module, batch, trace, config)
         buffers = sum(b.nbytes for b in module.buffers())

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.optim.formulas import rule_for
+from lightning_zero.optim.narrow import NARROW, is_narrow
+from lightning_zero.optim.stretches import MOMENTS
 from lightning_zero.planning.ledger import Ledger
 from lightning_zero.planning.static import Cut
 
@@ -31,8 +34,14 @@ class Kept:
     words: str
 
 
-def kept_by(optimizers: Sequence[torch.optim.Optimizer], params: Sequence[nn.Parameter], cuts: Sequence[Cut]) -> Kept:
-    """Of optimizers of ``params``, which are cut like that. Their groups hold other parameters afterwards.
+def kept_by(
+    optimizers: Sequence[torch.optim.Optimizer],
+    params: Sequence[nn.Parameter],
+    cuts: Sequence[Cut],
+    narrow: bool = False,
+) -> Kept:
+    """Of optimizers of ``params``, which are cut like that. Their groups hold other parameters afterwards. ``narrow``:
+    as ``state_dtype="bf16"`` has it.
 
     Raises:
         Exception: whatever their step raises.
@@ -49,15 +58,31 @@ def kept_by(optimizers: Sequence[torch.optim.Optimizer], params: Sequence[nn.Par
         ledger = Ledger(stood_for)
         with ledger:
             optimizer.step()
-        per_element = (ledger.peak - ledger.alive) / max(sum(param.nbytes for param in stood_for), 1)
-        temporary = max(temporary, int(per_element * sum(cut.elements * cut.dtype.itemsize for cut in of.values())))
+        per_byte = (ledger.peak - ledger.alive) / max(sum(param.nbytes for param in stood_for), 1)
+        stepped = sum(cut.elements * cut.dtype.itemsize for cut in of.values())
+        if narrow:  # the optimizer itself steps a few elements at a time
+            stepped = min(stepped, MOMENTS * torch.float32.itemsize)
+        temporary = max(temporary, int(per_byte * stepped))
+        names = _narrow(optimizer, stood_for) if narrow else {}
         for param, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     alike = value.shape == param.shape
-                    states += value.itemsize * (stood_for[param].elements if alike else value.numel())
-                    words |= {name: value.itemsize} if alike else {}
+                    size = NARROW.itemsize if alike and name in names.get(param, ()) else value.itemsize
+                    states += size * (stood_for[param].elements if alike else value.numel())
+                    words |= {name: min(size, words.get(name, size))} if alike else {}
     return Kept(states, temporary, ", ".join(f"{name} {size}" for name, size in words.items()) or "nothing")
+
+
+def _narrow(optimizer: torch.optim.Optimizer, stood_for: dict[Tensor, Cut]) -> dict[Tensor, tuple[str, ...]]:
+    found = {}
+    for group in optimizer.param_groups:
+        rule = rule_for(optimizer, group)
+        for param in group["params"]:
+            cut = stood_for[param]
+            if rule is not None and is_narrow(cut.layout.numel, cut.dtype):
+                found[param] = rule.state
+    return found
 
 
 def _small(cut: Cut) -> nn.Parameter:

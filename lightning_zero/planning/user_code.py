@@ -77,10 +77,11 @@ class UserCode:
             raise ValueError("The training step returns no loss (manual optimization cannot be planned).")
         return loss
 
-    def kept(self, dtype: torch.dtype | None, world_size: int) -> Kept:
-        """What the module's optimizers keep; ``dtype``: that precision gives parameters."""
+    def kept(self, dtype: torch.dtype | None, world_size: int, narrow: bool) -> Kept:
+        """What the module's optimizers keep; ``dtype``: that precision gives parameters; ``narrow``: see
+        :func:`kept_by`."""
         params = list(self._module.parameters())
-        return kept_by(self._optimizers(params), params, cut(self._module, world_size, dtype))
+        return kept_by(self._optimizers(params), params, cut(self._module, world_size, dtype), narrow)
 
     def _optimizers(self, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         if self._optimizer is not None:

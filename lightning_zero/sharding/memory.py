@@ -30,8 +30,9 @@ those of other ranks lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +99,11 @@ class ShardMemory:
         self.shards = arena
         self._access.done_writing()
 
-    def arrange(self, groups: Sequence[Sequence[Tensor]], by_dimensions: bool = False) -> None:
+    def arrange(
+        self, groups: Sequence[Sequence[Tensor]], kind: Callable[[ShardedParameter], Any] = lambda record: 0
+    ) -> None:
         """Makes the shards of each group of parameters neighbours, so that an optimizer can step a group as one tensor;
-        within a group, those with the same number of dimensions if asked. Nothing happens once training has begun."""
+        within a group, those of one ``kind``, which is sorted by. Nothing happens once training has begun."""
         begun = any(set(record.memory) - {Role.MASTER_SHARD} for record in self._records)
         if self.shards is None or begun or self._resident is not None:
             return
@@ -108,7 +111,7 @@ class ShardMemory:
         before = sorted(self._records.live, key=lambda record: record.shard.data_ptr())
         order = sorted(
             before,
-            key=lambda r: (number.get(id(r.param), len(groups)), r.param.dim() if by_dimensions else 0),
+            key=lambda record: (number.get(id(record.param), len(groups)), kind(record)),
         )
         if [record.index for record in order] != [record.index for record in before]:
             self.place(order)

@@ -43,6 +43,8 @@ class CapturedRunner:
         device: of all tensors.
         compile_kernels: compile the update with inductor; otherwise it runs op by op.
         ring: through which the state passes that lies on the host; None: it lies on the device.
+        captures: whether steps are replays. Otherwise only what the optimizer cannot step by itself is taken: all of a
+            layout that has narrow state.
 
     Attributes:
         replays: steps that were one launch.
@@ -57,12 +59,14 @@ class CapturedRunner:
         device: torch.device,
         compile_kernels: bool,
         ring: Ring | None = None,
+        captures: bool = True,
     ) -> None:
         self._optimizer = optimizer
         self._layouts = layouts
         self._device = device
         self._compile = compile_kernels
         self._ring = ring
+        self._captures = captures
         self._kernels: WeakKeyDictionary[StepLayout, StepKernel] = WeakKeyDictionary()
         self.replays = 0
 
@@ -73,7 +77,11 @@ class CapturedRunner:
     def takes(self, layout: StepLayout, own: Own) -> bool:
         if layout in self._kernels:
             return True
-        if layout.own_steps == 0 or not layout.segments:
+        narrow = any(segment.narrow for segment in layout.segments)
+        # What the optimizer has stepped before and after must not show in how its narrow state is rounded.
+        if not narrow and (layout.own_steps == 0 or not self._captures):
+            return False
+        if not layout.segments:
             return False
         if not StepKernel.covers(self._optimizer, own.groups, layout.segments):
             return False
@@ -82,7 +90,7 @@ class CapturedRunner:
             # The others look at the counts where they were, and would step with what they were.
             self._layouts.drop_others(layout)
         self._kernels[layout] = StepKernel(
-            self._optimizer, own.groups, layout.segments, self._device, self._compile, self._ring
+            self._optimizer, own.groups, layout.segments, self._device, self._compile, self._ring, self._captures
         )
         for segment in layout.segments:
             segment.give_out(own.state)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_zero.offload.memory import HostMemory
 from lightning_zero.optim.clip import norm_dtype
 from lightning_zero.optim.kernel import StepKernel
+from lightning_zero.optim.narrow import check_narrow, narrow_names
 from lightning_zero.optim.segments import State, cut
 from lightning_zero.optim.support import check_members
 from lightning_zero.sharding.record import ShardedParameter
@@ -38,13 +39,21 @@ class StepLayouts:
         optimizer: of shards.
         sharder: knows them.
         host: where the optimizer's state lies that is as large as the shards; None: on their device.
+        narrow: keep it in bfloat16 for parameters that are not small.
 
     Attributes:
         last: the layout that :meth:`current` returned last.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sharder: Sharder, host: HostMemory | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        sharder: Sharder,
+        host: HostMemory | None = None,
+        narrow: bool = False,
+    ) -> None:
         self._host = host
+        self._narrow = narrow
         self._optimizer = optimizer
         self._sharder = sharder
         self.last: StepLayout | None = None
@@ -92,6 +101,8 @@ class StepLayouts:
 
     def _begin_anew(self, own: Own, why: str) -> None:
         check_members(own.groups, type(self._optimizer).__name__, self._sharder.find)
+        if self._narrow:
+            check_narrow(self._optimizer, own.groups)
         if self._by_pattern:
             self._report(why)
         self._by_pattern.clear()
@@ -119,7 +130,9 @@ class StepLayouts:
         records = [[self._sharder.find(p) for p in group["params"] if p.grad is not None] for group in own.groups]
         present = [[r for r in group if r is not None] for group in records]
         self._split_kinds({r.index for group in present for r in group}, own.state)
-        segments = cut(present, self._kinds, mix_dimensions=StepKernel.covers(self._optimizer, own.groups))
+        narrow = narrow_names(self._optimizer, own.groups, self._sharder.find) if self._narrow else {}
+        mix = StepKernel.covers(self._optimizer, own.groups)
+        segments = cut(present, self._kinds, mix_dimensions=mix, narrow=narrow)
         if self._host is not None:
             self._host.settle()
         moved = [segment.take_in(own.state, self._host) for segment in segments]

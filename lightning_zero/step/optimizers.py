@@ -37,8 +37,9 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.native.watchdog import Lane
 from lightning_zero.offload.memory import HostMemory
 from lightning_zero.offload.ring import Ring
-from lightning_zero.optim.aside import keeping_aside
+from lightning_zero.optim.aside import Place, Places, keeping_aside
 from lightning_zero.optim.formulas import rule_for
+from lightning_zero.optim.narrow import NARROW, check_narrow, is_narrow, narrow_names, widen
 from lightning_zero.optim.norms import norms_of_each
 from lightning_zero.optim.stretches import StateOnHost
 from lightning_zero.optim.support import (
@@ -48,6 +49,7 @@ from lightning_zero.optim.support import (
     check_optimizer,
     zero_gradients_plainly,
 )
+from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.step.cycle import StepCycle
@@ -83,10 +85,13 @@ class OptimizerSteps:
         """What steps this optimizer over the arenas."""
         stepper = self._steppers.get(optimizer)
         if stepper is None:
+            if self.narrow:
+                check_narrow(optimizer, optimizer.param_groups)
             if self.on_host:
                 check_offload(optimizer)
                 optimizer.register_state_dict_pre_hook(lambda _: self.settle())
-            stepper = OptimizerStepper(optimizer, self._sharder, self._group, *_capture(self.config), self._host())
+            where = self._host(), self.narrow
+            stepper = OptimizerStepper(optimizer, self._sharder, self._group, *_capture(self.config), *where)
             self._steppers[optimizer] = stepper
         return stepper
 
@@ -95,6 +100,9 @@ class OptimizerSteps:
         laid out anew."""
         if (_capture(config), _offload(config)) != (_capture(self.config), _offload(self.config)):
             self.settle()
+            if self.narrow and config.tuning.state_dtype is None:
+                for optimizer in self._steppers:
+                    widen(optimizer, self._sharder.find)
             self._steppers.clear()
             self._on_host = None
         self.config = config
@@ -104,6 +112,29 @@ class OptimizerSteps:
         """Whether optimizers' state lies on the host, where nobody else need put it."""
         return "optimizer" in self.config.offload
 
+    @property
+    def narrow(self) -> bool:
+        """Whether state of parameters that are not small is kept in bfloat16."""
+        return self.config.tuning.state_dtype is not None
+
+    @property
+    def places(self) -> Places | None:
+        """What puts an optimizer's state in its place when it is loaded, where torch would put it elsewhere, or make
+        it wider, on the way."""
+        return self._places if self.on_host or self.narrow else None
+
+    def _places(self, optimizer: torch.optim.Optimizer) -> Place:
+        names = narrow_names(optimizer, optimizer.param_groups, self._sharder.find) if self.narrow else {}
+
+        def place(param: Tensor, key: str, value: Tensor) -> Tensor:
+            record = self._sharder.find(param)
+            kept = param.dtype if param.is_floating_point() else value.dtype  # as torch has it
+            if record is not None and value.is_floating_point() and key in names.get(record.index, ()):
+                kept = NARROW
+            return value.to(value.device if self.on_host else param.device, kept)
+
+        return place
+
     def settle(self) -> None:
         """The host may read state that lies there: what copies there are on their way have arrived."""
         if self._on_host is not None:
@@ -111,7 +142,7 @@ class OptimizerSteps:
 
     def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Has the optimizer load a state dict of shards."""
-        with keeping_aside(optimizer) if self.on_host else nullcontext():
+        with nullcontext() if self.places is None else keeping_aside(optimizer, self.places):
             optimizer.load_state_dict(state)
 
     def _bring_ahead(self) -> None:
@@ -190,6 +221,8 @@ class OptimizerSteps:
         """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no
         shards."""
         check_optimizer(optimizer)
+        if self.narrow:
+            check_narrow(optimizer, optimizer.param_groups)
         if self.on_host:
             check_offload(optimizer)
         if self.config.cuda_graph_step is True:
@@ -202,7 +235,12 @@ class OptimizerSteps:
         training; without it everything works in smaller pieces."""
         groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
-        self._sharder.memory.arrange([group["params"] for _, group in groups], by_dimensions=not simple)
+
+        def kind(record: ShardedParameter) -> tuple[int, bool]:
+            narrow = self.narrow and is_narrow(record.layout.numel, record.param.dtype)
+            return 0 if simple else record.param.dim(), narrow
+
+        self._sharder.memory.arrange([group["params"] for _, group in groups], kind)
 
     def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
         """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the
@@ -221,5 +259,5 @@ def _capture(config: EngineConfig) -> tuple[bool | str, bool]:
     return config.cuda_graph_step, config.tuning.emulate_cuda_graph_step
 
 
-def _offload(config: EngineConfig) -> tuple[tuple[str, ...], float]:
-    return config.offload, config.tuning.offload_buffer_mb
+def _offload(config: EngineConfig) -> tuple[tuple[str, ...], float, str | None]:
+    return config.offload, config.tuning.offload_buffer_mb, config.tuning.state_dtype

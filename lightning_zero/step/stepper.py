@@ -43,6 +43,7 @@ class OptimizerStepper:
         capture: ``"auto"`` or True: where possible; False: never.
         emulate: debugging: do on any device what a captured step does, without a graph.
         host: where the state lies that is as large as the shards; None: on their device.
+        narrow: keep it in bfloat16, stochastically rounded, for parameters that are not small.
 
     Attributes:
         why_eager: why steps are never captured, in words; None if they are.
@@ -57,21 +58,23 @@ class OptimizerStepper:
         capture: bool | str = "auto",
         emulate: bool = False,
         host: StateOnHost | None = None,
+        narrow: bool = False,
     ) -> None:
         device = sharder.executor.device
         self._sharder = sharder
         self._group = group
         self._substitute = Substitute(optimizer)
-        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None)
+        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, narrow)
         self.why_eager = why_not_captured(optimizer, device, capture, emulate)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")
         if self.why_eager is not None:
             log.info("%s steps without a captured graph: %s.", type(optimizer).__name__, self.why_eager)
         compile_kernels, ring = device.type == "cuda", host.ring if host else None
-        self._captured = CapturedRunner(optimizer, self._layouts, device, compile_kernels, ring)
+        self._captured = CapturedRunner(optimizer, self._layouts, device, compile_kernels, ring, self._graphs)
         # The first that takes a layout steps it.
-        own: StepRunner = StretchesRunner(optimizer, self._layouts, host) if host else EagerRunner(self._layouts)
-        self._runners: Sequence[StepRunner] = (self._captured, own) if self._graphs else (own,)
+        apart = host is not None or narrow
+        own: StepRunner = StretchesRunner(optimizer, self._layouts, host) if apart else EagerRunner(self._layouts)
+        self._runners: Sequence[StepRunner] = (self._captured, own) if self._graphs or narrow else (own,)
         self.runner: StepRunner | None = None
         self._clip: tuple[StepLayout, float] | None = None  # to be done by the step
 

@@ -1,5 +1,5 @@
-"""The optimizer steps flat parameters by itself, whose state lies on the host: one stretch after the other, each of
-which has its state on the device while it is stepped.
+"""The optimizer steps flat parameters by itself, whose state lies on the host or is narrow: one stretch after the
+other, each of which has its state on the device, as wide as the optimizer makes it, while it is stepped.
 
 The optimizer sees a parameter group for each stretch, with the settings of its own one. It steps group after group, and
 asks for a parameter's state first: that is when the state comes, and when that of the stretch before leaves.
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.offload.ring import Pass
+from lightning_zero.offload.ring import Load, Pass
 from lightning_zero.optim.formulas import rule_for
+from lightning_zero.optim.narrow import ROUNDINGS
+from lightning_zero.optim.rounding import Places, keys_of, noise_at, rounded
 from lightning_zero.optim.segments import Segment
-from lightning_zero.optim.stretches import StateOnHost, Stretch, stretches
+from lightning_zero.optim.stretches import MOMENTS, InPlace, StateOnHost, Stretch, stretches
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
 from lightning_zero.step.substitute import Own, Shown
@@ -31,12 +33,12 @@ class StretchesRunner:
     Args:
         optimizer: whose update rule is known; others might look at a parameter again when its turn is over.
         layouts: of the optimizer.
-        host: where its state lies.
+        host: where its state lies; None: on the device.
     """
 
     clips = skips = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layouts: StepLayouts, host: StateOnHost) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, layouts: StepLayouts, host: StateOnHost | None) -> None:
         self._optimizer = optimizer
         self._layouts = layouts
         self._host = host
@@ -62,7 +64,8 @@ class StretchesRunner:
         rule = rule_for(self._optimizer, own.groups[segment.group])
         if not itemsizes and rule is not None:  # they are still to be made
             itemsizes = [max(segment.param.itemsize, torch.float32.itemsize)] * len(rule.state)
-        return stretches(segment, self._host.ring.elements(itemsizes) if itemsizes else segment.param.numel())
+        numel = self._host.ring.elements(itemsizes) if self._host and itemsizes else segment.param.numel()
+        return stretches(segment, min(numel, MOMENTS) if segment.narrow else numel)
 
     def end(self, layout: StepLayout, own: Own) -> None:
         self._turns.end()
@@ -80,14 +83,15 @@ class _Turns:
         params: of each, the elements as a parameter, with their gradient.
     """
 
-    def __init__(self, parts: Sequence[Stretch], host: StateOnHost) -> None:
+    def __init__(self, parts: Sequence[Stretch], host: StateOnHost | None) -> None:
         self.params = [_parameter(part) for part in parts]
         self._parts = parts
         self._host = host
         self._numbers = {id(param): number for number, param in enumerate(self.params)}
         self._names = {id(part.segment): part.segment.elementwise for part in parts}  # of what there was before
         self._after: dict[int, tuple[Segment, dict[str, Any]]] = {}  # the state that the last stretch of each had
-        self._through: Pass | None = None
+        self._places: dict[int, Places] = {}  # of the segments with narrow state, by their ids
+        self._through: Pass | InPlace | None = None
         self._first = 0  # stretch of that pass
         self._now: int | None = None
         self._state: dict[str, Any] = {}  # of that stretch
@@ -128,7 +132,7 @@ class _Turns:
             self._through.leave()
         self._first = number
         loads = [part.load(self._names[id(part.segment)]) for part in self._parts[number:]]
-        self._through = Pass(self._host.ring, loads)
+        self._through = Pass(self._host.ring, loads) if self._host else InPlace(loads)
         self._through.ahead()
 
     def _open(self, number: int) -> dict[str, Any]:
@@ -137,7 +141,8 @@ class _Turns:
         segment, found = self._parts[number].segment, {}
         for key, value in segment.state.items():
             if key in here:
-                found[key] = here[key].view(self.params[number].shape)
+                wide = here[key].to(segment.param.dtype) if key in segment.narrow else here[key]
+                found[key] = wide.view(self.params[number].shape)
             elif key not in segment.elementwise:  # which the stretch before has made, and this one has not
                 # Each stretch counts the step for itself.
                 found[key] = value.clone() if isinstance(value, Tensor) else value
@@ -153,11 +158,29 @@ class _Turns:
         for key, value in large.items():
             segment.check(key, value, shape)
             if key not in segment.state:
-                memory = self._host.memory.empty(segment.param.numel(), value.dtype)
+                memory = segment.empty(segment.kept_in(key, value), self._host.memory if self._host else None)
                 segment.state[key] = memory.view(segment.param.shape)
-        self._through.close(number - self._first, part.load(list(large)), large)
+        self._through.close(number - self._first, part.load(list(large)), large | self._rounded(part, large))
         if state:
             self._after[id(segment)] = segment, state
+
+    def _rounded(self, part: Stretch, large: Load) -> dict[str, Tensor]:
+        """The narrow state of a stretch, as it is kept."""
+        segment, device = part.segment, part.segment.param.device
+        narrow = [key for key in segment.narrow if key in large and large[key].is_floating_point()]
+        if not narrow:
+            return {}
+        step = self._state.get("step")
+        if not isinstance(step, Tensor):
+            step = self._state[ROUNDINGS] = self._state.get(ROUNDINGS, torch.zeros(())) + 1
+        if id(segment) not in self._places:
+            self._places[id(segment)] = Places.of(segment.members, device)
+        at = self._places[id(segment)].part(part.begin, part.end)
+        noise = noise_at(at.owners, at.shifts, at.begin, keys_of(at.salts, step.to(device)))
+        return {
+            key: rounded(large[key].float().view(-1), noise, segment.narrow.index(key)).view(large[key].shape)
+            for key in narrow
+        }
 
 
 class _Asked(defaultdict[Any, dict[str, Any]]):

@@ -56,6 +56,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "compiled": engine.session._compiler._config,
         "cuda_graphs": engine.optimizers.stepper(optimizer).why_eager,
         "offload": type(engine.optimizers.stepper(optimizer)._runners[-1]),
+        "state_dtype": engine.optimizers.stepper(optimizer)._layouts._narrow,
         "offload_buffer_mb": engine.optimizers.config.tuning.offload_buffer_mb,
         "reduce_dtype": dtype,
         "broadcast_buffers": engine.buffers._enabled,

@@ -1,4 +1,5 @@
-"""Shards on one rank without an executor: an arena, and what a stepper asks of a sharder."""
+"""Shards on one rank without an executor: an arena, and what a stepper asks of a sharder. The rank may be one of
+several, of which the others are elsewhere."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ class OneRank:
     """Stands for a Sharder. ``params`` are views of one arena, and so are the gradients that :meth:`bring` gives
     them."""
 
-    def __init__(self, shapes: Sequence[Sequence[int]], seed: int = 0) -> None:
-        pieces = [(ShardLayout.of(torch.Size(shape), torch.float32, 1), torch.float32) for shape in shapes]
+    def __init__(self, shapes: Sequence[Sequence[int]], seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
+        self.rank = rank
+        pieces = [(ShardLayout.of(torch.Size(shape), torch.float32, world_size), torch.float32) for shape in shapes]
         shards, grads = Arena(pieces, CPU), Arena(pieces, CPU)
         rng = torch.Generator().manual_seed(seed)
         self.live = []
         for index, ((layout, _), shard) in enumerate(zip(pieces, shards.views, strict=True)):
-            shard[: layout.numel].copy_(torch.randn(layout.numel, generator=rng))
+            layout.write(shard, torch.randn(layout.numel, generator=rng).view(layout.shape), rank)
             param = nn.Parameter(shard.view(layout.visible_shape))
             self.live.append(
                 SimpleNamespace(
@@ -36,6 +38,7 @@ class OneRank:
                     param=param,
                     layout=layout,
                     shard=shard,
+                    sight=SimpleNamespace(number=rank),
                     gradient=grads.views[index],
                     shown_gradient=None,
                 )
@@ -60,7 +63,7 @@ class OneRank:
             if index in without:
                 param.grad = None
                 continue
-            numel, gradient = self.live[index].layout.numel, self.live[index].gradient
+            layout, gradient = self.live[index].layout, self.live[index].gradient
             rng = torch.Generator().manual_seed(100 * step + index)
-            gradient[:numel].copy_(torch.randn(numel, generator=rng))
+            layout.write(gradient, torch.randn(layout.numel, generator=rng).view(layout.shape), self.rank)
             param.grad = gradient.view(param.shape)

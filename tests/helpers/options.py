@@ -48,6 +48,7 @@ OTHERS: dict[str, Any] = {
     "resident_until": "step",
     "recompute": _again,
     "offload_buffer_mb": 1.0,
+    "state_dtype": "bf16",
     "free_reduce_buckets": True,
     "prefetch": False,
     "prefetch_mb": 1.0,

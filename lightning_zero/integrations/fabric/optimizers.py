@@ -86,8 +86,8 @@ def prepare(optimizer: Optimizer, loop: Loop) -> None:
         return loop.engine.checkpoints.optimizer_part(optimizer, state)  # which also keeps the loop
 
     optimizer.register_load_state_dict_pre_hook(to_shards)
-    if engine.optimizers.on_host:
-        keep_aside(optimizer)
+    if (places := engine.optimizers.places) is not None:
+        keep_aside(optimizer, places)
     else:
         optimizer.register_load_state_dict_post_hook(lambda loaded: optimizer_to_device(loaded, engine.device))
     loop.add(optimizer)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.narrow import ROUNDINGS
 from lightning_zero.optim.segments import Segment, State, cut
 from tests.helpers.one_rank import OneRank
 
@@ -111,3 +112,26 @@ def test_state_for_more_than_single_elements_is_refused(bench: OneRank) -> None:
     segment.state = {"rows": torch.zeros(8, 2)}
     with pytest.raises(UnsupportedError, match=r"'rows' of shape \(8, 2\) for 'p0'"):
         segment.give_out(state)
+
+
+def test_a_count_that_torch_has_rounded_to_a_parameters_dtype_goes_on_counting(bench: OneRank) -> None:
+    (segment,), state = segments_of(bench), loaded(bench)
+    for entries in state.values():
+        entries[ROUNDINGS] = torch.tensor(256.0, dtype=torch.bfloat16)
+    segment.take_in(state)
+    segment.counts[ROUNDINGS].add_(1)
+    assert [float(state[param][ROUNDINGS]) for param in bench.params] == [257] * 4
+
+
+def test_narrow_state_is_rounded_as_it_is_taken_in_and_is_no_neighbour_of_other_state(bench: OneRank) -> None:
+    records: Any = bench.live
+    wide, narrow = cut([records], {}, mix_dimensions=True, narrow={2: ("average",), 3: ("average",)})
+    assert members([wide, narrow]) == [[0, 1], [2, 3]]
+    state = loaded(bench)
+    for entries in state.values():
+        entries["average"].fill_(1.0 + 2.0**-8 + 2.0**-9)  # between 1 and 1 + 2**-7, nearer to that
+    assert wide.take_in(state)
+    assert narrow.take_in(state)
+    assert wide.state["average"].unique().tolist() == [1.0 + 2.0**-8 + 2.0**-9]
+    assert narrow.state["average"].dtype is state[bench.params[3]]["average"].dtype is torch.bfloat16
+    assert narrow.state["average"].unique().tolist() == [1.0 + 2.0**-7]

@@ -109,7 +109,7 @@ def test_optimizers_arrange_shards_until_training_begins(records: Records, execu
     memory = memory_of(records, executor)
     memory.arrange([[records[1].param], [records[2].param, records[0].param]])
     assert are_neighbours([records[1].shard, records[0].shard, records[2].shard])
-    memory.arrange([[r.param for r in records.live]], by_dimensions=True)
+    memory.arrange([[r.param for r in records.live]], lambda record: record.param.dim())
     assert are_neighbours([records[1].shard, records[4].shard, records[0].shard, records[2].shard])
     before = memory.shards
     memory.allocate_gradients()

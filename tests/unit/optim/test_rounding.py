@@ -1,0 +1,92 @@
+"""Stochastic rounding loses nothing on average, changes nothing that bfloat16 holds, and is the same wherever an element
+lies."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.optim.rounding import Places, keys_of, noise_at, rounded
+from tests.helpers.one_rank import OneRank
+
+CPU = torch.device("cpu")
+HALVES = torch.arange(1 << 16)
+WORDS = (HALVES * 40503 % (1 << 16)) << 16 | HALVES  # each half of a word takes every value once
+SHAPES = [(8, 100), (70,), (33, 9), (3,)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_value_is_kept_on_average_over_all_noise_exactly(number: int) -> None:
+    torch.manual_seed(0)
+    values = torch.cat([torch.randn(40), 1e-39 * torch.randn(8), 1e38 * torch.randn(8), torch.tensor([1.0, -1.0])])
+    for value in values.tolist():
+        exact = torch.full((len(WORDS),), value)
+        found = rounded(exact, WORDS, number)
+        assert found.dtype is torch.bfloat16
+        assert found.double().mean().item() == exact[0].double().item()
+        below = exact[0].view(torch.int32).bitwise_and(-65536).view(torch.float32)
+        assert (found.double().abs() >= below.double().abs()).all()
+        assert len(found.unique()) <= 2
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_what_bfloat16_holds_stays_as_it_is(number: int) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for word in (0, 0xFFFFFFFF, 0x12345678):
+        found = rounded(every.float(), torch.tensor(word), number)
+        torch.testing.assert_close(found, every, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found.signbit()[~found.isnan()], every.signbit()[~every.isnan()])
+
+
+def noise(bench: OneRank, step: float = 7.0) -> Tensor:
+    records: Any = bench.live
+    at = Places.of(records, CPU)
+    return noise_at(at.owners, at.shifts, at.begin, keys_of(at.salts, torch.tensor(step)))
+
+
+def whole(world_size: int) -> list[Tensor]:
+    """Of each parameter, from what each of so many ranks has of it."""
+    ranks = [OneRank(SHAPES, rank=rank, world_size=world_size) for rank in range(world_size)]
+    numels = [record.layout.shard_numel for record in ranks[0].live]
+    parts = [noise(rank).split(numels) for rank in ranks]
+    return [
+        torch.cat(shards)[: math.prod(shape)] for shape, shards in zip(SHAPES, zip(*parts, strict=True), strict=True)
+    ]
+
+
+def test_noise_is_the_same_on_any_number_of_ranks() -> None:
+    for world_size in (2, 3):
+        assert all(map(torch.equal, whole(world_size), whole(1)))
+
+
+def test_a_part_has_the_noise_that_it_has_in_the_whole() -> None:
+    bench: Any = OneRank(SHAPES)
+    at = Places.of(bench.live, CPU).part(64, 864)
+    found = noise_at(at.owners, at.shifts, at.begin, keys_of(at.salts, torch.tensor(7.0)))
+    assert torch.equal(found, noise(bench)[64:864])
+
+
+def test_noise_looks_random_over_elements_steps_parameters_and_halves() -> None:
+    bench = OneRank([(512, 256), (512, 256)])
+    numel = 512 * 256
+    first, second = (noise(bench, step) for step in (7.0, 8.0))
+    low, high = first & 0xFFFF, first >> 16
+    assert first.min() >= 0
+    assert high.max() < 1 << 16
+    streams = [
+        low[:numel],
+        high[:numel],
+        low[numel:],
+        second[:numel] & 0xFFFF,
+        low[1 : numel + 1],
+        low[32 : numel + 32],
+    ]
+    for number, stream in enumerate(streams):
+        counts = torch.bincount(stream >> 8, minlength=256).double()
+        expected = numel / 256
+        chi = ((counts - expected) ** 2 / expected).sum().item()  # 255 on average, with a deviation of sqrt(510)
+        assert abs(chi - 255) < 5 * math.sqrt(510), f"stream {number} is not uniform"
+    pairs = torch.corrcoef(torch.stack(streams).double()) - torch.eye(len(streams), dtype=torch.float64)
+    assert pairs.abs().max() < 5 / math.sqrt(numel), f"streams that follow each other: {pairs}"
