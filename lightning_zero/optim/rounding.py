@@ -76,10 +76,10 @@ def keys_of(salts: Tensor, step: Tensor) -> Tensor:
 
 def noise_at(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) -> Tensor:
     """For each element a word: of the :class:`Places` of these, with these keys."""
-    owners = owners.long()
-    inside = torch.arange(len(owners) * BLOCK, device=owners.device).view(-1, BLOCK) + begin
-    numbers = (inside + shifts[owners].view(-1, 1)) & WORD
-    return _mixed(numbers ^ keys[owners].view(-1, 1)).view(-1)
+    # Of one dimension from here on: Inductor must not find another shape in what is to be one kernel with the update.
+    whose = owners.long().view(-1, 1).expand(-1, BLOCK).reshape(-1)
+    numbers = (torch.arange(len(whose), device=owners.device) + begin + shifts[whose]) & WORD
+    return _mixed(numbers ^ keys[whose])
 
 
 def rounded(value: Tensor, noise: Tensor, number: int) -> Tensor:

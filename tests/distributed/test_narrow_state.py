@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from torch import Tensor, nn
 from lightning_zero import Tuning
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.report.readings import memory_by_role
-from tests.helpers.optimizer_steps import Lion
+from tests.helpers.optimizer_steps import (
+    Event,
+    Lion,
+    forget_one_state,
+    load_own_state,
+    other_settings,
+    train_sharded_steps,
+    unfreeze_and_add,
+)
 from tests.helpers.sharded import engine_for, whole_params, whole_state
 from tests.ranks.pool import Ranks
 
@@ -113,3 +122,43 @@ def test_what_cannot_be_narrow_is_refused_by_name(ranks: Ranks) -> None:
     assert "beside parameters of float64" in double
     with pytest.raises(ValueError, match="state_dtype='fp8' must be 'bf16' or None"):
         Tuning(state_dtype="fp8")  # type: ignore[arg-type]
+
+
+EVENTS: list[tuple[str, Event]] = [
+    ("AdamW", unfreeze_and_add),
+    ("SGD", load_own_state),
+    ("ASGD", forget_one_state),
+    ("NAdam", other_settings),
+    ("a user's own", forget_one_state),
+]
+WAYS: list[tuple[bool, dict[str, Any]]] = [
+    (False, {}),
+    (True, {}),
+    (False, {"offload": ("optimizer",), "offload_buffer_mb": 0.0001}),
+    (True, {"offload": ("optimizer",), "offload_buffer_mb": 0.0001}),
+]
+
+
+def train_in_all_ways() -> list[str]:
+    """What is not the same, with state of every size narrow."""
+    wrong = []
+    with patch("lightning_zero.optim.narrow.LEAST", 1):
+        for name, event in EVENTS:
+            first, *others = [
+                train_sharded_steps(name, event, emulate, state_dtype="bf16", **options) for emulate, options in WAYS
+            ]
+            kept = {dtype for entries in first[2][2][1] for _, dtype in entries}
+            if NARROW not in kept:
+                wrong.append(f"{name}, {event.__name__}: keeps {kept}")
+            for (emulate, options), other in zip(WAYS[1:], others, strict=True):
+                try:
+                    torch.testing.assert_close(other[:2], first[:2], rtol=0, atol=0)
+                    assert other[2][2] == first[2][2]
+                except AssertionError as error:
+                    wrong.append(f"{name}, {event.__name__}, emulate={emulate}, {options}: {error}")
+    return wrong
+
+
+def test_whatever_happens_all_ways_to_step_give_the_same_bits(ranks: Ranks) -> None:
+    for wrong in ranks.run(2, train_in_all_ways, deadline=180):
+        assert wrong == []

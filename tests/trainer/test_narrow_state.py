@@ -2,12 +2,15 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_zero.engine import engine_of
+from tests.helpers.lightning_modules import Overflows
 from tests.helpers.trainer import (
     INPUTS,
     OUTPUTS,
@@ -115,3 +118,25 @@ def test_what_ddp_has_saved_is_rounded_to_the_nearest_as_it_is_loaded(ranks: Ran
             for key, value in entries.items():
                 expected = value.to(torch.bfloat16) if name == LARGE and value.dim() else value
                 torch.testing.assert_close(found["state"][name][key], expected, rtol=0, atol=0)
+
+
+def with_an_overflow(kind: str) -> dict[str, Any]:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3))
+    with patch("lightning_zero.optim.narrow.LEAST", 1):
+        trainer, module = make_trainer(kind, plugins=[plugin], gradient_clip_val=0.2, state_dtype="bf16"), Overflows()
+        trainer.fit(module, make_loader(kind, 6))
+        check_captured(trainer)
+        found = {"scales": module.scales, "steps": module.steps} | all_of(module)
+        close(module)
+    return found
+
+
+def overflows() -> list[dict[str, Any]]:
+    return [with_an_overflow(kind) for kind in ("eager", "captured")]
+
+
+def test_a_step_that_is_skipped_for_an_overflow_is_skipped_alike(ranks: Ranks) -> None:
+    eager, captured = ranks.run(2, overflows, deadline=120)[0]
+    torch.testing.assert_close(captured, eager, rtol=0, atol=0)
+    assert eager["steps"][-1] == len(eager["steps"]) - 1
+    assert {kept["exp_avg"].dtype for kept in eager["state"].values()} == {torch.bfloat16}
