@@ -241,6 +241,12 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       .def("watch", &Executor::watch)
       .def("on_backward_end", [](const c10::intrusive_ptr<Executor>& self,
                                  std::string op) { self->gradients().on_end(std::move(op)); })
+      .def("keep_activations",
+           [](const c10::intrusive_ptr<Executor>& self, std::string leave, std::string left, std::string come,
+              std::string came) {
+             self->activations().keep({std::move(leave), std::move(left), std::move(come), std::move(came)});
+           },
+           "", {arg("leave"), arg("left"), arg("come"), arg("came")})
       .def("on_new_plan", [](const c10::intrusive_ptr<Executor>& self,
                              std::string op) { self->weights().on_new_plan(std::move(op)); })
       .def("counters",

@@ -37,6 +37,7 @@ Executor::Executor(const Communicators::Names& groups, const std::string& device
       transports_(context_, communicators_),
       weights_(context_, transports_, communicators_),
       gradients_(context_, transports_, communicators_.control(), [this] { begin_round(); }),
+      activations_(context_),
       graphs_(context_, communicators_, transports_, weights_, gradients_),
       parameters_(context_, *this, weights_, gradients_) {}
 

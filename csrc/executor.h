@@ -4,6 +4,7 @@
 //   parameters.h               which parameters there are
 //   weights/weights.h          how whole weights come to code
 //   gradients/reducer.h        how gradients come to their shards
+//   activations.h              how activations leave for the host, and come back
 //   cuda_graph/recorder.h      how both are replayed by graphs of the device
 //   transport/communicators.h  the process groups, each with a stream of its own
 //   transport/transports.h     what moves bytes between ranks
@@ -18,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "activations.h"
 #include "context.h"
 #include "cuda_graph/recorder.h"
 #include "gradients/reducer.h"
@@ -40,6 +42,7 @@ class Executor : public torch::CustomClassHolder {
   Parameters& parameters() { return parameters_; }
   Weights& weights() { return weights_; }
   Reducer& gradients() { return gradients_; }
+  Activations& activations() { return activations_; }
   Recorder& graphs() { return graphs_; }
   Transports& transports() { return transports_; }
   int64_t epoch() const { return context_.epoch; }  // changes when shards may have
@@ -75,6 +78,7 @@ class Executor : public torch::CustomClassHolder {
   Transports transports_;
   Weights weights_;
   Reducer gradients_;
+  Activations activations_;
   Recorder graphs_;
   Parameters parameters_;
 };

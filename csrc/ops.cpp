@@ -77,6 +77,39 @@ void check_plan(const at::Tensor& shard, std::string_view digest, std::string_vi
   executor->weights().check_plan(std::string(digest), std::string(plan));
 }
 
+// Activations. Each op is found by any shard of its graph.
+at::Tensor offload_start(const at::Tensor& value, const at::Tensor& shard) {
+  auto [executor, index] = ShardTable::instance().find(shard, "offload_start");
+  return executor->activations().leave(value);
+}
+
+void offload_wait(const at::Tensor& value, const at::Tensor& host, const at::Tensor& shard) {
+  auto [executor, index] = ShardTable::instance().find(shard, "offload_wait");
+  executor->activations().left(value, host);
+}
+
+at::Tensor reload_start(const at::Tensor& host, const at::Tensor& shard) {
+  auto [executor, index] = ShardTable::instance().find(shard, "reload_start");
+  return executor->activations().come(host);
+}
+
+at::Tensor reload_wait(const at::Tensor& value, const at::Tensor& host, const at::Tensor& shard) {
+  auto [executor, index] = ShardTable::instance().find(shard, "reload_wait");
+  executor->activations().came(value, host);
+  return value;
+}
+
+// Both steps at once, until a pass comes that takes them apart.
+at::Tensor offload(const at::Tensor& value, const at::Tensor& shard) {
+  auto host = offload_start(value, shard);
+  offload_wait(value, host, shard);
+  return host;
+}
+
+at::Tensor reload(const at::Tensor& host, const at::Tensor& shard) {
+  return reload_wait(reload_start(host, shard), host, shard);
+}
+
 // The form that autograd traces: it needs a gradient of the shard's shape. Ours is in the executor, so this
 // one is zero, and a graph pass replaces the op by reduce_add. `number`: tells equal gradients of one weight
 // apart, or the compiler would hand over only one of them.
@@ -106,5 +139,11 @@ TORCH_LIBRARY(lightning_zero, m) {
   m.def("reduce_group(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_group));
   m.def("reduce_borrow(Tensor[] grads, Tensor[] shards, int[] borrow) -> ()", any(reduce_borrow));
   m.def("reduce_release(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_release));
+  m.def("offload(Tensor value, Tensor shard) -> Tensor", any(offload));
+  m.def("offload_start(Tensor value, Tensor shard) -> Tensor", any(offload_start));
+  m.def("offload_wait(Tensor value, Tensor host, Tensor shard) -> ()", any(offload_wait));
+  m.def("reload(Tensor host, Tensor shard) -> Tensor", any(reload));
+  m.def("reload_start(Tensor host, Tensor shard) -> Tensor", any(reload_start));
+  m.def("reload_wait(Tensor(a) value, Tensor host, Tensor shard) -> Tensor(a)", any(reload_wait));
   m.def("check_plan(Tensor shard, str digest, str plan) -> ()", any(check_plan));
 }

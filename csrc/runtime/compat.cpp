@@ -35,8 +35,9 @@ void at_end_of_backward(std::function<void()> callback) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
 }
 
-void call(const std::string& op, torch::jit::Stack stack) {
+torch::jit::Stack call(const std::string& op, torch::jit::Stack stack) {
   c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), "").callBoxed(&stack);
+  return stack;
 }
 
 void mark(const at::Tensor& tensor) {

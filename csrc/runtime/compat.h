@@ -33,8 +33,8 @@ void at_end_of_backward(std::function<void()> callback);
 
 // -- the dispatcher
 
-// An op by its qualified name, which Python may have implemented.
-void call(const std::string& op, torch::jit::Stack stack = {});
+// An op by its qualified name, which Python may have implemented; what it returns.
+torch::jit::Stack call(const std::string& op, torch::jit::Stack stack = {});
 
 // -- memory that is copied when it is written to
 

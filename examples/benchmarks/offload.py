@@ -1,16 +1,21 @@
-"""What it costs to keep the optimizer's state on the host; on one GPU, prints one JSON line per measurement.
+"""What it costs to keep the optimizer's state, or activations, on the host; on one GPU, prints one JSON line per
+measurement.
 
     python examples/benchmarks/offload.py --sizes 1b,3b --accumulate 1,8
     python examples/benchmarks/offload.py --sizes 7b --ways offload     # what does not fit without
+    python examples/benchmarks/offload.py --ways device,activations,all_activations,budget,checkpointed \
+        --accumulate 1 --batch 4 --length 4096 --limit 120              # activations of long batches
 
 Trains a plain Llama-like decoder: float32 masters, bfloat16 compute, AdamW, clipping at 1.0, a loop in plain PyTorch
 over one rank, for each way in a process of its own. `device` keeps all on the GPU; `offload` is
 `offload=("optimizer",)`; `eager` the same with `cuda_graph_step=False`; `fsdp2` is `fully_shard` with
-`CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU. `step_ms` is the whole step, `optimizer_ms` the
-part from the last backward's end, both medians by the device's clock. `peak_gib` is of the whole device, sampled.
-`duplex_gb_s` is what pinned copies of 64 MiB reach in each direction while both go on, measured in the same process
-after training. `exposed_ms` is `optimizer_ms` less that of `device`, and `over_bytes` what it is of the time that the
-state's bytes take at that bandwidth.
+`CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU. `activations` is `offload=("activations",)`,
+which takes what hides behind compute, and `all_activations` all that are large; beside them `budget` is
+`activation_memory_budget=0.5`, and `checkpointed` `torch.utils.checkpoint` around each block. `step_ms` is the whole
+step, `optimizer_ms` the part from the last backward's end, both medians by the device's clock. `peak_gib` is of the
+whole device, sampled; `activations_gib` is what leaves in a step. `duplex_gb_s` is what pinned copies of 64 MiB reach
+in each direction while both go on, measured in the same process after training. `exposed_ms` is `optimizer_ms` less
+that of `device`, and `over_bytes` what it is of the time that the state's bytes take at that bandwidth.
 """
 
 import argparse
@@ -22,16 +27,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.bench.decoder import SIZES, VOCABULARY, Decoder
 
 SIZES = SIZES | {"3b": (2560, 32, 20, 6912)}
-WAYS = ("device", "offload", "eager", "fsdp2")
+ACTIVATIONS = ("activations", "all_activations", "budget", "checkpointed")
+WAYS = ("device", "offload", "eager", "fsdp2", *ACTIVATIONS)
 GIB = 2**30
 Forward = Callable[[Tensor], Tensor]
 
@@ -42,19 +50,26 @@ class Ours:
     def __init__(self, size: str, way: str) -> None:
         from lightning_zero import Engine, EngineConfig, Tuning
 
-        away = way in ("offload", "eager")
+        optimizer, activations = way in ("offload", "eager"), way in ("activations", "all_activations")
         self.engine = Engine(
             torch.device("cuda", 0),
             EngineConfig(
                 compute_dtype=torch.bfloat16,
                 reduce_dtype="bf16",
-                offload=("optimizer",) if away else (),
-                tuning=Tuning(cuda_graph_step=way != "eager"),
+                offload=("optimizer",) * optimizer + ("activations",) * activations,
+                activation_memory_budget=0.5 if way == "budget" else 1.0,
+                tuning=Tuning(
+                    cuda_graph_step=way != "eager",
+                    offload_activations_mb=float("inf") if way == "all_activations" else None,
+                ),
             ),
             report=lambda line: print(line, file=sys.stderr, flush=True),
         )
         with self.engine.construction():
             self.model = Decoder(*SIZES[size])
+        if way == "checkpointed":
+            for block in self.model.blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         self.engine.shard(self.model)
         self.optimizer = adamw(self.model)
         self.engine.optimizers.check(self.optimizer)
@@ -75,7 +90,12 @@ class Ours:
     def host_bytes(self) -> int:
         from lightning_zero.report.readings import memory_by_role
 
-        return memory_by_role(self.engine, [self.optimizer])["optimizer_state_on_host"]
+        roles = memory_by_role(self.engine, [self.optimizer])
+        return roles["optimizer_state_on_host"] + roles["activations_on_host"]
+
+    def counters(self) -> dict[str, int]:
+        found = self.engine.executor.counters()
+        return {name: found.get(name, 0) for name in ("offload_bytes", "replayed_graphs")}
 
 
 class FullyShard:
@@ -108,6 +128,9 @@ class FullyShard:
     def host_bytes(self) -> int:
         held = [*self.model.parameters(), *(v for s in self.optimizer.state.values() for v in s.values())]
         return sum(t.nbytes for t in held if isinstance(t, Tensor) and t.device.type == "cpu")
+
+    def counters(self) -> dict[str, int]:
+        return {}
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -167,6 +190,7 @@ def train(way: Any, accumulate: int, steps: int, warm: int, batch: tuple[int, in
             torch.cuda.synchronize()
         if number in (0, warm):
             found.pop("peak_gib", None)
+            before = way.counters()
         with device_peak(found):
             for part in tokens:
                 way.backward(part, 1 / accumulate)
@@ -180,6 +204,9 @@ def train(way: Any, accumulate: int, steps: int, warm: int, batch: tuple[int, in
     whole = [a[1].elapsed_time(b[1]) for a, b in zip(steady, steady[1:], strict=False)]
     part = [between.elapsed_time(end) for between, end in steady]
     found |= {"step_ms": round(statistics.median(whole), 2), "optimizer_ms": round(statistics.median(part), 2)}
+    each = {name: (count - before[name]) / steps for name, count in way.counters().items()}
+    if each:
+        found |= {"activations_gib": round(each["offload_bytes"] / GIB, 2), "replays": each["replayed_graphs"]}
     return found
 
 
@@ -220,9 +247,12 @@ def compare(lines: list[dict[str, Any]]) -> None:
     """Sets what is offloaded beside what is not."""
     plain = {(one["size"], one["accumulate"]): one for one in lines if one["way"] == "device"}
     for one in lines:
-        if one["way"] not in ("offload", "eager"):
+        if one["way"] not in ("offload", "eager", *ACTIVATIONS):
             continue
         beside = plain.get((one["size"], one["accumulate"]))
+        if one["way"] in ACTIVATIONS:
+            print(json.dumps(against(one, beside)), flush=True)
+            continue
         exposed = one["optimizer_ms"] - (beside["optimizer_ms"] if beside else 0.0)
         bytes_ms = one["state_bytes"] / one["duplex_gb_s"] / 1e6
         result = {name: one[name] for name in ("size", "way", "tokens")} | {
@@ -233,6 +263,15 @@ def compare(lines: list[dict[str, Any]]) -> None:
             "peak_less_gib": round(beside["peak_gib"] - one["peak_gib"], 2) if beside else None,
         }
         print(json.dumps(result), flush=True)
+
+
+def against(one: dict[str, Any], beside: dict[str, Any] | None) -> dict[str, Any]:
+    """A way to have fewer activations on the device, and none."""
+    names = ("size", "way", "tokens", "step_ms", "peak_gib", "activations_gib")
+    return {name: one.get(name) for name in names} | {
+        "step_over_device": round(one["step_ms"] / beside["step_ms"], 3) if beside else None,
+        "peak_less_gib": round(beside["peak_gib"] - one["peak_gib"], 2) if beside else None,
+    }
 
 
 def main() -> None:

@@ -47,6 +47,9 @@ functorch_config = torch._functorch.config
 # The form in which Inductor takes passes; its uuid lets Inductor's cache recognise them. (torch 2.11+)
 CustomGraphPass = custom_graph_pass.CustomGraphPass
 
+# The form in which it takes partitioners, likewise. (torch 2.11+)
+CustomPartitionerFn = custom_graph_pass.CustomPartitionerFn
+
 # Inductor as a function of a graph, which takes settings for one graph (config_patches); torch.compile takes them for
 # all graphs of a module. (torch 2.11+)
 lookup_backend = torch._dynamo.lookup_backend

@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule
 from lightning_zero.compat.compiler import (
     BoxedCodeGen,
     CustomGraphPass,
+    CustomPartitionerFn,
     aot_autograd,
     compile_fx_inner,
     functorch_config,
@@ -41,7 +42,8 @@ from lightning_zero.compile.frontend import has_collectives, last_read, name_wei
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.listener import CompileListener
 from lightning_zero.compile.lowered import Lowered
-from lightning_zero.compile.passes import PassSpec, default_passes, run_passes, saved_for_backward
+from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
+from lightning_zero.compile.passes.leaving import leave
 from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
@@ -173,6 +175,17 @@ class Compiler:
         graph, recompute = tag_gathers(graph, saved_for_backward(self.context(last))), self._config.recompute
         return graph if recompute is None else tag_activations(graph, recompute)
 
+    def _partition(self, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any) -> Any:
+        """A joint graph into forward and backward, between which activations may leave for the host."""
+        forward, backward = min_cut_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **settings)
+        limits = leaving(self._context)
+        if limits is not None:
+            nbytes = leave(forward.graph, backward.graph, num_fwd_outputs, limits)
+            log.info("%.1f MiB of what this graph saves for backward leave for the host", nbytes / 2**20)
+            forward.recompile()
+            backward.recompile()
+        return forward, backward
+
     def _rewrite(self, graph: Graph) -> Graph:
         begun = time.monotonic()
         self._listener.graph("before", graph)
@@ -194,6 +207,8 @@ class Compiler:
             # Inductor's reordering would sink every gather that was started early back to its use.
             "reorder_for_peak_memory": False,
         }
+        if self._config.offload_activations:
+            options["custom_partitioner_fn"] = _Partitioner(self._partition, uuid)
         compile_fx: Any = lookup_backend("inductor")
         return compile_fx(module, inputs, config_patches=options, inner_compile=partial(self._lower, lowered), **kwargs)
 
@@ -243,7 +258,7 @@ class Compiler:
     def _aot_eager(self, last: bool, lowered: Lowered, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             self._tag(last, module.graph)
-            return min_cut_partition(module, inputs, **kwargs)
+            return self._partition(module, inputs, **kwargs)
 
         def compiler(module: GraphModule, inputs: Any) -> Any:
             with lowered.of(module.graph):
@@ -296,3 +311,20 @@ class _Pass(CustomGraphPass):
 
     def uuid(self) -> str | None:
         return self._uuid
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Our partitioner in Inductor's form. Inductor pickles its settings, and what this does follows from the uuid."""
+
+    def __init__(self, function: Callable[..., Any], uuid: str | None) -> None:
+        self._function = function
+        self._uuid = uuid
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        return self._function(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str | None:
+        return self._uuid
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_function": None, "_uuid": self._uuid}

@@ -12,12 +12,16 @@ from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.estimate import NOMINAL, Costs
 
-__all__ = ["GROUPS_PER_GRAPH", "PassContext", "small_weight_bytes"]
+__all__ = ["ACTIVATIONS_UNDER_WAY", "GROUPS_PER_GRAPH", "PassContext", "small_weight_bytes"]
 
 # Enough groups that a graph of little weight still overlaps transfers with compute.
 GROUPS_PER_GRAPH = 12
 # Biases and norms: a transfer of their own is not worth its launch, and keeping them costs next to nothing.
 SMALL_BYTES = 64 * 1024
+# Smaller activations stay where they are: their copies would cost more launches than they spare memory.
+LEAST_ACTIVATION_BYTES = 1 << 20
+# Activations on their way to the host, or back, where compute has to wait for copies.
+ACTIVATIONS_UNDER_WAY = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,11 @@ class PassContext:
     def small_bytes(self) -> int:
         """See :func:`small_weight_bytes`."""
         return small_weight_bytes(self.config)
+
+    @property
+    def least_activation_bytes(self) -> int:
+        """Smaller ones do not leave."""
+        return LEAST_ACTIVATION_BYTES
 
     @property
     def group_bytes(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -30,6 +31,8 @@ from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Watchdog
+from lightning_zero.offload.activations import HostActivations
+from lightning_zero.offload.bandwidth import measure_host
 from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
 from lightning_zero.profiling.headroom import MemoryGauge
 from lightning_zero.sharding.peers import Peers
@@ -86,6 +89,7 @@ class CompileSession:
         self._selection = PassSelection()
         self._replays: Replays | None = None
         self._costs: Costs | None = None
+        executor.keep_activations(HostActivations(mesh.device))
         self.progress = Progress(self._agreement.compiling, watchdog.native.busy, report)
         self.plans = PlanBook()
         self.budget = MeasuredBudget(self.progress, self.plans, executor, mesh.control_group, MemoryGauge(mesh.device))
@@ -126,6 +130,9 @@ class CompileSession:
         compile = self.config.compiled
         if self._costs is None and compile.enabled and compile.prefetch:
             self._costs = measure_costs(self._mesh, self._peers.for_weights is not None)
+        costs, nominal = self._costs or NOMINAL, NOMINAL.host_bytes_per_s
+        if compile.offload_activations and costs.host_bytes_per_s == nominal:
+            self._costs = replace(costs, host_bytes_per_s=measure_host(self._mesh, nominal))
         context = self._context(compile)
         self._selection.check(default_passes(context))
         assert self._replays is not None
@@ -150,7 +157,7 @@ class CompileSession:
     @property
     def costs(self) -> Costs | None:
         """What was measured of the device and the links, the same on every rank; None where nothing was."""
-        return None if self._costs is NOMINAL else self._costs
+        return None if self._costs is None or self._costs.are_nominal else self._costs
 
     # -- passes
 

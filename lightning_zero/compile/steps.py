@@ -42,6 +42,7 @@ class CompiledSteps:
     def prepare(self) -> None:
         """Before each forward of a training step; collective."""
         config = self._session.config
+        self._sharder.executor.activations.settle()
         if config.compiled.enabled:
             self._sharder.executor.weights.refresh_compute_copies()
         used = config.compute_dtype if config.compiled.enabled else None  # what is not compiled casts what it has read
@@ -77,6 +78,7 @@ class CompiledSteps:
     def reset(self) -> None:
         """Likewise, and what was half done is forgotten."""
         self._replays.drop()
+        self._sharder.executor.activations.reset()
         self._eager_reads = -1
 
     def _count_eager_reads(self) -> int:

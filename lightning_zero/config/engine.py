@@ -35,6 +35,8 @@ class CompileConfig:
     activation_memory_budget: float = 1.0
     recompute: RecomputePolicy | None = None
     whole_graphs: bool = False
+    offload_activations: bool = False
+    offload_activations_mb: float | None = None
 
     @classmethod
     def of(cls, chosen: Options) -> CompileConfig:
@@ -52,6 +54,8 @@ class CompileConfig:
             activation_memory_budget=chosen.activation_memory_budget,
             recompute=tuning.recompute,
             whole_graphs=tuning.compile_whole_graphs,
+            offload_activations="activations" in chosen.offload,
+            offload_activations_mb=tuning.offload_activations_mb,
         )
 
     @property
@@ -77,11 +81,17 @@ class EngineConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.offload:
-            if name != "optimizer":
+            if name == "parameters":
                 raise UnsupportedError(
-                    f"offload={self.offload!r}: offloading {name} does not exist yet. Pass offload=('optimizer',); for "
-                    "activations there are activation_memory_budget= and torch.utils.checkpoint."
+                    f"offload={self.offload!r}: offloading {name} does not exist yet. Pass offload=('optimizer',), "
+                    "('activations',) or both."
                 )
+        if "activations" in self.offload and not self.compile:
+            raise UnsupportedError(
+                f"offload={self.offload!r}: activations leave for the host in compiled code alone, and compile=False "
+                "leaves none. Leave compile at True, or 'activations' out; around eager code you can put "
+                "torch.autograd.graph.save_on_cpu(pin_memory=True)."
+            )
 
     def over(self, hosts: int, ranks_of_each: int) -> EngineConfig:
         """What the options come to there: where a host has one rank, the weights that lie on it are whole, and compiled

@@ -75,8 +75,8 @@ class Options:
     offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = option(
         "what lies in the host's memory and comes to the device when it is needed. ``'optimizer'``: the state of "
         "optimizers that is as large as the weights (Adam's moments); the step, computed on the device as ever, takes "
-        "as long as it takes to copy it there and back. ``'activations'`` and ``'parameters'`` do not exist yet, and "
-        "are refused",
+        "as long as it takes to copy it there and back. ``'activations'``: what compiled forward saves for backward, "
+        "large tensors, copied beside compute; what eager code saves stays. ``'parameters'`` is refused",
         default=(),
         check=offloaded,
         change=Change.APPLIED,

@@ -80,6 +80,14 @@ class Tuning:
         change=Change.APPLIED,
         shown="as the optimizer makes it",
     )
+    offload_activations_mb: float | None = _memory(
+        "``offload=('activations',)``: so many MiB of what a compiled graph saves leave, in each pass, what is not "
+        "needed for longest first; compute waits where copies take longer. None: what copies hide behind compute",
+        default=None,
+        check=at_least_zero,
+        change=Change.COMPILED,
+        shown="what hides",
+    )
     free_reduce_buckets: bool = _memory(
         "give the reduce buckets' memory back after each backward", default=False, change=Change.APPLIED
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
@@ -16,7 +18,20 @@ from lightning_zero.native.load import load
 from lightning_zero.native.transport import Transport
 from lightning_zero.native.watchdog import Lane, Watchdog
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "KeepsActivations"]
+
+
+class KeepsActivations(Protocol):
+    """What compiled graphs call for activations that lie on the host between forward and backward; see
+    ``offload/activations.py``."""
+
+    def leave(self, value: Tensor) -> Tensor: ...
+
+    def left(self, value: Tensor, host: Tensor) -> None: ...
+
+    def come(self, host: Tensor) -> Tensor: ...
+
+    def came(self, value: Tensor, host: Tensor) -> None: ...
 
 
 class Executor:
@@ -33,6 +48,7 @@ class Executor:
     Attributes:
         parameters, weights, gradients, graphs, transport: its parts.
         device, rank, world_size: of the mesh.
+        activations: what it was told of by :meth:`keep_activations`.
         several_hosts: whether there are.
         reduces_across_once: whether these are to reduce gradients once per optimizer step.
         reduces_once: whether all ranks are.
@@ -66,6 +82,7 @@ class Executor:
         self.configure(config)
         self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
         self._watchdog = watchdog
+        self.activations: Any = None
         if watchdog is not None:
             self._native.watch(watchdog.native)
         if on_backward_end is not None:
@@ -104,19 +121,29 @@ class Executor:
         """Whether gradients of micro-batches wait for the last one's, on their host or on their rank."""
         return (self.reduces_once and self.world_size > 1) or (self.reduces_across_once and self.several_hosts)
 
-    def _define(self, event: str, arguments: str, callback: Callable[..., None]) -> str:
+    def keep_activations(self, where: KeepsActivations) -> None:
+        """Compiled graphs give activations away to ``where``, and get them back from there."""
+        self.activations = where
+        one, two = "(Tensor value)", "(Tensor value, Tensor host)"
+        self._native.keep_activations(
+            self._define("on_leave", one, where.leave, "Tensor"),
+            self._define("on_left", two, where.left),
+            self._define("on_come", "(Tensor host)", where.come, "Tensor"),
+            self._define("on_came", two, where.came),
+        )
+
+    def _define(self, event: str, arguments: str, callback: Callable[..., Any], result: str = "()") -> str:
         # C++ finds Python through an op of this executor's own, so no table of engines is needed. The op must not keep
         # the engine alive, hence the weak reference.
         method = weakref.WeakMethod(callback) if hasattr(callback, "__self__") else (lambda: callback)
         name = f"{event}_{id(self)}"
 
-        def run(*args: str) -> None:
+        def run(*args: Any) -> Any:
             target = method()
-            if target is not None:
-                target(*args)
+            return None if target is None else target(*args)
 
         assert self._library is not None
-        self._library.define(f"{name}{arguments} -> ()")
+        self._library.define(f"{name}{arguments} -> {result}")
         self._library.impl(name, run, "CompositeExplicitAutograd")
         return f"lightning_zero::{name}"
 
@@ -138,6 +165,9 @@ class Executor:
 
         With several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of what the ranks at one place of all
         hosts have together), ``host_shard_refreshes``.
+
+        Of activations that lie on the host until backward: ``offloaded_activations``, ``offload_bytes``,
+        ``reload_bytes``.
 
         Of gradients: ``reduces``, ``flushes`` (buckets), ``reduce_bytes`` (of whole buckets), ``late_flushes`` (of
         gradients whose bucket had left), ``deferred_reductions`` (that no backward took along), ``agreements``,

@@ -26,11 +26,13 @@ from lightning_zero.compat.compiler import (
 from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, without_modes
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import output_node, results
-from lightning_zero.compile.passes import saved_for_backward
+from lightning_zero.compile.passes import leaving, saved_for_backward
+from lightning_zero.compile.passes.leaving import leave
+from lightning_zero.compile.passes.offload import place_offloads
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.planning.ledger import Ledger
 from lightning_zero.planning.lifetimes import graph_peak, leave_narrow
-from lightning_zero.planning.weights import insert_gathers
+from lightning_zero.planning.weights import insert_gathers, on_host, on_paper
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 from lightning_zero.profiling.tensors import storages
 
@@ -46,6 +48,7 @@ class GraphsOnPaper:
         forward_s: seconds that forward computes; likewise for backward.
         flops: of both.
         gathered: bytes of whole weights that travel to this rank, forward and backward.
+        offloaded: bytes that lie on the host between forward and backward.
         reduced: bytes of gradients, in the dtype in which they are computed.
         peaks: the most bytes that each graph takes beyond its inputs, forward first.
     """
@@ -55,6 +58,7 @@ class GraphsOnPaper:
     backward_s: float = 0.0
     flops: int = 0
     gathered: int = 0
+    offloaded: int = 0
     reduced: int = 0
     peaks: list[int] = field(default_factory=list)
 
@@ -120,7 +124,9 @@ class PaperCompiler:
             tag_gathers(module.graph, saved_for_backward(self._context))
             if self._context.config.recompute is not None:
                 tag_activations(module.graph, self._context.config.recompute)
-            return (inductor_partition if generates else min_cut_partition)(module, inputs, **settings)
+            parts = (inductor_partition if generates else min_cut_partition)(module, inputs, **settings)
+            self._leave(*parts, settings["num_fwd_outputs"])
+            return parts
 
         compiled = aot_function(
             function,
@@ -137,6 +143,12 @@ class PaperCompiler:
 
         return run
 
+    def _leave(self, forward: GraphModule, backward: GraphModule, outputs: int) -> None:
+        limits = leaving(self._context)
+        if limits is not None:
+            self.found.offloaded += leave(forward.graph, backward.graph, outputs, limits, on_paper)
+            place_offloads(forward.graph, limits.host, on_paper)
+
     def _forward(self, module: GraphModule, weights: int) -> Any:
         graph = module.graph
         peak = self._enter(graph, set(), 0)
@@ -148,7 +160,8 @@ class PaperCompiler:
             with without_modes(), self._mode:
                 made = _results(graph, args)
             args.clear()
-            self._ledger.adopt(made)
+            away = on_host(graph)
+            self._ledger.adopt([value for node, value in zip(results(graph), made, strict=True) if node not in away])
             return made
 
         return _boxed(run)
@@ -159,7 +172,10 @@ class PaperCompiler:
         saved = {node for node in inputs if not node.name.startswith("primals")}
         values = [node.meta["val"] if isinstance(node, Node) else None for node in results(graph)]
         leave_narrow(graph, weights)
-        peak = self._enter(graph, saved, weights)
+        limits = leaving(self._context)
+        if limits is not None:
+            place_offloads(graph, limits.host, on_paper)
+        peak = self._enter(graph, saved - on_host(graph), weights)
         self.found.reduced += sum(_bytes(node) for node in results(graph)[:weights])
         self.found.backward_s += self._seconds(graph)
 
@@ -198,7 +214,8 @@ def _fresh_bytes(graph: Graph) -> int:
     """Of the memory that a graph's results lie in, unless it came in."""
     held = storages(graph)
     came = {storage for node in graph.find_nodes(op="placeholder") for storage in held[node]}
-    returned = {storage for node in output_node(graph).all_input_nodes for storage in held[node]}
+    away = on_host(graph)
+    returned = {storage for node in output_node(graph).all_input_nodes if node not in away for storage in held[node]}
     return sum(storage.nbytes for storage in returned - came if storage is not None)
 
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
 from lightning_zero.compile.graph import cast_dtype, output_node, results
-from lightning_zero.planning.weights import stays, weight_nodes
+from lightning_zero.planning.weights import on_host, stays, weight_nodes
 from lightning_zero.profiling.cost import fused_runs
 from lightning_zero.profiling.tensors import Storage, nbytes, storages
 
@@ -96,7 +96,7 @@ def _spans(
 ) -> tuple[list[Span], list[Span]]:
     """Tensors that the graph makes, and inputs of which it lets go."""
     held, runs = storages(graph), fused_runs(graph) if fuses else {}
-    weights, makers = weight_nodes(graph), {}
+    weights, makers = weight_nodes(graph) | on_host(graph), {}
     begin: dict[Storage, int] = {}
     last: dict[Storage, int] = {}
     outside: set[Storage] = set()  # read by another kernel than its own

@@ -20,6 +20,7 @@ from lightning_zero.planning.static import Cut, cut, memory_that_stays
 from lightning_zero.planning.training import Precision, StepOnPaper, Trace, run_step
 from lightning_zero.planning.user_code import UserCode
 from lightning_zero.profiling.devices import Device, device_called
+from lightning_zero.profiling.estimate import NOMINAL
 
 __all__ = ["Training", "plan"]
 
@@ -74,7 +75,8 @@ def plan(
     with code.configured():
         cuts = cut(module, world_size, kind.own)
         kept = code.kept(kind.own, world_size, config.tuning.state_dtype is not None)
-        trace = Trace(PassContext(config.compiled, world_size), kind, card.speed, True, code.loss)
+        costs = replace(NOMINAL, speed=card.speed)
+        trace = Trace(PassContext(config.compiled, world_size, costs), kind, card.speed, True, code.loss)
         compiled, eager, why = _steps(module, batch, trace, config)
         buffers = sum(b.nbytes for b in module.buffers())
         return _assembled(cuts, kept, config, (card, world_size, how), Passes(compiled, eager, why, buffers))

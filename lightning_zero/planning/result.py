@@ -99,6 +99,7 @@ class TrainingPlan:
             "parameters": self.parameters,
             "bytes": self.roles,
             "saved_for_backward": None if step is None else step.saved,
+            "activations_on_host": None if step is None else step.graphs.offloaded,
             "transient": self.transient,
             "peak": self.peak,
             "first_step_peak": self.first_peak,

@@ -9,17 +9,37 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
-from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, readers
+from lightning_zero.compile.graph import calls, cast_dtype, gathers, is_view_or_cast, readers
 from lightning_zero.compile.passes import FIRST_GROUPS
 from lightning_zero.compile.passes.grouping import consecutive, most_bytes
+from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD
 from lightning_zero.native.ops import ON_PAPER
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["Stay", "insert_gathers", "stays", "weight_nodes"]
+__all__ = ["Stay", "insert_gathers", "on_host", "on_paper", "stays", "weight_nodes"]
 
 _LIBRARY = torch.library.Library(ON_PAPER, "DEF")
 _LIBRARY.define("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor")
+for _name in ("offload", "offload_start"):
+    _LIBRARY.define(f"{_name}(Tensor value, Tensor shard) -> Tensor")
+for _name in ("reload", "reload_start"):
+    _LIBRARY.define(f"{_name}(Tensor host, Tensor shard) -> Tensor")
+_LIBRARY.define("offload_wait(Tensor value, Tensor host, Tensor shard) -> ()")
+_LIBRARY.define("reload_wait(Tensor(a) value, Tensor host, Tensor shard) -> Tensor(a)")
+
+
+def on_paper(name: str) -> OpOverload:
+    """What stands for an op of ours."""
+    return getattr(getattr(torch.ops, ON_PAPER), name).default
+
+
+def on_host(graph: Graph) -> set[Node]:
+    """Activations that lie in the host's memory."""
+    leave, come = ((name, f"{name}_start") for name in (OFFLOAD, RELOAD))
+    found = {node for node in graph.nodes if any(calls(node, name) for name in leave)}
+    return found | {node.args[0] for node in graph.nodes if any(calls(node, name) for name in come)}
 
 
 def insert_gathers(graph: Graph, count: int) -> None:
@@ -31,8 +51,7 @@ def insert_gathers(graph: Graph, count: int) -> None:
             continue
         users = list(shard.users)
         with graph.inserting_before(users[0] if len(users) == 1 else _first(graph, set(users))):
-            op = getattr(torch.ops, ON_PAPER).gather.default
-            whole = graph.call_function(op, (shard, list(value.shape), value.dtype))
+            whole = graph.call_function(on_paper("gather"), (shard, list(value.shape), value.dtype))
         whole.meta = {key: held for key, held in shard.meta.items() if key in ("val", "tensor_meta")}
         for user in users:
             user.replace_input_with(shard, whole)

@@ -27,6 +27,8 @@ __all__ = ["NOMINAL", "Costs", "measure_costs"]
 BESIDE_COMPUTE = 0.5
 COPIED_BESIDE_COMPUTE = 0.8  # copy engines compete for memory only
 
+HOST_BYTES_PER_S = 40e9  # where nobody has measured: somewhat less than PCIe 5 with 16 lanes reaches
+
 SIZES = (1 << 18, 1 << 20, 1 << 23, 1 << 25, 1 << 27)
 REPETITIONS = 4
 
@@ -39,6 +41,7 @@ class Costs:
         gathers: (bytes of the whole result, seconds) of all-gathers with nothing beside them, by growing bytes.
         speed: of the device.
         beside: the share of the bandwidth that is left beside compute.
+        host_bytes_per_s: of copies to the host's memory and back, each, beside compute.
 
     Raises:
         ValueError: the samples are not positive and growing.
@@ -47,9 +50,15 @@ class Costs:
     gathers: Samples
     speed: DeviceSpeed
     beside: float = BESIDE_COMPUTE
+    host_bytes_per_s: float = HOST_BYTES_PER_S
 
     def __post_init__(self) -> None:
         check_samples("gathers", self.gathers)
+
+    @property
+    def are_nominal(self) -> bool:
+        """Whether neither the device nor the links between ranks were measured."""
+        return replace(self, host_bytes_per_s=NOMINAL.host_bytes_per_s) == NOMINAL
 
     def gather_seconds(self, nbytes: int) -> float:
         """For an all-gather whose result has so many bytes, beside compute."""

@@ -46,8 +46,8 @@ class CommMonitor(Callback):
       graphs once;
     * ``memory/peak_mib``, ``memory/reserved_mib``: of the device's allocator (peaks since torch's own statistics were
       last reset, which this leaves alone), and ``memory/master_shard_mib``, ``gradient``, ``compute_copy``,
-      ``optimizer_state``, ``optimizer_state_on_host``, ``captures``, ``peers`` (read by other ranks; outside of the
-      allocator) and so on: by what it is for;
+      ``optimizer_state``, ``optimizer_state_on_host``, ``activations_on_host``, ``captures``, ``peers`` (read by
+      other ranks; outside of the allocator) and so on: by what it is for;
     * ``replays/forward_backward``, ``replays/optimizer_step``: 1 where graphs of the device were replayed in these
       steps, else 0, and one line says why not.
 

@@ -17,7 +17,8 @@ FORWARD_BACKWARD, OPTIMIZER = "forward_backward", "optimizer_step"
 
 def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, int]:
     """Bytes of this rank. What peers read is also counted by what it is for, and ``peers`` is memory that the device's
-    allocator knows nothing of; ``optimizer_state_on_host`` is memory of the host."""
+    allocator knows nothing of; ``optimizer_state_on_host`` and
+    ``activations_on_host`` are memory of the host."""
     memory = engine.sharder.memory
     with plainly():
         found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.holds(role)) for role in Role}
@@ -30,6 +31,7 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
         found["optimizer_state"] = _bytes(states) - _bytes(away)
         found["optimizer_state_on_host"] = _bytes(away)
     found["reduce_buckets"] = engine.executor.counters().get("bucket_bytes", 0)
+    found["activations_on_host"] = engine.executor.activations.nbytes
     found["captures"] = engine.replays.nbytes
     found["peers"] = engine.peers.nbytes
     return found

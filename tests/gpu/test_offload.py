@@ -1,4 +1,5 @@
-"""State of optimizers in pinned memory: on one GPU, training is the same to the last bit, captured and not."""
+"""State of optimizers, and activations, in pinned memory: on one GPU, training is the same to the last bit, captured and
+not."""
 
 from typing import Any
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero.report.readings import memory_by_role
 from lightning_zero.step.captured import CapturedRunner
 from tests.helpers.optimizer_steps import (
     OPTIMIZERS,
@@ -147,3 +149,110 @@ def test_a_step_that_the_device_skips_changes_nothing_on_the_host(ranks: Ranks) 
     ((plain, away),) = ranks.run(1, skip_both_ways, backend="nccl", deadline=200)
     torch.testing.assert_close(away, plain, rtol=0, atol=0)
     assert set(away[1]) == {8.0}
+
+
+class Wide(nn.Module):
+    """Layers of which each saves 32 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def train_wide(capture: bool | str, backend: str, sizes: tuple[int, ...] = (4096,), **options: Any) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model = Wide()
+    more = {"cuda_graph_model": capture, "cuda_graph_step": False, "compile_dynamic": False}
+    with engine_for(model, backend, device=device(), **more, **options) as engine:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        losses: list[float] = []
+        peak = between = 0
+        for step in range(12 * len(sizes)):
+            torch.cuda.reset_peak_memory_stats()
+            for part in range(2):  # accumulated
+                x = torch.randn(sizes[step % len(sizes)], 2048, device=engine.device) + part
+                with engine.train_step():
+                    loss = model(x)
+                between = torch.cuda.memory_allocated()
+                # Copies that do not wait would see, or leave, what this writes.
+                junk = [torch.full((1 << 22,), float(step), device=engine.device) for _ in range(4)]
+                del junk
+                loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            del loss
+            peak = torch.cuda.max_memory_allocated()
+        counted = engine.executor.counters()
+        return {
+            "values": (losses, [param.detach().cpu().clone() for param in model.parameters()]),
+            "peak": peak,
+            "between": between,
+            "host": memory_by_role(engine)["activations_on_host"],
+            "left": counted.get("offload_bytes", 0),
+            "replays": counted.get("replayed_graphs", 0),
+        }
+
+
+ACTIVATIONS: dict[str, Any] = {"offload": ("activations",), "offload_activations_mb": float("inf")}
+
+
+def train_wide_both_ways(capture: bool, backend: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [train_wide(capture, backend, sizes, **away) for away in ({}, ACTIVATIONS)]
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["run", "replayed"])
+@pytest.mark.parametrize(
+    ("backend", "sizes"), [("aot_eager", (4096,)), ("inductor", (4096,)), ("aot_eager", (4096, 2048))]
+)
+def test_activations_leave_and_training_is_the_same(
+    ranks: Ranks, capture: bool, backend: str, sizes: tuple[int, ...]
+) -> None:
+    ((plain, away),) = ranks.run(1, train_wide_both_ways, capture, backend, sizes, backend="nccl", deadline=300)
+    torch.testing.assert_close(away["values"], plain["values"], rtol=0, atol=0)
+    assert away["left"] > 0
+    assert plain["host"] == 0
+    assert away["host"] > 100 << 20
+    assert away["replays"] == plain["replays"]
+    assert (away["replays"] > 10) == capture
+    if not capture:  # what is captured holds the memory of its pool
+        assert plain["between"] - away["between"] > 100 << 20
+        assert plain["peak"] - away["peak"] > 50 << 20
+
+
+def waits_are_few() -> tuple[float, float, int]:
+    """Milliseconds of a step with nothing, and what hides, on the host; bytes of it."""
+    found = []
+    for options in ({}, {"offload": ("activations",)}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(12)))
+        with engine_for(model, "aot_eager", device=device(), compute_dtype=torch.bfloat16, **options) as engine:
+            x = torch.randn(16384, 8192, device=engine.device)
+            marks = []
+            for _ in range(10):
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+                with engine.train_step(), torch.autocast("cuda", torch.bfloat16):
+                    loss = model(x).float().square().mean()
+                loss.backward()
+                for param in model.parameters():
+                    param.grad = None
+            torch.cuda.synchronize()
+            times = sorted(a.elapsed_time(b) for a, b in zip(marks[6:], marks[7:], strict=False))
+            found.append((times[len(times) // 2], engine.executor.counters().get("offload_bytes", 0)))
+    return found[0][0], found[1][0], found[1][1]
+
+
+def test_what_leaves_without_a_number_hides(ranks: Ranks) -> None:
+    ((plain, away, left),) = ranks.run(1, waits_are_few, backend="nccl", deadline=200)
+    assert left > 256 << 20
+    assert away < 1.1 * plain, f"{plain:.1f} and {away:.1f} ms"

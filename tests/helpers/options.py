@@ -49,6 +49,7 @@ OTHERS: dict[str, Any] = {
     "recompute": _again,
     "offload_buffer_mb": 1.0,
     "state_dtype": "bf16",
+    "offload_activations_mb": 1.0,
     "free_reduce_buckets": True,
     "prefetch": False,
     "prefetch_mb": 1.0,

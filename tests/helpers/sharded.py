@@ -21,6 +21,7 @@ from tests.helpers.oracle import Batch, Reference, shard_batch
 from tests.helpers.spread import check_spread
 
 EAGER = "eager"
+LEAST_ACTIVATION_BYTES = 256  # that leave; the real limit is likewise
 BACKENDS = ("aot_eager", EAGER)
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -58,7 +59,8 @@ def engine_for(
     with patch("lightning_zero.compile.session.measure_costs", lambda *args: costs):
         engine = Engine(torch.device(device), chosen, observe=observe)
     try:
-        with patch("lightning_zero.compile.context.SMALL_BYTES", small_bytes):
+        limits = {"SMALL_BYTES": small_bytes, "LEAST_ACTIVATION_BYTES": LEAST_ACTIVATION_BYTES}
+        with patch.multiple("lightning_zero.compile.context", **limits):
             if model is not None:
                 engine.shard(model)
             yield engine

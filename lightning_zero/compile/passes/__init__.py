@@ -5,21 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
+from lightning_zero.compile.context import ACTIVATIONS_UNDER_WAY, GROUPS_PER_GRAPH, PassContext
 from lightning_zero.compile.passes.announce import announce_plan
 from lightning_zero.compile.passes.base import PassSpec, run_passes
 from lightning_zero.compile.passes.cast import fuse_casts
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.grouping import GroupLimits
+from lightning_zero.compile.passes.leaving import LeavingLimits
 from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
+from lightning_zero.compile.passes.offload import HostCosts, place_offloads
 from lightning_zero.compile.passes.reduce import borrow_gradients, group_reduces, hand_over_gradients
 from lightning_zero.compile.passes.resident import use_resident
 from lightning_zero.compile.passes.saved import SavedLimits
 from lightning_zero.compile.passes.sink import sink_gathers
 from lightning_zero.compile.passes.split import split_gathers
-from lightning_zero.profiling.estimate import NOMINAL
 
-__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "run_passes", "saved_for_backward"]
+__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "leaving", "run_passes", "saved_for_backward"]
 
 ANNOUNCE = PassSpec(
     "announce_plan", announce_plan, requires=frozenset({"started", "handed over"}), provides=frozenset({"announced"})
@@ -45,6 +46,21 @@ def saved_for_backward(context: PassContext) -> SavedLimits:
         GROUPS_PER_GRAPH,
         context.saved_share,
     )
+
+
+def leaving(context: PassContext) -> LeavingLimits | None:
+    """What leaves for the host between a graph's forward and its backward."""
+    config = context.config
+    if not config.offload_activations:
+        return None
+    budget = None if config.offload_activations_mb is None else config.offload_activations_mb * 2**20
+    return LeavingLimits(_host_costs(context), context.least_activation_bytes, budget)
+
+
+def _host_costs(context: PassContext) -> HostCosts:
+    hidden = context.config.offload_activations_mb is None  # what leaves was chosen so that nobody waits
+    window = float("inf") if hidden else ACTIVATIONS_UNDER_WAY
+    return HostCosts(context.costs, window)
 
 
 def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
@@ -86,7 +102,17 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
             requires=frozenset({"handed over"}),
         ),
         *([BORROW] if context.borrow_gradients else []),
-        ANNOUNCE if context.costs is NOMINAL else replace(ANNOUNCE, apply=partial(announce_plan, costs=context.costs)),
+        *([_place(context)] if config.offload_activations else []),
+        ANNOUNCE if context.costs.are_nominal else replace(ANNOUNCE, apply=partial(announce_plan, costs=context.costs)),
+    )
+
+
+def _place(context: PassContext) -> PassSpec:
+    return PassSpec(
+        "place_offloads",
+        partial(place_offloads, host=_host_costs(context)),
+        requires=frozenset({"started", "handed over"}),
+        conflicts=frozenset({"announced"}),
     )
 
 

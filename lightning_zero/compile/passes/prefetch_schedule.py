@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compile.graph import first_call, readers
 from lightning_zero.profiling.estimate import Costs
 
-__all__ = ["PrefetchBudget", "prefetch_schedule"]
+__all__ = ["PrefetchBudget", "node_seconds", "prefetch_schedule"]
 
 log = logging.getLogger(__name__)
 
@@ -68,17 +68,18 @@ def prefetch_schedule(
         room = _room(last, large, budget.window_bytes, begin)
         # Both grow from group to group, so their minimum does.
         earliest = list(map(min, starts, accumulate(room, max)))
-        starts = _just_in_time(_seconds(graph, budget.costs), waits, earliest, budget)
+        starts = _just_in_time(node_seconds(graph, budget.costs), waits, earliest, budget)
     return [anchors[start] for start in starts], [anchors[wait] for wait in waits]
 
 
-def _seconds(graph: Graph, costs: Costs) -> list[float]:
+def node_seconds(graph: Graph, costs: Costs) -> list[float]:
+    """Of each node of a graph; all zero where the estimate fails."""
     try:
         return costs.node_seconds(graph)
     except Exception as error:  # an op that the estimate does not understand must not end a compilation
         log.warning(
-            "The cost of a graph's nodes could not be estimated (%s: %s). Its gathers start as early as there is room "
-            "for. Training goes on; please report the op.",
+            "The cost of a graph's nodes could not be estimated (%s: %s). What travels starts as early as there is "
+            "room for. Training goes on; please report the op.",
             type(error).__name__,
             error,
         )

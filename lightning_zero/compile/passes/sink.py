@@ -6,17 +6,24 @@ the order of the gathers as the order of use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import gathers, is_view_or_cast
 
-__all__ = ["sink_gathers"]
+__all__ = ["sink", "sink_gathers"]
 
 
 def sink_gathers(graph: Graph) -> Graph:
     """Reorders nodes in place; what is computed stays the same."""
+    return sink(graph, gathers(graph))
+
+
+def sink(graph: Graph, nodes: Sequence[Node]) -> Graph:
+    """The same for some nodes."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in gathers(graph):
+    for node in nodes:
         chain, first = _chain_and_first_use(node, position)
         if first is None:
             continue

@@ -70,11 +70,13 @@ def _assemble(
 ) -> list[Piece | Node] | None:
     home = {node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]}
     seen = {node: _homes(node, kinds, home) for node in graph.nodes if kinds[node] in (Kind.FREE, Kind.BETWEEN)}
+    readers = _first_readers(graph, home)
     slots: list[list[Node]] = [[] for _ in bounds]  # before each piece, and behind the last
     slot_of: dict[Node, int] = {}
     handed = 0  # where gradients were handed over last: what concerns them stays in order
     for node, passed in at.items():
         piece = next(number for number in range(len(bounds) - 1, -1, -1) if bounds[number] <= passed)
+        piece = min(piece, readers.get(node, piece))
         needs = max((number + 1 for number in seen[node]), default=0)
         after = max((slot_of[read] for read in _between(node, kinds)), default=0)
         slot_of[node] = max(piece, needs, after, handed if seen[node] else 0)
@@ -93,6 +95,17 @@ def _assemble(
             made.update(wanted[number])
     steps += _views_outside(output_node(graph), kinds, made)
     return steps if _in_order(graph, kinds, steps) else None
+
+
+def _first_readers(graph: Graph, home: dict[Node, int]) -> dict[Node, int]:
+    """The first piece that reads a node's result, through whatever is no work. Work may have been moved to the other
+    side of a cut than what it reads."""
+    first: dict[Node, int] = {}
+    for node in reversed(graph.nodes):
+        pieces = [home[user] if user in home else first[user] for user in node.users if user in home or user in first]
+        if pieces:
+            first[node] = min(pieces)
+    return first
 
 
 def _in_order(graph: Graph, kinds: dict[Node, Kind], steps: Sequence[Piece | Node]) -> bool:

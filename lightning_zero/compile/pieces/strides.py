@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload
+from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import is_view, tensors_of
 
 __all__ = ["DifferentStrides", "check_strides", "settle_strides"]
@@ -65,9 +66,15 @@ def _is_known(node: Node) -> bool:
         return False
     if target is operator.getitem:
         return True
-    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, OpOverload) or (target.namespace not in ("aten", "prims") and not _is_copy(target)):
         return False
     return "unbacked_bindings" not in node.meta and not node.is_impure()
+
+
+def _is_copy(target: OpOverload) -> bool:
+    """Whether it is an op of ours that copies a tensor as it lies in memory."""
+    op = op_of(target)
+    return op is not None and op.name in ("offload", "offload_start", "reload", "reload_start")
 
 
 def _run(node: Node) -> Any:

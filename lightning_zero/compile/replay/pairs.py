@@ -4,7 +4,7 @@ any device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import capturing
+from lightning_zero.offload.blocks import Held
 
 __all__ = ["CapturedPair", "EmulatedPair", "Job", "Pair"]
 
@@ -39,6 +40,21 @@ class Job:
     adding: bool
     beside: Pair | None
     segment: int = -1
+
+    def held(self) -> Held:
+        """Memory of the host for what is captured: another pair's, that never runs at the same time."""
+        beside = self.beside
+        return beside.held if isinstance(beside, CapturedPair | EmulatedPair) else Held()
+
+    def holding(self, held: Held) -> AbstractContextManager[None]:
+        """Surrounds each forward that is to use it."""
+        return nullcontext() if self.executor.activations is None else self.executor.activations.holding(held)
+
+    def settle(self) -> None:
+        """What is on its way to the host or back is waited for, where a forward or backward has ended by an
+        exception."""
+        if self.executor.activations is not None:
+            self.executor.activations.settle()
 
     def run(self) -> list[Tensor]:
         """The outputs.
@@ -117,7 +133,9 @@ class _Graph:
                     run()
                     self.number = job.executor.graphs.end()
                 except BaseException:
-                    job.executor.graphs.abort()  # joins streams, without which the capture could not be ended
+                    with suppress(RuntimeError):
+                        job.settle()
+                    job.executor.graphs.abort()  # both join streams, without which the capture could not be ended
                     raise
         except BaseException:
             with suppress(RuntimeError):
@@ -150,8 +168,9 @@ class CapturedPair:
         reserved = torch.cuda.memory_reserved(device)
         stream.wait_stream(current)
         self._executor = executor
+        self.held = job.held()
         self._pool = beside._pool if beside is not None else torch.cuda.graph_pool_handle()
-        with _joined(current, stream), torch.cuda.stream(stream), _own_workspaces():
+        with _joined(current, stream), torch.cuda.stream(stream), _own_workspaces(), job.holding(self.held):
             outputs: list[Tensor] = []
             self._forward = _Graph(job, self._pool, lambda: outputs.extend(job.run()), backward=False)
             self._outputs = [output.detach() for output in outputs]
@@ -193,7 +212,7 @@ class CapturedPair:
 
     def close(self) -> None:
         # Not left to whoever holds this last: a loss that the user keeps leads here.
-        self._outputs, self._grads, self._into = [], [], []
+        self._outputs, self._grads, self._into, self.held = [], [], [], Held()
         for graph in (self._forward, self._backward):
             if graph is not None:
                 graph.close()
@@ -206,6 +225,7 @@ class EmulatedPair:
 
     def __init__(self, job: Job) -> None:
         self._job, self._executor = job, job.executor
+        self.held = job.held()
         self._numbers: dict[bool, int] = {}
         self._adding: bool | None = None  # as the first backward found it
         self._outputs: list[Tensor] = []
@@ -238,7 +258,8 @@ class EmulatedPair:
         return not numbers or self._executor.graphs.fits(numbers[0], numbers[-1])
 
     def forward(self) -> Sequence[Tensor]:
-        with torch.enable_grad(), self._recorded(backward=False, adding=False):
+        holding = self._job.holding(self.held)
+        with torch.enable_grad(), holding, self._recorded(backward=False, adding=False):
             self._outputs = self._job.run()
         self.differentiable = [output.requires_grad for output in self._outputs]
         return self._outputs
@@ -260,7 +281,7 @@ class EmulatedPair:
         return [tensor.grad for tensor in self._job.copied]
 
     def close(self) -> None:
-        self._outputs = []
+        self._outputs, self.held = [], Held()
         for number in self._numbers.values():
             self._executor.graphs.drop(number)
 

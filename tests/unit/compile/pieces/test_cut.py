@@ -8,6 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compile.graph import is_reduce, is_start
 from lightning_zero.compile.pieces import Piece, cut, repeats
+from lightning_zero.compile.pieces.cut import _assemble
 from lightning_zero.compile.pieces.kinds import Kind, kinds_of
 from lightning_zero.compile.pieces.lower import _fingerprint
 from lightning_zero.compile.pieces.order import Order
@@ -204,3 +205,25 @@ def test_what_draws_or_checks_has_a_place_of_its_own() -> None:
     b.done(b.call(aten.mul.Tensor, noise, mask))
     kinds = kinds_of(b.graph)
     assert (kinds[noise], kinds[mask]) == (Kind.WORK, Kind.FREE)
+
+
+def test_what_was_moved_to_another_piece_finds_what_it_reads() -> None:
+    """Pointwise work is done late, and may so come before other work that it stood behind."""
+    b = Builder()
+    shard, host, x = b.shard("shard"), b.input("host", 8, 8), b.input("tangents_1", 8, 8)
+    first = b.call(aten.mm.default, x, x)
+    ours = torch.ops.lightning_zero
+    start = b.graph.call_function(ours.reload_start.default, (host, shard))
+    wait = b.graph.call_function(ours.reload_wait.default, (start, host, shard))
+    start.meta["val"] = wait.meta["val"] = x.meta["val"]
+    late, later = b.call(aten.relu.default, wait), b.call(aten.relu.default, first)
+    third = b.call(aten.mm.default, first, late)
+    graph = b.done(b.call(aten.mm.default, third, later))
+    kinds = kinds_of(graph)
+    order = Order(graph, kinds)
+    assert [order.place[node] for node in (first, late, third, later)] == [0, 1, 2, 3]
+    assert order.between(graph)[wait] == 2
+    steps = _assemble(graph, kinds, order.work, [0, 2, 5], order.between(graph))
+    assert steps is not None
+    assert steps[:2] == [start, wait]
+    assert [isinstance(step, Piece) for step in steps] == [False, False, True, True]

@@ -51,6 +51,8 @@ class Executor:
         self.recorded = 0
         self.refuse = refuse
 
+    activations: Any = None
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **named: self.log.append((name, *args, *named.values()))
 

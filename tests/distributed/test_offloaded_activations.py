@@ -1,0 +1,234 @@
+"""``offload=("activations",)``: training is the same to the last bit, whatever leaves, and copies that are as late as
+their waits allow bring the right values."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.engine import Engine
+from lightning_zero.errors import UnsupportedError
+from tests.helpers.checkpointed import NonReentrant
+from tests.helpers.lanes import LateLanes
+from tests.helpers.models import Case, Deep, OneBlock, OneMLP, build, make_batches
+from tests.helpers.options import config
+from tests.helpers.oracle import Reference, assert_same_bits, shard_batch
+from tests.helpers.sharded import adamw, engine_for, train_sharded
+from tests.ranks.pool import Ranks
+
+BF16 = torch.bfloat16
+AWAY: dict[str, Any] = {"offload": ("activations",), "offload_activations_mb": float("inf")}
+MIXED: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16}
+
+
+def made_late(engine: Engine) -> LateLanes:
+    """From here on its copies are done when they are waited for, and what comes back to the pool is spoilt."""
+    lanes = engine.executor.activations._lanes = LateLanes()
+    return lanes
+
+
+def train(case: str | type[Case], away: dict[str, Any], backend: str = "aot_eager", **options: Any) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    training = options.pop("training", {})
+    model = build(case)
+    context = partial(torch.autocast, "cpu", BF16, cache_enabled=False) if "compute_dtype" in options else None
+    with engine_for(model, backend, **(away | options)) as engine:
+        lanes = made_late(engine)
+        batches = [model.make_batch(step, 8) for step in range(training.pop("steps", 4))]
+        more = {"context": context} if context else {}
+        out = train_sharded(engine, model, batches, adamw(model), **more, **training)
+        activations = engine.executor.activations
+        return {
+            "out": out,
+            "counters": engine.executor.counters(),
+            "host": activations.nbytes,
+            "waiting": lanes.waiting + len(activations._leaving) + len(activations._coming),
+        }
+
+
+def twice(model: Any, batch: Any) -> Any:
+    return model.loss(batch) + 2 * model.loss(batch)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "mixed precision, accumulated": {"case": OneBlock, **MIXED, "training": {"accumulate": 2}},
+    "called twice before a backward": {"case": OneMLP, "training": {"loss_fn": twice, "steps": 3}},
+    "replayed": {"case": OneMLP, "emulate_cuda_graph_model": True, "training": {"accumulate": 2, "steps": 12}},
+    "without passes": {"case": OneMLP, "prefetch": False},
+    "activations checkpointed": {"case": NonReentrant},
+    "several graphs": {"case": "TwelveBlocks"},
+    "weights kept": {"case": OneMLP, "resident_mb": float("inf"), "resident_until": "step"},
+}
+QUICK = ("mixed precision, accumulated", "replayed")
+
+
+def both(way: str) -> list[dict[str, Any]]:
+    options = dict(WAYS[way])
+    case, training = options.pop("case"), options.pop("training", {})
+    return [train(case, away, training=dict(training), **options) for away in ({}, AWAY)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in WAYS])
+def test_training_is_the_same_to_the_last_bit(ranks: Ranks, way: str, world_size: int) -> None:
+    if world_size == 1 and way in QUICK:
+        pytest.skip("two ranks show it")
+    for plain, away in ranks.run(world_size, both, way, deadline=240):
+        assert_same_bits(away["out"], plain["out"])
+        left = away["counters"].pop("offload_bytes")
+        assert away["counters"].pop("offloaded_activations") > 3
+        assert left == away["counters"].pop("reload_bytes") > 0
+        assert away["counters"] == plain["counters"], "weights and gradients travel as before"
+        assert away["waiting"] == 0
+        assert plain["host"] == 0
+
+
+def bytes_that_leave(megabytes: float | None) -> tuple[int, int]:
+    """In each pass, and of it the largest."""
+    model = build("TinyTransformer")
+    with engine_for(model, "aot_eager", offload=("activations",), offload_activations_mb=megabytes) as engine:
+        train_sharded(engine, model, make_batches("TinyTransformer", 3, 12), adamw(model))
+        counted = engine.executor.counters()
+        return counted.get("offload_bytes", 0) // 2, counted.get(
+            "reload_bytes", 0
+        ) // 2  # two of the steps are compiled
+
+
+def some_amounts() -> dict[float | None, tuple[int, int]]:
+    return {amount: bytes_that_leave(amount) for amount in (0.0, 0.1, 100.0, None)}
+
+
+def test_an_amount_is_kept_and_without_one_nothing_leaves_that_compute_would_wait_for(ranks: Ranks) -> None:
+    [found] = ranks.run(1, some_amounts, deadline=120)
+    some, hidden, everything = found[0.1], found[None], found[100.0]
+    assert found[0.0] == (0, 0)
+    assert hidden[0] == hidden[1] < everything[0]
+    assert 0.05 * 2**20 < some[0] == some[1] <= 0.1 * 2**20 < everything[0] == everything[1]
+
+
+def without_backward() -> list[Any]:
+    """Memory of the host behind forwards whose backward never comes, or fails, and behind evaluations."""
+    model, found = build(OneMLP), []
+    with engine_for(model, "aot_eager", **AWAY) as engine:
+        lanes, activations = made_late(engine), engine.executor.activations
+        optimizer, batches = adamw(model), make_batches(OneMLP, 8, 12)
+        train_sharded(engine, model, batches[:2], optimizer)
+        mine = shard_batch(batches[0], engine.rank, engine.world_size)
+        held, left = activations.nbytes, engine.executor.counters()["offload_bytes"]
+        engine.eval_step()
+        with torch.no_grad():
+            model.loss(mine)
+        found.append(engine.executor.counters()["offload_bytes"] - left)
+        for _ in range(3):
+            with engine.train_step():
+                model.loss(mine)
+        found.append(activations.nbytes - held)
+        for fails in (True, False):
+            with engine.train_step():
+                loss = model.loss(mine)
+            if fails:
+                loss.register_hook(lambda grad: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+            else:
+                loss.backward()
+            del loss
+        found.append(activations.nbytes - held)
+        train_sharded(engine, model, batches[2:], optimizer)
+        found += [activations.nbytes - held, lanes.waiting]
+        engine.cycle.tidy_up()
+        found.append(activations.nbytes)
+    return found
+
+
+def test_memory_of_the_host_is_free_where_no_backward_comes(ranks: Ranks) -> None:
+    for evaluated, forward_only, failed, trained, waiting, after in ranks.run(2, without_backward, deadline=120):
+        assert evaluated == 0, "nothing leaves in an evaluation"
+        assert forward_only == failed == trained == 0, "the same memory serves"
+        assert waiting == after == 0
+
+
+class Breaks(nn.Module):
+    """Its backward fails, in the middle of a compiled one."""
+
+    armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.lightning_zero_offload_tests.passes(x)
+
+
+@torch.library.custom_op("lightning_zero_offload_tests::passes", mutates_args=())
+def passes(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("lightning_zero_offload_tests::breaks", mutates_args=())
+def breaks(x: torch.Tensor) -> torch.Tensor:
+    if Breaks.armed:
+        raise ArithmeticError("broken")
+    return x.clone()
+
+
+passes.register_fake(torch.empty_like)
+breaks.register_fake(torch.empty_like)
+passes.register_autograd(lambda ctx, grad: breaks(grad))
+
+
+class BreaksInBackward(OneBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].attention = Breaks()
+
+
+def interrupted(away: dict[str, Any]) -> tuple[Reference, int]:
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    model = build(BreaksInBackward)
+    with engine_for(model, "aot_eager", **away) as engine:
+        lanes = made_late(engine)
+        optimizer, batches = adamw(model), make_batches(OneMLP, 6, 12)
+        train_sharded(engine, model, batches[:3], optimizer)
+        with engine.train_step():
+            loss = model.loss(batches[3])
+        Breaks.armed = True
+        try:
+            loss.backward()
+        except ArithmeticError:
+            Breaks.armed = False
+        assert not Breaks.armed
+        half = len(engine.executor.activations._coming)
+        engine.cycle.reset()
+        assert lanes.waiting == 0
+        optimizer.zero_grad()
+        return train_sharded(engine, model, batches[3:], optimizer), half
+
+
+def interrupted_both_ways() -> list[tuple[Reference, int]]:
+    return [interrupted(away) for away in ({}, AWAY)]
+
+
+def test_training_goes_on_after_an_exception_in_the_middle_of_a_backward(ranks: Ranks) -> None:
+    for (plain, _), (away, half) in ranks.run(1, interrupted_both_ways, deadline=120):
+        assert half > 0, "something was on its way back"
+        assert_same_bits(away, plain)
+
+
+def test_where_nothing_is_compiled_the_option_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="compile=False leaves none. Leave compile at True"):
+        config(offload=("activations",), compile=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "whole"), [(OneBlock, True), (Deep, False)], ids=["whole", "in pieces"])
+def test_generated_code_keeps_what_is_on_its_way(ranks: Ranks, case: type[Case], whole: bool) -> None:
+    for plain, away in ranks.run(2, generated, case, whole, deadline=400):
+        assert away["counters"]["offload_bytes"] > 0
+        assert away["waiting"] == 0
+        assert_same_bits(away["out"], plain["out"])
+
+
+def generated(case: type[Case], whole: bool) -> list[dict[str, Any]]:
+    return [train(case, away, "inductor", compile_whole_graphs=whole) for away in ({}, AWAY)]
