@@ -207,13 +207,15 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
   Rows<Transports>(m, "Transports", transports)    //
       ("staging_unit", &Transports::staging_unit)  //
       ("set_staging", itself, &Executor::set_staging,
-       {arg("staging"), arg("group_name"), arg("timeout_ms")})                             //
-      ("set_barrier", &Transports::set_barrier, {arg("code"), arg("rows"), arg("words")})  //
-      ("use_means", &Transports::use_means, {arg("code")})                                 //
-      ("limit_across", &Transports::limit_across, {arg("code"), arg("bytes_per_s")})       //
-      ("mean_rows", &Transports::mean_rows, {arg("to"), arg("rows"), arg("add")})          //
-      ("take_turns", itself, &Executor::take_turns, {arg("numbers")})                      //
-      ("take_device_turns", itself, &Executor::take_device_turns, {arg("code"), arg("rows")});
+       {arg("staging"), arg("group_name"), arg("timeout_ms")})                                 //
+      ("set_barrier", &Transports::set_barrier, {arg("code"), arg("rows"), arg("words")})      //
+      ("use_means", &Transports::use_means, {arg("code")})                                     //
+      ("limit_across", &Transports::limit_across, {arg("code"), arg("bytes_per_s")})           //
+      ("mean_rows", &Transports::mean_rows, {arg("to"), arg("rows"), arg("add")})              //
+      ("take_turns", itself, &Executor::take_turns, {arg("numbers")})                          //
+      ("take_device_turns", itself, &Executor::take_device_turns, {arg("code"), arg("rows")})  //
+      ("take_arrivals", &Transports::take_arrivals, {arg("numbers")})                          //
+      ("take_device_arrivals", &Transports::take_device_arrivals, {arg("code"), arg("rows")});
 
   m.class_<Executor>("Executor")
       .def(torch::init([](std::string gathers, std::string gathers_across, std::string reduces,
@@ -231,13 +233,13 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       .def("configure",
            [](const c10::intrusive_ptr<Executor>& self, int64_t bucket_bytes, bool double_buffer,
               bool free_buckets, bool sync_collectives, bool poison,
-              std::optional<at::ScalarType> reduce_dtype) {
-             self->configure(
-                 {bucket_bytes, double_buffer, free_buckets, sync_collectives, poison, reduce_dtype});
+              std::optional<at::ScalarType> reduce_dtype, int64_t exchange_part_bytes) {
+             self->configure({bucket_bytes, double_buffer, free_buckets, sync_collectives, poison,
+                              reduce_dtype, exchange_part_bytes});
            },
            "",
            {arg("bucket_bytes"), arg("double_buffer"), arg("free_buckets"), arg("sync_collectives"),
-            arg("poison"), arg("reduce_dtype")})
+            arg("poison"), arg("reduce_dtype"), arg("exchange_part_bytes")})
       .def("watch", &Executor::watch)
       .def("on_backward_end", [](const c10::intrusive_ptr<Executor>& self,
                                  std::string op) { self->gradients().on_end(std::move(op)); })

@@ -21,6 +21,8 @@ struct ExecutorOptions {
   bool poison = false;  // see Communicator::poison; and memory of weights and buckets is NaN when it is
                         // handed out or given back
   std::optional<at::ScalarType> reduce_dtype;  // on the wire; the parameter's own when empty
+  // Of whole weights in a part of what hosts exchange, but for the first ones, which are smaller.
+  int64_t exchange_part_bytes = 128 << 20;
 };
 
 // Ranks that do something together, seen from one of them.

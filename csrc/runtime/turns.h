@@ -12,7 +12,7 @@
 
 #include <vector>
 
-#include "runtime/watchdog.h"
+#include "runtime/shared_numbers.h"
 
 namespace lightning_zero {
 
@@ -48,18 +48,15 @@ class Turns {
 // Of processes on CPUs, whose reads and writes are over when the call that does them returns.
 class HostTurns : public Turns {
  public:
-  // `numbers`: of each rank, one integer of 64 bits, zero, in memory that all can read.
-  HostTurns(std::vector<at::Tensor> numbers, int64_t rank);
-  void watch(c10::intrusive_ptr<Watchdog> watchdog) override { watchdog_ = std::move(watchdog); }
+  // `numbers`: see SharedNumbers.
+  HostTurns(std::vector<at::Tensor> numbers, int64_t rank) : numbers_(std::move(numbers), rank) {}
+  void watch(c10::intrusive_ptr<Watchdog> watchdog) override { numbers_.watch(std::move(watchdog)); }
 
  private:
   void announce(int64_t number) override;
   void wait_for(int64_t number, bool to_read) override;
-  bool all_have_come_to(int64_t number) const;
 
-  std::vector<at::Tensor> numbers_;
-  int64_t rank_;
-  c10::intrusive_ptr<Watchdog> watchdog_;
+  SharedNumbers numbers_;
 };
 
 }  // namespace lightning_zero

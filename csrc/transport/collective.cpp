@@ -76,7 +76,9 @@ Pending CollectiveGather::gather_across(const std::vector<ParamRecord*>& records
     // All ranks must find the same: they do where they have passed the point at which host shards are brought
     // up to date. Code that reads a weight elsewhere may find one stale on this rank only.
     auto found = grouped ? memory_.source_in(record, dtype) : at::Tensor();
-    if (!found.defined()) {
+    if (found.defined()) {
+      memory_.await_copy(record, dtype, /*of_peers=*/false);
+    } else {
       found = at::empty({record.host_shard_numel()}, record.shard.options().dtype(dtype));
       missing.push_back(found);
       shards.push_back(record.shard.to(dtype));

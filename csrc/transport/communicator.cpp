@@ -221,11 +221,11 @@ void Communicator::copy(const std::vector<Copy>& copies) {
   copy_all(copies, stream_, recording_ ? lanes_ : std::vector<c10::Stream>());
 }
 
-void Communicator::record(bool on) {
+bool Communicator::record(bool on) {
   recording_ = on;
-  used_ = false;
   while (on && has_streams(device_) && static_cast<int>(lanes_.size()) + 1 < size())
     lanes_.push_back(new_stream(device_));
+  return std::exchange(used_, false);
 }
 
 void Communicator::join() {

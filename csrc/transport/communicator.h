@@ -84,7 +84,7 @@ class Communicator {
 
   // While a graph of the device is recorded: everything on our stream belongs to it. join(): the current
   // stream waits for ours, if there was anything.
-  void record(bool on);
+  bool record(bool on);
   void join();
   // Why no graph can hold collectives of this process group; empty where one can. On a CPU nothing is held.
   std::string why_not_captured() const;

@@ -39,6 +39,13 @@ void Communicators::watch(const c10::intrusive_ptr<Watchdog>& watchdog) {
   for (auto* comm : on_device()) comm->watch(watchdog);
   if (control_)
     control_->watch(watchdog);
+  if (arrivals_)
+    arrivals_->watch(watchdog);
+}
+
+void Communicators::take(std::unique_ptr<Arrivals> arrivals) {
+  arrivals_ = std::move(arrivals);
+  arrivals_->watch(context_.watchdog);
 }
 
 void Communicators::configure(const ExecutorOptions& options) {
@@ -79,8 +86,11 @@ void Communicators::join_whatever_happened() {
 }
 
 Meetings Communicators::end_recording() {
+  const bool across = gathers_across_ && gathers_across_->record(false);
   for (auto* comm : on_device()) comm->record(false);
-  return line_.end_recording();
+  auto meetings = line_.end_recording();
+  meetings.gathers_across = across;
+  return meetings;
 }
 
 void Communicators::before_replay(const Meetings& graph) {
@@ -88,7 +98,12 @@ void Communicators::before_replay(const Meetings& graph) {
     return;
   if (context_.watchdog)
     context_.watchdog->check();
-  catch_up();  // those of the graph come behind those that were launched before
+  // Those of the graph come behind those that were launched before. Not behind what hosts exchange, of which
+  // the graph waits for what it reads.
+  for (auto* comm : on_device()) {
+    if (comm != gathers_across_.get() || graph.gathers_across)
+      comm->catch_up();
+  }
   if (replays_.defined() || !context_.watchdog || context_.size == 1)
     return;
   replays_ = at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(context_.device));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "context.h"
+#include "runtime/arrivals.h"
 #include "transport/communicator.h"
 
 namespace lightning_zero {
@@ -26,6 +27,10 @@ class Communicators {
   Communicator* gathers_across() { return gathers_across_.get(); }
   Communicator* reduces_across() { return reduces_across_.get(); }
   Communicator* control() { return control_ ? &*control_ : nullptr; }  // null where there is one rank
+
+  // Of what comes across hosts; null where no rank reads another's memory, and no graph waits.
+  void take(std::unique_ptr<Arrivals> arrivals);
+  Arrivals* arrivals() { return arrivals_.get(); }
 
   void watch(const c10::intrusive_ptr<Watchdog>& watchdog);
   void configure(const ExecutorOptions& options);
@@ -54,6 +59,7 @@ class Communicators {
   Communicator gathers_, reduces_;
   std::unique_ptr<Communicator> gathers_across_, reduces_across_;  // null where there is one host
   std::optional<Communicator> control_;
+  std::unique_ptr<Arrivals> arrivals_;
   at::Tensor replays_, replays_ended_;  // how many with meetings: on the device, and in memory of the host
 };
 

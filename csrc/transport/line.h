@@ -34,6 +34,7 @@ namespace lightning_zero {
 // Of ranks, in which their devices wait for each other.
 struct Meetings {
   int64_t gathers = 0, reduces = 0;
+  bool gathers_across = false;  // some of these are of several hosts
   bool any() const { return gathers + reduces > 0; }
 };
 

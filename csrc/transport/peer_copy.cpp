@@ -47,7 +47,10 @@ Pending PeerCopyGather::gather(const std::vector<ParamRecord*>& records, std::ve
                                std::vector<at::Tensor>&, bool) {
   const auto dtype = outputs[0].scalar_type();
   std::vector<const std::vector<at::Tensor>*> peers;
-  for (const auto* record : records) peers.push_back(&record->copies_in(dtype));
+  for (auto* record : records) {
+    memory_.await_copy(*record, dtype, /*of_peers=*/true);
+    peers.push_back(&record->copies_in(dtype));
+  }
   context_.count("copied_weights", static_cast<int64_t>(records.size()));
   return comm_.copy_group(std::move(outputs), peers);
 }

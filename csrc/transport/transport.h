@@ -34,6 +34,9 @@ class WeightMemory {
   virtual void begin_reading() = 0;
   // This rank's shard in `dtype`; undefined when a cast is needed.
   virtual at::Tensor source_in(ParamRecord& record, at::ScalarType dtype) = 0;
+  // What is queued on the stream of weights from here on may read the copy in `dtype` of this rank, or of all
+  // of its host where `of_peers`: before compiled code does, and after is_published().
+  virtual void await_copy(ParamRecord& record, at::ScalarType dtype, bool of_peers) = 0;
 };
 
 class GatherTransport {

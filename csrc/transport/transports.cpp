@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include "runtime/device_turns.h"
 #include "transport/peer_reduce.h"
@@ -89,6 +90,23 @@ std::unique_ptr<Turns> Transports::make_device_turns(const at::Tensor& code, std
                         [this](const std::function<void()>& work) { communicators_.gathers().run(work); }};
   return std::make_unique<DeviceTurns>(code, std::move(rows), barrier_->words(), context_.rank,
                                        std::move(readers));
+}
+
+void Transports::take_arrivals(std::vector<at::Tensor> numbers) {
+  Lock lock(context_.mutex);
+  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) == context_.inside.size);
+  communicators_.take(std::make_unique<HostArrivals>(std::move(numbers), context_.inside.rank));
+}
+
+void Transports::take_device_arrivals(const at::Tensor& code, std::vector<at::Tensor> rows) {
+  Lock lock(context_.mutex);
+  const bool alone = rows.size() == 1;
+  TORCH_INTERNAL_ASSERT(alone || static_cast<int64_t>(rows.size()) == context_.inside.size);
+  // Where there is no barrier, ranks read nothing of each other, and wait for their own collectives only.
+  auto words =
+      barrier_ ? barrier_->words() : at::zeros({1}, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+  communicators_.take(std::make_unique<DeviceArrivals>(code, std::move(rows), std::move(words),
+                                                       alone ? 0 : context_.inside.rank));
 }
 
 void Transports::begin_stage() {

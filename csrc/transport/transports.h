@@ -42,6 +42,12 @@ class Transports {
   std::unique_ptr<Turns> make_turns(std::vector<at::Tensor> numbers);
   std::unique_ptr<Turns> make_device_turns(const at::Tensor& code, std::vector<at::Tensor> rows);
 
+  // With several hosts: what they exchange is announced to the ranks of this one that read it, see Arrivals;
+  // on a CPU by numbers, on a device by kernels of arrivals.cu, after set_barrier() where that is called. Not
+  // inside a graph.
+  void take_arrivals(std::vector<at::Tensor> numbers);
+  void take_device_arrivals(const at::Tensor& code, std::vector<at::Tensor> rows);
+
   // A stage of training or evaluation begins, on every rank: steps are counted alike from now on, although an
   // exception may have ended the stage before at another step on each.
   void begin_stage();

@@ -79,6 +79,12 @@ void Access::expire_unless_told() {
     expire();
 }
 
+void Access::close() {
+  turns_.reset();
+  if (host_shards_ != nullptr)
+    host_shards_->exchange().close();
+}
+
 void Access::let_read(bool everything, bool wait) {
   if (!turns_)
     return publish(everything, wait);
@@ -92,9 +98,14 @@ void Access::let_read_ahead() {
   asked_ahead_ = host_shards_ != nullptr && host_shards_->any();
 }
 
-void Access::wait_for_host_shards() {
-  if (!copies_.recording)  // else the stream on which the graph is replayed has waited before
-    comm_.catch_up();
+void Access::await_copy(ParamRecord& record, at::ScalarType dtype, bool of_peers) {
+  if (host_shards_ != nullptr)
+    host_shards_->exchange().let_read(host_shards_->read(record, dtype), Reader::GATHERS, of_peers);
+}
+
+void Access::await_resident(ParamRecord& record) {
+  const auto dtype = record.resident.memory.scalar_type();
+  host_shards_->exchange().let_read(host_shards_->read(record, dtype), Reader::CURRENT, /*of_peers=*/false);
 }
 
 void Access::publish_host_shards(bool wait) {
@@ -103,16 +114,17 @@ void Access::publish_host_shards(bool wait) {
   const bool stale = !published_ || host_shards_->any_stale();
   if (std::exchange(asked_ahead_, false) && !stale)
     return;
+  auto& exchange = host_shards_->exchange();
   if (host_shards_->on_any_rank(stale)) {
     before_change_();
+    exchange.end();
     comm_.barrier().wait(context_.device);  // all have read
-    auto refreshed = host_shards_->refresh();
-    auto all_have_written = comm_.behind(std::move(refreshed), [&] { return comm_.barrier(); });
-    if (wait || !has_streams(context_.device))
-      all_have_written.wait(context_.device);
-  } else if (wait) {
-    comm_.catch_up();
+    host_shards_->refresh();
   }
+  if (wait)
+    comm_.catch_up();
+  if (wait && !exchange.in_graphs())
+    exchange.end();
   published_ = true;
 }
 

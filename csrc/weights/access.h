@@ -16,9 +16,10 @@
 // copy-on-write, with nobody to share it, so that whoever may write to it takes the mark away. Only then
 // values are compared.
 //
-// With several hosts there are no turns: what ranks of a host read from each other are host shards, which are
-// brought up to date with other hosts, together, at the same points. Whether that is needed ranks agree on:
-// of all that is stale anywhere, no rank may leave out anything.
+// With several hosts there are no turns: what ranks of a host read from each other are host shards. At the
+// same points, once all have read, it begins that they are brought up to date with other hosts, and who reads
+// one waits until that is over for it; see [Note: the exchange] in weights/exchange.h. Whether that is needed
+// ranks agree on: of all that is stale anywhere, no rank may leave out anything.
 #pragma once
 
 #include <functional>
@@ -57,6 +58,7 @@ class Access : public WeightMemory {
   bool is_published() const override { return published_; }
   bool takes_turns() const override { return turns_ != nullptr; }
   at::Tensor source_in(ParamRecord& record, at::ScalarType dtype) override;
+  void await_copy(ParamRecord& record, at::ScalarType dtype, bool of_peers) override;
 
   // -- where ranks take turns
   bool is_writing() const { return turns_->writing(); }
@@ -79,9 +81,9 @@ class Access : public WeightMemory {
   // since what is captured depends on it. Nothing is left to do then that other ranks, which may run the
   // same, did not.
   void let_read_ahead();
-  // The current stream goes on behind what hosts have exchanged last.
-  void wait_for_host_shards();
-  void close() { turns_.reset(); }
+  // What is queued on the current stream next may read the host shard that is the resident weight.
+  void await_resident(ParamRecord& record);
+  void close();
 
  private:
   void publish(bool everything, bool wait);

@@ -23,31 +23,44 @@ bool HostShards::any_stale() const {
 }
 
 bool HostShards::on_any_rank(bool yes) {
-  auto flag = at::tensor({static_cast<int64_t>(yes)}, at::kLong);
-  comms_.control()->all_reduce_max(flag, "whether weights have changed");
-  return *flag.const_data_ptr<int64_t>() > 0;
+  const auto order = static_cast<int64_t>(order_ >> 2);
+  auto said = at::tensor({static_cast<int64_t>(yes), order, -order}, at::kLong);
+  comms_.control()->all_reduce_max(said, "whether weights have changed");
+  const auto* most = said.const_data_ptr<int64_t>();
+  if (most[1] == -most[2])
+    agreed_ = used_.size();
+  return most[0] > 0;
 }
 
-Pending HostShards::refresh() {
-  std::vector<at::Tensor> whole, own, shards;
-  int64_t bytes = 0;
+ShardCopy& HostShards::read(ParamRecord& record, at::ScalarType dtype) {
+  const bool own = record.shard.scalar_type() == dtype;
+  auto& copy = own ? record.full_precision_copy : record.compute_copy;
+  if (copy.place < 0) {
+    copy.place = static_cast<int64_t>(used_.size());
+    used_.push_back(&copy);
+    order_ = (order_ ^ static_cast<uint64_t>(2 * record.index + own + 1)) * 0x100000001b3;  // as FNV does
+  }
+  return copy;
+}
+
+void HostShards::refresh() {
+  const auto agreed = static_cast<int64_t>(agreed_);
+  std::vector<ShardCopy*> copies(used_.begin(), used_.begin() + agreed);
+  std::vector<at::Tensor> own, shards;
   for (auto& record : context_.records) {
     for (auto* copy : {&record->compute_copy, &record->full_precision_copy}) {
       if (!copy->own.defined())
         continue;
       const auto numel = record->shard_numel();
-      whole.push_back(copy->own);
       own.push_back(piece(copy->own, context_.across.rank * numel, numel));
       shards.push_back(record->shard);
-      bytes += static_cast<int64_t>(copy->own.nbytes());
       copy->written = record->stamp(context_.epoch);
+      if (copy->place < 0 || copy->place >= agreed)
+        copies.push_back(copy);
     }
   }
   at::_foreach_copy_(own, shards);
-  context_.count("gather_bytes_across", bytes);
-  context_.count("host_shard_refreshes");
-  // In place: what is gathered begins where it ends up.
-  return comms_.gathers_across()->all_gather_group(std::move(whole), std::move(own));
+  exchange_.begin(copies);
 }
 
 }  // namespace lightning_zero

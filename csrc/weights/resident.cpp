@@ -65,7 +65,7 @@ void ResidentWeights::wait(at::TensorList shards) {
 
 void ResidentWeights::wait_for(int64_t index) {
   if (context_.at(index).resident_host_shard() != nullptr)
-    return access_.wait_for_host_shards();
+    return access_.await_resident(context_.at(index));
   const auto found = arriving_.find(index);
   if (found == arriving_.end())
     return;

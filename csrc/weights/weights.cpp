@@ -168,10 +168,14 @@ void Weights::begin_recording() {
   first_.forget();
   resident_.begin_recording();
   recording_ = copies_.recording = true;
+  if (host_shards_)
+    host_shards_->exchange().begin_recording();
 }
 
 ResidentWeights::Recorded Weights::end_recording() {
   recording_ = copies_.recording = false;
+  if (host_shards_)
+    host_shards_->exchange().end_recording();
   return resident_.end_recording();
 }
 

@@ -107,7 +107,10 @@ class Tuning:
         shown="two groups",
     )
     gather_group_mb: float = _communication(
-        "at most so many MiB of whole parameters in a group", default=128.0, check=_mib(128), change=Change.COMPILED
+        "at most so many MiB of whole parameters in a group, and in a part of what hosts exchange",
+        default=128.0,
+        check=_mib(128),
+        change=Change.COMPILED,
     )
     reduce_group_mb: float = _communication(
         "at most so many MiB of gradients wait until compiled code hands them over together",

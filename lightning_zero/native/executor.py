@@ -113,6 +113,7 @@ class Executor:
             tuning.sync_collectives,
             tuning.poison,
             config.wire_dtype,
+            int(tuning.gather_group_mb * 2**20),
         )
         self.transport.limit_across(tuning.emulate_bandwidth_across_gbs)
 
@@ -164,7 +165,7 @@ class Executor:
         ``compute_copy_writes`` (one by one).
 
         With several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of what the ranks at one place of all
-        hosts have together), ``host_shard_refreshes``.
+        hosts have together), ``host_shard_refreshes``, ``exchanged_parts`` (of these), and on CPUs ``awaited_parts``.
 
         Of activations that lie on the host until backward: ``offloaded_activations``, ``offload_bytes``,
         ``reload_bytes``.

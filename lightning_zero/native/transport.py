@@ -94,6 +94,19 @@ class Transport:
         else:
             self._native.take_device_turns(self._kernels("turns.cu", RANKS=self._ranks), numbers)
 
+    def take_arrivals(self, numbers: list[Tensor]) -> None:
+        """Ranks of this host tell each other which parts of what hosts exchange have come to them. ``numbers``: of each
+        rank, zeros in memory that all can write, one int64, or on an accelerator ``ranks`` int32; there, one int32 of
+        this rank alone where no other reads its memory. With several hosts; not inside a graph.
+
+        Raises:
+            RuntimeError: the kernels of an accelerator cannot be compiled or loaded here.
+        """
+        if self._device.type == "cpu":
+            self._native.take_arrivals(numbers)
+        else:
+            self._native.take_device_arrivals(self._kernels("arrivals.cu", RANKS=len(numbers)), numbers)
+
     def _kernels(self, source: str, **macros: int) -> Tensor:
         capability = torch.cuda.get_device_capability(self._device)
         return compile_cuda(kernel_source(source), capability, [f"-D{n}={value}" for n, value in macros.items()])

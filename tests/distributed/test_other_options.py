@@ -51,7 +51,7 @@ def record(engine: Engine) -> None:
 
 def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Of each option that is applied without compiling again, what the part has that does it."""
-    bucket, double, free, sync, poison, dtype = engine.executor._native.told
+    bucket, double, free, sync, poison, dtype, _ = engine.executor._native.told
     return {
         "compiled": engine.session._compiler._config,
         "cuda_graphs": engine.optimizers.stepper(optimizer).why_eager,

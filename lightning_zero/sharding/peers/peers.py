@@ -78,7 +78,7 @@ class Peers:
             told["weights"] = "collectives"
         elif self._alone:
             told["weights"] = "read where they lie (there is one rank on each host)"
-        often = "once per optimizer step" if self._wants_copies else "for each gather"
+        often = "once per optimizer step, beside the first layers" if self._wants_copies else "for each gather"
         across = {
             "weights": f"by all-gathers, {often}",
             "gradients": "by reduce-scatters of what each host has reduced",
@@ -126,6 +126,7 @@ class Peers:
     def _allocate_copies(self, memory: ShardMemory, peers: PeerMemory | None) -> None:
         dtype = self._config.compute_dtype
         if self._several_hosts:
+            self._rows.tell_arrivals(memory.executor, peers)
             memory.allocate_host_shards(dtype, peers)
         elif dtype is not None:
             memory.allocate_compute_copies(dtype, peers)

@@ -1,8 +1,9 @@
-"""Small rows of numbers of each rank, which all ranks of its host write: for barriers on their devices, and for
-turns."""
+"""Small rows of numbers of each rank, which all ranks of its host write: for barriers on their devices, for turns, and
+for what comes from other hosts."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,8 @@ from lightning_zero.native import Executor
 from lightning_zero.sharding.peers.memory import PeerMemory
 
 __all__ = ["MeetingRows"]
+
+log = logging.getLogger(__name__)
 
 LANES = 2  # of barriers on devices: gradients, weights
 
@@ -54,6 +57,26 @@ class MeetingRows:
             executor.transport.take_turns(memory.empty(1, torch.int64)[1])
         elif error := self._given(memory, executor, self._inside.size, executor.transport.take_turns):
             raise UnsupportedError(f"the kernels by which ranks take turns cannot be compiled ({error})")
+
+    def tell_arrivals(self, executor: Executor, memory: PeerMemory | None) -> None:
+        """What comes from other hosts, part by part, is told to the ranks that read it: those of the host, out of
+        ``memory``; without, this rank alone. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is no memory, or when a rank cannot compile the kernels.
+        """
+        take = executor.transport.take_arrivals
+        if executor.device.type == "cpu":
+            if memory is not None:
+                take(memory.empty(1, torch.int64)[1])
+        elif memory is not None:
+            if error := self._given(memory, executor, self._inside.size, take):
+                raise UnsupportedError(f"the kernels by which ranks wait for other hosts cannot be compiled ({error})")
+        else:
+            try:
+                take([torch.zeros(1, dtype=torch.int32, device=executor.device)])
+            except RuntimeError as error:
+                log.info("Replays wait for all that other hosts send before they begin: %s.", error)
 
     def _given(
         self, memory: PeerMemory, executor: Executor, numel: int, use: Callable[[list[Tensor]], None]

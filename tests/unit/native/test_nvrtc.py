@@ -32,7 +32,12 @@ def test_means_compile_for_any_number_of_ranks(rows: int, capability: tuple[int,
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("source", "kernels"), [("barrier.cu", ["rank_barrier", "begin_epoch"]), ("turns.cu", ["announce", "wait_for"])]
+    ("source", "kernels"),
+    [
+        ("barrier.cu", ["rank_barrier", "begin_epoch"]),
+        ("turns.cu", ["announce", "wait_for"]),
+        ("arrivals.cu", ["announce_parts", "wait_for_parts"]),
+    ],
 )
 @pytest.mark.parametrize("ranks", [2, 72])
 def test_kernels_by_which_ranks_wait_compile_with_what_they_share(source: str, kernels: list[str], ranks: int) -> None:

@@ -1,0 +1,111 @@
+#include "weights/exchange.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+
+namespace lightning_zero {
+
+namespace {
+
+constexpr int kSmallParts = 3;  // of an eighth, a quarter and a half: the first layers need not wait for more
+
+}  // namespace
+
+void Exchange::begin(const std::vector<ShardCopy*>& copies) {
+  std::vector<std::vector<ShardCopy*>> parts;
+  int64_t room = 0;
+  for (auto* copy : copies) {
+    const auto bytes = static_cast<int64_t>(copy->own.nbytes()) * context_.inside.size;
+    if (parts.empty() || bytes > room) {
+      room = context_.options.exchange_part_bytes >>
+             std::max<int64_t>(kSmallParts - static_cast<int64_t>(parts.size()), 0);
+      parts.emplace_back();
+    }
+    room -= bytes;
+    copy->part = static_cast<int64_t>(parts.size()) - 1;
+    parts.back().push_back(copy);
+  }
+  parts_.clear();
+  come_ = 0;
+  seen_ = {};
+  if (auto* arrivals = comms_.arrivals())
+    arrivals->begin(static_cast<int64_t>(parts.size()));
+  for (const auto& part : parts) {
+    std::vector<at::Tensor> whole, own;
+    for (const auto* copy : part) {
+      const auto numel = copy->own.numel() / context_.across.size;
+      whole.push_back(copy->own);
+      own.push_back(piece(copy->own, context_.across.rank * numel, numel));
+      context_.count("gather_bytes_across", static_cast<int64_t>(copy->own.nbytes()));
+    }
+    send(std::move(whole), std::move(own));
+  }
+  context_.count("host_shard_refreshes");
+  context_.count("exchanged_parts", static_cast<int64_t>(parts.size()));
+}
+
+void Exchange::send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own) {
+  auto& across = *comms_.gathers_across();
+  // In place: what is gathered begins where it ends up.
+  auto pending = across.all_gather_group(std::move(whole), std::move(own));
+  if (auto* arrivals = comms_.arrivals(); arrivals != nullptr && has_streams(context_.device))
+    pending = across.run([&] { arrivals->announce(static_cast<int64_t>(parts_.size())); });
+  parts_.push_back(std::move(pending));
+}
+
+void Exchange::end() {
+  if (parts_.empty())
+    return;
+  if (!has_streams(context_.device))
+    return come(static_cast<int64_t>(parts_.size()) - 1);
+  auto last = parts_.back();
+  last.wait(context_.device);
+}
+
+void Exchange::come(int64_t part) {
+  for (; come_ <= part; ++come_) {
+    parts_[static_cast<size_t>(come_)].wait(context_.device);
+    if (auto* arrivals = comms_.arrivals())
+      arrivals->announce(come_);
+    context_.count("awaited_parts");
+  }
+}
+
+void Exchange::let_read(const ShardCopy& copy, Reader reader, bool of_peers) {
+  const auto part = copy.part;
+  const bool in_graph = recording_ && has_streams(context_.device);
+  auto* arrivals = comms_.arrivals();
+  auto& seen = (in_graph ? recorded_ : seen_)[static_cast<size_t>(reader)];
+  if (part < 0 || part >= static_cast<int64_t>(parts_.size()))
+    return;
+  if (!has_streams(context_.device)) {
+    come(part);
+    if (!of_peers || seen > part)
+      return;
+    TORCH_INTERNAL_ASSERT(arrivals, "nobody tells what peers have got");
+    arrivals->wait_for(part);
+    seen = part + 1;
+    return;
+  }
+  if (seen > part || (in_graph && !arrivals))
+    return;
+  const auto wait = [&] {
+    if (in_graph || (arrivals && arrivals->of_peers()))
+      return arrivals->wait_for(part);
+    auto pending = parts_[static_cast<size_t>(part)];
+    pending.wait(context_.device);
+  };
+  if (reader == Reader::GATHERS)
+    comms_.gathers().run(wait);
+  else
+    wait();
+  seen = part + 1;
+}
+
+void Exchange::begin_recording() {
+  recording_ = true;
+  recorded_ = {};
+}
+
+}  // namespace lightning_zero

@@ -1,0 +1,63 @@
+// Hosts exchange their host shards, in parts: what is read first comes first, and is read while the rest is
+// on its way.
+//
+// [Note: the exchange] All parts are sent together, where host shards are brought up to date; each is one
+// launch of all-gathers across hosts, in place. Nobody waits there. Who gathers a weight inside the host
+// waits for its part: for that of its own host shard, where a collective sends it on, or of the host shards
+// of all ranks of the host, where it copies them out of their memory; these tell it by Arrivals. On a CPU a
+// rank has got a part once it has waited for it itself, which it does where it reads it, as all ranks do. On
+// a device the stream waits on which weights are gathered. A graph cannot wait for what was begun before it
+// was captured, so there a kernel waits for numbers; all of an exchange is queued before whatever waits for
+// it, on every rank, so no such kernel can stand in the way of what it waits for.
+//
+// Parts are cut in the order in which compiled code has read weights first. Whether all ranks have seen the
+// same order they agree on where they agree that there is something to exchange; until they have, it is that
+// of registration.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "context.h"
+#include "runtime/arrivals.h"
+#include "transport/communicators.h"
+
+namespace lightning_zero {
+
+// Who waits for a part: the stream on which weights are gathered, or the current one.
+enum class Reader : int { GATHERS, CURRENT };
+
+class Exchange {
+ public:
+  Exchange(Context& context, Communicators& comms) : context_(context), comms_(comms) {}
+
+  // All of these, each of which lies on the current stream with this rank's part written: sends them. After
+  // end(), and after ranks of the host that read them.
+  void begin(const std::vector<ShardCopy*>& copies);
+  // The last one is over on this rank; on a device, for what is queued on the current stream.
+  void end();
+
+  // What `reader` does next may read this host shard, of all ranks of the host where `of_peers`.
+  void let_read(const ShardCopy& copy, Reader reader, bool of_peers);
+  // Whether graphs hold waits; otherwise all must be over before one is replayed.
+  bool in_graphs() const { return comms_.arrivals() != nullptr || !has_streams(context_.device); }
+
+  void begin_recording();
+  void end_recording() { recording_ = false; }
+  void close() { parts_.clear(); }
+
+ private:
+  using Seen = std::array<int64_t, 2>;  // by reader: how many parts it has waited for
+
+  void send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own);
+  void come(int64_t part);
+
+  Context& context_;
+  Communicators& comms_;
+  std::vector<Pending> parts_;
+  int64_t come_ = 0;  // on a CPU: how many this rank has waited for
+  Seen seen_{}, recorded_{};
+  bool recording_ = false;
+};
+
+}  // namespace lightning_zero

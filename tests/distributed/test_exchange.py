@@ -1,0 +1,104 @@
+"""Hosts exchange weights in parts, in the order in which they are read: the first layers run before the last part has
+come, and read what they would have read behind it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.models import Case, _regression, build, make_batches
+from tests.helpers.oracle import Reference, assert_close_relative, train_reference
+from tests.helpers.sharded import engine_for, sgd, single_thread, train_sharded
+from tests.ranks.pool import Ranks
+
+LAYERS, WIDTH, STEPS, SAMPLES = 8, 24, 6, 12
+LAYER_MB = 4 * WIDTH * WIDTH / 2**20  # a part for each: the first ones would be smaller than that
+
+seen: list[list[int]] = []  # by forward: how many parts this rank had waited for, layer by layer
+counted: list[Any] = []  # the engine's counters, to ask
+
+
+@torch.library.custom_op("lightning_zero_tests::look", mutates_args=())
+def look(x: Tensor, layer: int) -> Tensor:
+    """Runs where the layer would. A step's first exchange is the only one."""
+    if counted:
+        counters = counted[0].counters()
+        if layer == 0:
+            seen.append([])
+        seen[-1].append(counters.get("awaited_parts", 0))
+    return x.clone()
+
+
+look.register_fake(lambda x, layer: torch.empty_like(x))
+look.register_autograd(lambda context, grad: (grad, None))
+
+
+class Layers(Case):
+    """Registered in the opposite order of their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Any:
+        return _regression(seed, n, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(reversed(self.layers)):
+            x = torch.tanh(layer(look(x, number)))
+        return x
+
+
+REPLAYED = {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}
+WAYS: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
+    (4, 2): {
+        "copies": {},
+        "collectives": {"gather_transport": "collective"},
+        "replayed": REPLAYED,
+        "poisoned": {"poison": True},
+    },
+    (2, 1): {"where they lie": {}, "replayed": REPLAYED},
+}
+
+
+def train(ways: dict[str, dict[str, Any]], ranks_per_host: int) -> dict[str, tuple[Reference, list[int], int]]:
+    """By way: what was trained, what the last step's layers saw, and into how many parts its exchange was cut."""
+    found = {}
+    for name, options in ways.items():
+        model = build(Layers)
+        chosen = {"ranks_per_host": ranks_per_host, "gather_group_mb": LAYER_MB} | options
+        with engine_for(model, "aot_eager", **chosen) as engine:
+            seen.clear()
+            counted[:] = [engine.executor]
+
+            def reset(model: nn.Module, index: int, engine: Any = engine) -> None:
+                if index == STEPS - 1:
+                    engine.executor.reset_counters()
+
+            out = train_sharded(engine, model, make_batches(Layers, STEPS, SAMPLES), sgd(model), before_batch=reset)
+            counted.clear()
+            counters = engine.executor.counters()
+            assert counters["host_shard_refreshes"] == 1
+            if "replayed_graphs" not in counters:  # a replay counts what its first run did
+                assert counters["awaited_parts"] == counters["exchanged_parts"], (name, counters)
+            assert ("replayed_graphs" in counters) == (name == "replayed")
+            found[name] = out, seen[-1], counters["exchanged_parts"]
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), list(WAYS))
+def test_first_layers_run_before_the_last_part_has_come(ranks: Ranks, world_size: int, ranks_per_host: int) -> None:
+    with single_thread():
+        batches = make_batches(Layers, STEPS, SAMPLES)
+        expected = train_reference(build(Layers), batches, sgd, world=world_size)
+    for found in ranks.run(world_size, train, WAYS[world_size, ranks_per_host], ranks_per_host, deadline=200):
+        for name, (out, awaited, parts) in found.items():
+            for what in ("losses", "grads", "params"):
+                assert_close_relative(getattr(out, what), getattr(expected, what), 1e-6, what=f"{name}: {what}")
+            assert parts >= LAYERS, name
+            assert awaited == sorted(awaited), name
+            assert awaited[0] < parts / 2, f"{name}: {awaited} of {parts}"
+            assert awaited[LAYERS // 2] < parts, f"{name}: {awaited} of {parts}"
+            assert awaited[-1] >= parts - 1, f"{name}: {awaited} of {parts}"  # the last layer's own, right behind
