@@ -12,7 +12,7 @@ import argparse
 from lightning_zero.profiling.scale.compare import Choice, compare
 from lightning_zero.profiling.scale.estimate import Estimate, estimate
 from lightning_zero.profiling.scale.given import Cluster, Decoder, Model
-from lightning_zero.profiling.scale.sharding import BESIDE, SHARDINGS
+from lightning_zero.profiling.scale.sharding import BEFORE, SHARDINGS
 
 # Llama 3's shapes, all of which have keys and values of 1024.
 SHAPES = {
@@ -57,7 +57,7 @@ def chosen(choices: list[Choice]) -> str:
 
 def show_tables(arguments: argparse.Namespace) -> None:
     shardings = [one for one in SHARDINGS if arguments.accumulate > 1 or one.name != "host, step"]
-    names = [shardings[0].name, BESIDE.name, *(one.name for one in shardings[1:])]
+    names = [shardings[0].name, BEFORE.name, *(one.name for one in shardings[1:])]
     for tokens in arguments.tokens:
         print(f"\n{tokens} tokens per GPU, {arguments.accumulate} micro-batches, {arguments.across:g} GB/s across:\n")
         print(f"| model | hosts of 8 | {' | '.join(names)} | choose |\n|---|---:|{'---:|' * len(names)}---|")
@@ -67,7 +67,7 @@ def show_tables(arguments: argparse.Namespace) -> None:
                 cluster = cluster_of(arguments, hosts)
                 choices = compare(model, cluster, shardings)
                 cells = {choice.name: cell(choice.estimate) for choice in choices}
-                cells[BESIDE.name] = cell(estimate(model, cluster, BESIDE))
+                cells[BEFORE.name] = cell(estimate(model, cluster, BEFORE))
                 print(f"| {name} | {hosts} | {' | '.join(cells[one] for one in names)} | {chosen(choices)} |")
 
 

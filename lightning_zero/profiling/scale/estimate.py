@@ -2,8 +2,8 @@
 
 Layers are equal. While one computes, the next one's weights are gathered, and in backward the last one's gradients are
 reduced: each layer takes what is longest of its compute, its transfers inside the host, and those across. What nothing
-runs beside is exposed: what hosts exchange before a step, the first gather of forward and of backward, and the last
-reduction. Transfers take nothing from compute, and compute nothing from them, but what the cluster's numbers have lost.
+runs beside is exposed: the first gather of forward and of backward, and the last reduction. Transfers take nothing from
+compute, and compute nothing from them, but what the cluster's numbers have lost.
 """
 
 from __future__ import annotations

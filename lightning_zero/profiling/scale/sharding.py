@@ -13,7 +13,7 @@ from lightning_zero.profiling.scale.transfers import (
     inside_seconds,
 )
 
-__all__ = ["BESIDE", "SHARDINGS", "Link", "Sharding"]
+__all__ = ["BEFORE", "SHARDINGS", "Link", "Sharding"]
 
 Count = Callable[[Cluster], int]
 
@@ -123,7 +123,7 @@ def _all_reduce(cluster: Cluster, nbytes: float) -> Link:
 
 # In this order where they take as long: the first is what the strategy does by default.
 SHARDINGS = (
-    Sharding("host", 'shard_compute_copy="host"', _all, _host, _inside, _both, exchange=_exchange),
+    Sharding("host", 'shard_compute_copy="host"', _all, _host, _inside, _both, refresh=_across),
     Sharding(
         "host, step",
         'shard_compute_copy="host", reduce_across="step"',
@@ -131,7 +131,7 @@ SHARDINGS = (
         _host,
         _inside,
         _inside,
-        exchange=_exchange,
+        refresh=_across,
         reduce_last=_across,
         waiting=_host,
     ),
@@ -143,5 +143,6 @@ SHARDINGS = (
     Sharding("ddp", "everything on every rank", _one, _one, _nothing, _all_reduce),
 )
 
-# As "host" would be if each layer's copies were exchanged beside the layers before it. Not there yet: for tables only.
-BESIDE = Sharding("host, beside", "the exchange beside forward", _all, _host, _inside, _both, refresh=_across)
+# As "host" would be if hosts exchanged all copies before the first layer, and not each beside the layers before it. For
+# tables only: what that is worth.
+BEFORE = Sharding("host, before", "the exchange before forward", _all, _host, _inside, _both, exchange=_exchange)

@@ -9,9 +9,9 @@ import pytest
 from lightning_zero.profiling.scale.compare import compare
 from lightning_zero.profiling.scale.estimate import Bytes, Estimate, estimate
 from lightning_zero.profiling.scale.given import Cluster, Decoder, Model
-from lightning_zero.profiling.scale.sharding import BESIDE, SHARDINGS
+from lightning_zero.profiling.scale.sharding import BEFORE, SHARDINGS
 
-BY_NAME = {sharding.name: sharding for sharding in (*SHARDINGS, BESIDE)}
+BY_NAME = {sharding.name: sharding for sharding in (*SHARDINGS, BEFORE)}
 NAMES = list(BY_NAME)
 FREE = {"launch_s": 0.0, "inside_hop_s": 0.0, "across_hop_s": 0.0}
 # 3 hosts of 2; a layer has 600 elements: 1200 bytes in the compute and the wire dtype. Forward takes 1 s, backward 2.
@@ -51,9 +51,9 @@ def test_gradients_that_wait_for_the_step_take_room_besides() -> None:
     ("name", "seconds"),
     [
         # two layers' exchange; forward: gather 0.6, 1, max(1, 0.6); backward: gather 0.6, 2, max(2, 1.2, 1.0), reduce 1.6
-        ("host", 2.0 + (0.6 + 1 + 1) + (0.6 + 2 + 2 + 1.6)),
+        ("host, before", 2.0 + (0.6 + 1 + 1) + (0.6 + 2 + 2 + 1.6)),
         # the first gather 1.6, and then max(1, 0.6, 1.0)
-        ("host, beside", (1.6 + 1 + 1) + (0.6 + 2 + 2 + 1.6)),
+        ("host", (1.6 + 1 + 1) + (0.6 + 2 + 2 + 1.6)),
         # the same with gathers across, too: across takes 2.0 beside 2.0 in backward
         ("all", (1.6 + 1 + 1) + (1.6 + 2 + 2 + 1.6)),
         ("flat", (1.0 + 1 + 1) + (1.0 + 2 + 2 + 1.0)),
@@ -72,8 +72,8 @@ def test_seconds_by_hand(name: str, seconds: float) -> None:
 
 def test_what_is_reduced_once_in_a_step_crosses_hosts_once() -> None:
     model = replace(MODEL, micro_batches=3)
-    # without the network, and one exchange
-    each = 3 * ((0.6 + 1 + 1) + (0.6 + 2 + 2 + 0.6)) + 2.0
+    # without the network, but for the first layer's exchange: the second's is beside the first
+    each = 3 * ((0.6 + 1 + 1) + (0.6 + 2 + 2 + 0.6)) + 1.0
     assert of("host", model).seconds == pytest.approx(each + 3 * 1.0, abs=1e-6)
     assert of("host, step", model).seconds == pytest.approx(each + 2.0, abs=1e-6)
 
@@ -105,7 +105,7 @@ def test_with_links_that_take_no_time_only_compute_is_left(name: str) -> None:
 def test_on_one_host_there_is_nothing_to_choose(micro_batches: int) -> None:
     model, one = replace(MODEL, micro_batches=micro_batches), replace(CLUSTER, hosts=1, launch_s=0.1)
     flat = of("flat", model, one)
-    for name in ("host", "host, step", "host, beside", "all", "hybrid"):
+    for name in ("host", "host, step", "host, before", "all", "hybrid"):
         found = of(name, model, one)
         assert found.memory == flat.memory
         assert found.seconds == pytest.approx(flat.seconds)

@@ -29,7 +29,7 @@ def test_there_is_a_row_for_each_model_and_number_of_hosts(capsys: pytest.Captur
     assert [row[:2] for row in found] == [
         [name, hosts] for name in ("8B", "70B", "405B") for hosts in ("8", "64", "512")
     ]
-    assert [row[-1].split()[0] for row in found] == ["all"] * 6 + ["nothing", "all", "all"]
+    assert [row[-1].split()[0] for row in found] == ["host"] * 6 + ["nothing", "all", "all"]
 
 
 def test_where_the_network_is_slow_the_copy_on_each_host_pays(capsys: pytest.CaptureFixture[str]) -> None:
