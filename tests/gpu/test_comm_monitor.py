@@ -10,7 +10,7 @@ from tests.helpers.callbacks import Lines
 from tests.helpers.trainer import Regression, close, make_loader, make_strategy, make_trainer
 from tests.ranks.pool import Ranks
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, apart=True)
 
 
 def _logged() -> list[dict[str, float]]:

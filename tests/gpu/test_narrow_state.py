@@ -55,7 +55,7 @@ def train_all_ways() -> list[dict[str, Any]]:
 
 
 def test_all_ways_give_the_same_bits_and_about_those_of_a_cpu(ranks: Ranks) -> None:
-    (found,) = ranks.run(1, train_all_ways, backend="nccl", deadline=400)
+    (found,) = ranks.run(1, train_all_ways, backend="cpu:gloo,cuda:nccl", deadline=400)
     captured, *others, cpu, wide = found
     assert [way["replays"] for way in (captured, *others)] == [STEPS - 2, 0, STEPS - 2, 0]
     for other in others:
