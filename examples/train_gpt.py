@@ -4,8 +4,8 @@
     python examples/train_gpt.py --size 1b --precision bf16-mixed --devices 4   four GPUs
 
 The model and the data know nothing of the strategy; the few lines below that name one serve comparisons. Each run
-leaves metrics.csv (the loss of every step) and run.json (how it was run, how fast it was) in --out, and
-benchmarks/compare_runs.py sets such folders side by side.
+leaves metrics.csv (the loss of every step) and run.json (how it was run, how fast it was) in --out, with --report also
+loss.png and what PlanReport writes of the plan; benchmarks/compare_runs.py sets such folders side by side.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
@@ -28,6 +29,7 @@ from lightning.pytorch.strategies import FSDPStrategy, Strategy
 import lightning_zero  # registers the strategies' names
 from gpt.data import StdlibBytes
 from gpt.model import SHAPES, Block, LitGPT
+from gpt.picture import draw_losses
 
 
 class Stopwatch(Callback):
@@ -92,7 +94,7 @@ def build_strategy(name: str, reduce_dtype: str | None) -> str | Strategy:
     return name
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--strategy", default="zero3_compile", choices=["zero3_compile", "zero3", "ddp", "fsdp"])
@@ -117,14 +119,17 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", default="runs/gpt", type=Path)
     add("--no-sample", action="store_true")
     add("--checkpoint", action="store_true", help="save every --val-every steps under --out")
-    args = parser.parse_args()
+    add("--report", action="store_true", help="pictures of loss and plan in --out; needs matplotlib")
+    args = parser.parse_args(arguments)
     if args.compile and args.strategy != "ddp":
         parser.error("--compile is for --strategy ddp; zero3_compile compiles by itself.")
+    if args.report and not args.strategy.startswith("zero3"):
+        parser.error("--report is for --strategy zero3_compile and zero3: others have no plan.")
     return args
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> L.Trainer:
+    args = parse_arguments(arguments)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     L.seed_everything(args.seed)
     # Lightning's own mixed precision refuses to clip gradients beside a fused optimizer.
@@ -151,6 +156,8 @@ def main() -> None:
     if args.checkpoint:
         every = args.val_every or args.steps
         callbacks.append(ModelCheckpoint(args.out / "checkpoints", every_n_train_steps=every, save_top_k=-1))
+    if args.report:
+        callbacks.append(lightning_zero.PlanReport(args.out / "plan"))
     trainer = L.Trainer(
         strategy=build_strategy(args.strategy, args.reduce_dtype),
         accelerator=args.accelerator,
@@ -175,6 +182,10 @@ def main() -> None:
     trainer.fit(module, datamodule=data)
     if trainer.is_global_zero:
         report(args, trainer, watch)
+        if args.report:
+            draw_losses(args.out / "metrics.csv", args.out / "loss.png")
+            print(f"pictures: {args.out / 'loss.png'}, {args.out / 'plan' / 'report.html'}")
+    return trainer
 
 
 def report(args: argparse.Namespace, trainer: L.Trainer, watch: Stopwatch) -> None:

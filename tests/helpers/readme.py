@@ -1,5 +1,5 @@
-"""The README's tables of options: ``python -m tests.helpers.readme`` writes them; a test compares them. And its
-snippets that have a name, which tests run."""
+"""What users read: the README and docs/. Their tables of options: ``python -m tests.helpers.readme`` writes them, and a
+test compares them. And their snippets, which tests run."""
 
 import re
 from pathlib import Path
@@ -8,17 +8,26 @@ from lightning_zero.config import Options, Tuning
 from lightning_zero.config.options import GROUPS
 from lightning_zero.config.text import table
 
-README = Path(__file__).parents[2] / "README.md"
+REPO = Path(__file__).parents[2]
+README = REPO / "README.md"
 TABLES = {"options": table(Options), "tuning": table(Tuning, GROUPS)}
 
 
-def written(text: str) -> str:
-    """The text with its tables as they should be."""
+def pages() -> list[Path]:
+    """The README first, from which the others' snippets have their names."""
+    return [README, *sorted((REPO / "docs").glob("*.md")), *REPO.glob("CONTRIBUTING.md")]
+
+
+def written() -> dict[Path, str]:
+    """The texts of all pages, with their tables as they should be."""
+    texts = {page: page.read_text() for page in pages()}
     for name, rows in TABLES.items():
-        parts = re.split(f"(?s)(<!-- {name}: [^\n]*-->\n).*?(\n<!-- end -->)", text)
-        assert len(parts) == 4, f"{README.name} has {len(parts) // 3} tables of {name}"
-        text = parts[0] + parts[1] + rows + parts[2] + parts[3]
-    return text
+        found = [page for page, text in texts.items() if f"<!-- {name}: " in text]
+        assert len(found) == 1, f"there are {len(found)} pages with a table of {name}"
+        parts = re.split(f"(?s)(<!-- {name}: [^\n]*-->\n).*?(\n<!-- end -->)", texts[found[0]])
+        assert len(parts) == 4, f"{found[0].name} has {len(parts) // 3} tables of {name}"
+        texts[found[0]] = parts[0] + parts[1] + rows + parts[2] + parts[3]
+    return texts
 
 
 NAMED = re.compile("(?s)<!-- snippet: ([a-z]+) -->\n```python\n(.*?)```")
@@ -26,8 +35,9 @@ NAMED = re.compile("(?s)<!-- snippet: ([a-z]+) -->\n```python\n(.*?)```")
 
 def snippet(name: str) -> str:
     """The Python below the line ``<!-- snippet: name -->``, which needs other things than the others do."""
-    return dict(NAMED.findall(README.read_text()))[name]
+    return {found: code for page in pages() for found, code in NAMED.findall(page.read_text())}[name]
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text()))
+    for path, text in written().items():
+        path.write_text(text)

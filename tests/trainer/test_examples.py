@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -41,6 +42,22 @@ def run(name: str, arguments: list[str], folder: str) -> tuple[int, dict[str, fl
 
 
 @pytest.mark.slow
+def test_a_gpt_from_scratch_with_pictures_of_loss_and_plan(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    arguments = [*CPU, "--steps", "12", "--warmup", "2", "--batch-size", "2", "--block-size", "32", "--val-every", "6"]
+    arguments += ["--report", "--checkpoint", "--out", str(out)]
+    for steps, found in ranks.run(2, run, "train_gpt", arguments, str(tmp_path), deadline=120):
+        assert steps == 12
+        assert found["val_loss"] < 5.0  # the logarithm of 256 is 5.55
+    record = json.loads((out / "run.json").read_text())
+    assert record["processes"] == 2
+    assert record["final"]["val_loss"] < 5.0
+    assert len(list((out / "checkpoints").glob("*.ckpt"))) == 2
+    assert all((out / name).stat().st_size > 1000 for name in ("loss.png", "plan/report.html"))
+
+
+@pytest.mark.slow
 def test_a_mixture_of_experts(ranks: Ranks, tmp_path: Path) -> None:
     for steps, found in ranks.run(2, run, "mixture_of_experts", [*CPU, "--steps", "30"], str(tmp_path), deadline=120):
         assert steps == 30
@@ -55,12 +72,18 @@ def test_a_vision_model_whose_weights_are_averaged(ranks: Ranks, tmp_path: Path)
     assert len(list((tmp_path / "out").glob("*.ckpt"))) == 1
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["weights", "LoRA"])
+SHAPE = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["weights, by a file with its shape", "LoRA"])
 def test_a_transformers_model_is_tuned_and_exported(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
     transformers = pytest.importorskip("transformers")
     if lora:
         pytest.importorskip("peft")
-    arguments = [*CPU, "--steps", "20", "--length", "32", "--export", str(tmp_path / "exported"), *["--lora"] * lora]
+    (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
+    arguments = [*CPU, "--steps", "20", "--length", "32", "--export", str(tmp_path / "exported")]
+    arguments += ["--lora"] if lora else ["--config", str(tmp_path / "shape.json")]
     for _, found in ranks.run(2, run, "finetune_transformers", arguments, str(tmp_path), deadline=120):
         assert found["train_loss"] < (5.55 if lora else 4.5)  # the logarithm of 256 is 5.55
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")

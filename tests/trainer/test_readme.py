@@ -1,4 +1,4 @@
-"""What the README shows runs, and its links lead somewhere."""
+"""What the README and docs/ show runs, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.helpers.readme import NAMED, README
+from tests.helpers.readme import NAMED, REPO, pages
 from tests.helpers.trainer import Regression, make_loader, make_strategy
 from tests.ranks.pool import Ranks
 
@@ -39,7 +39,8 @@ class SmallTrainer(pl.Trainer):
 
 def snippets() -> list[str]:
     """Those with a name aside, which tests/fabric/test_examples.py runs."""
-    return [textwrap.dedent(code) for _, code in SNIPPET.findall(NAMED.sub("", README.read_text()))]
+    texts = [NAMED.sub("", page.read_text()) for page in pages()]
+    return [textwrap.dedent(code) for text in texts for _, code in SNIPPET.findall(text)]
 
 
 def run_all(folder: str) -> list[str]:
@@ -61,12 +62,26 @@ def test_snippets_run_one_after_the_other(ranks: Ranks, tmp_path: Path) -> None:
     assert (tmp_path / "report" / "report.html").exists()
 
 
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
 def test_links_lead_to_files_of_the_project_and_to_headings() -> None:
-    headings = re.findall(r"^#+ (.+)$", README.read_text(), flags=re.MULTILINE)
-    anchors = {"#" + re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README.read_text()) if not link.startswith("http")]
-    assert links
-    assert [link for link in links if link not in anchors and not (README.parent / link).exists()] == []
-    named = re.findall(r"`((?:examples|tests|csrc|lightning_zero)/[\w/.-]+)`", README.read_text())
+    found = [(page, link) for page in pages() for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
+    inside = [(page, link) for page, link in found if not link.startswith("http")]
+    assert len(inside) > 10
+    assert [(page.name, link) for page, link in inside if not leads_somewhere(page, link)] == []
+
+
+def test_files_that_are_named_are_there() -> None:
+    texts = "\n".join(page.read_text() for page in pages())
+    named = re.findall(r"`((?:examples|tests|csrc|docs|lightning_zero)/[\w/.-]+)`", texts)
     assert len(named) > 10
-    assert [name for name in named if "/X." not in name and not (README.parent / name).exists()] == []
+    assert [name for name in named if "/X." not in name and not (REPO / name).exists()] == []

@@ -1,0 +1,111 @@
+"""What a stranger starts from, as far as it can be looked at without starting it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from lightning_zero.cli.main import COMMANDS, parser_of
+from lightning_zero.native.cache import default_cache
+
+REPO = Path(__file__).parents[2]
+EXAMPLES = REPO / "examples"
+MEASURED = EXAMPLES / "benchmarks"
+
+
+def rows_of_the_chart() -> list[dict[str, Any]]:
+    return json.loads((MEASURED / "chart.json").read_text(), parse_float=str, parse_int=str)
+
+
+def test_each_bar_of_the_chart_was_measured_in_the_file_that_it_names() -> None:
+    for row in rows_of_the_chart():
+        for bar in row["bars"]:
+            text = (MEASURED / bar["source"]).read_text()
+            for number in (bar["ms"], bar.get("gib", bar["ms"])):
+                assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", text), (row["label"], bar)
+
+
+def test_bars_of_other_runs_are_starred() -> None:
+    """The README says so of the star."""
+    for row in rows_of_the_chart():
+        sources = {bar["source"] for bar in row["bars"] if not bar["who"].endswith("*")}
+        assert len(sources) == 1, row
+        assert not sources & {bar["source"] for bar in row["bars"] if bar["who"].endswith("*")}
+
+
+def test_the_chart_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with patch.object(sys, "path", [str(MEASURED), *sys.path]):
+        import chart
+
+        chart.draw(json.loads((MEASURED / "chart.json").read_text()), tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG"
+
+
+STUB = """#!/usr/bin/env bash
+# Instead of Python: notes what it is called with. torch is there.
+printf '%s\\n' "$*" >>"$NOTED"
+"""
+
+
+def test_the_quickstart_installs_and_trains_by_arguments_that_there_are(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    stub = tmp_path / "bin" / "python"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    noted = tmp_path / "noted"
+    environment = os.environ | {"LZ_VENV": str(tmp_path), "NOTED": str(noted)}
+    command = ["bash", str(EXAMPLES / "quickstart.sh"), "--steps", "7"]
+    subprocess.run(command, env=environment, check=True, timeout=30)
+    *installs, training = noted.read_text().splitlines()
+    assert installs[-1] == "-m pip install --quiet -e .[report]"
+    program, *arguments = training.split()
+    assert program == "examples/train_gpt.py"
+    with patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+        import train_gpt
+
+        parsed = train_gpt.parse_arguments(arguments)
+    assert (parsed.steps, parsed.devices, parsed.accelerator, parsed.report) == (7, 2, "cpu", True)
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Of a Dockerfile: words and what follows them, longer lines in one."""
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [tuple(line.split(None, 1)) for line in lines if line and not line.startswith("#")]  # type: ignore[misc]
+
+
+def test_the_dockerfile_names_what_there_is() -> None:
+    found = instructions((EXAMPLES / "Dockerfile").read_text())
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    for image in (rest for word, rest in found if word == "FROM"):
+        version = re.match(r"python:([\d.]+)-slim", image)
+        assert version is not None
+        assert version[1] in SpecifierSet(project["requires-python"])
+    torch = Requirement(next(rest for word, rest in found if word == "ARG").split('"')[1])
+    needed = next(Requirement(text) for text in project["dependencies"] if Requirement(text).name == "torch")
+    assert torch.name == "torch"
+    assert all(one.version in needed.specifier for one in torch.specifier)
+    (name, folder) = next(rest for word, rest in found if word == "ENV").split("=")
+    with patch.dict(os.environ, {name: folder}):
+        assert default_cache() == Path(folder)
+    ran = [line.removeprefix("python -m lightning_zero ") for word, rest in found if word == "RUN" for line in rest.split(" && ")]
+    commands = [line for line in ran if line.split()[0] in {command.name for command in COMMANDS}]
+    assert commands == ["build"]
+    parser_of(COMMANDS).parse_args(commands)
+    assert f"chmod -R go+rX {folder}" in ran
+
+
+def test_docker_is_given_all_that_a_wheel_is_made_of() -> None:
+    left_out = (EXAMPLES / "Dockerfile.dockerignore").read_text().split()
+    assert not {"csrc", "lightning_zero", "pyproject.toml", "setup.py", "README.md", "LICENSE"} & set(left_out)
