@@ -56,7 +56,7 @@ class FineTuned(L.LightningModule):
 def pretrained(name: str | None) -> PreTrainedModel:
     if name is not None:
         return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
 
 

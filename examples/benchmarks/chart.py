@@ -2,9 +2,9 @@
 
     python examples/benchmarks/chart.py
 
-Each bar in chart.json names the file that it was copied from, and a test looks its numbers up there. The bars of a row are
-of one run, but for those whose name ends in a star: another machine of the kind, another day. Their length is time over
-that of the row's first bar.
+Each bar in chart.json names the file that it was copied from, and a test looks its numbers up there. The bars of a row
+are of one run, but for those whose name ends in a star: another machine of the kind, another day. Their length is time
+over that of the row's first bar.
 """
 
 import json

@@ -99,7 +99,12 @@ def test_the_dockerfile_names_what_there_is() -> None:
     (name, folder) = next(rest for word, rest in found if word == "ENV").split("=")
     with patch.dict(os.environ, {name: folder}):
         assert default_cache() == Path(folder)
-    ran = [line.removeprefix("python -m lightning_zero ") for word, rest in found if word == "RUN" for line in rest.split(" && ")]
+    ran = [
+        line.removeprefix("python -m lightning_zero ")
+        for word, rest in found
+        if word == "RUN"
+        for line in rest.split(" && ")
+    ]
     commands = [line for line in ran if line.split()[0] in {command.name for command in COMMANDS}]
     assert commands == ["build"]
     parser_of(COMMANDS).parse_args(commands)
