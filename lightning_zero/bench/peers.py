@@ -27,7 +27,7 @@ from lightning_zero.bench.job import Job
 from lightning_zero.config import Tuning
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 
-__all__ = ["FLOOR", "OURS", "PEERS", "Peer", "repeated", "zero_strategy"]
+__all__ = ["FLOOR", "OURS", "PEERS", "Peer", "repeated", "parsed_options", "zero_strategy"]
 
 Module = type[pl.LightningModule]
 
@@ -64,15 +64,34 @@ class Peer:
 
 
 def zero_strategy(name: str, options: Sequence[str], backend: str = "inductor") -> Any:
-    """What a Trainer gets; `options` are ZeroStrategy's, as NAME=VALUE with values in JSON, or tuning.NAME=VALUE."""
+    """What a Trainer gets; `options` are for :func:`parsed_options`."""
     if not options and backend == "inductor":
         return name
-    given = {option: json.loads(value) for option, value in (text.split("=", 1) for text in options)}
-    tuning = {
-        option.removeprefix("tuning."): given.pop(option) for option in list(given) if option.startswith("tuning.")
-    }
-    chosen = {"compile_backend": backend} | given
-    return ZeroStrategy(compile=name == "zero3_compile", tuning=Tuning(**tuning), **chosen)
+    chosen: dict[str, Any] = {"compile": name == "zero3_compile", "compile_backend": backend}
+    return ZeroStrategy(**chosen | parsed_options(options))
+
+
+def parsed_options(options: Sequence[str]) -> dict[str, Any]:
+    """ZeroStrategy's arguments of ``NAME=VALUE`` with values in JSON, or ``tuning.NAME=VALUE``.
+
+    Raises:
+        ValueError: one is written in another way.
+    """
+    given: dict[str, Any] = {}
+    tuning: dict[str, Any] = {}
+    for text in options:
+        name, equals, value = text.partition("=")
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            equals = ""
+        if not equals:
+            raise ValueError(f"{text!r} is no NAME=VALUE with a value in JSON, as stage=2 or reduce_dtype='\"32\"'.")
+        if name.startswith("tuning."):
+            tuning[name.removeprefix("tuning.")] = parsed
+        else:
+            given[name] = parsed
+    return given | {"tuning": Tuning(**tuning)}
 
 
 # -- what is done to models

@@ -13,11 +13,12 @@ from lightning_zero.cli.build import BUILD
 from lightning_zero.cli.checkpoint.command import CHECKPOINT
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.doctor.command import DOCTOR
+from lightning_zero.cli.plan import PLAN
 from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
 
 __all__ = ["COMMANDS", "main", "parser_of"]
 
-COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD, BENCH, CHECKPOINT)
+COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD, BENCH, PLAN, CHECKPOINT)
 
 
 def parser_of(commands: Sequence[Command]) -> ArgumentParser:

@@ -51,6 +51,8 @@ def in_words(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     if isinstance(value, Mapping):
         return ", ".join(f"{name.replace('_', ' ')}: {in_words(held)}" for name, held in value.items()) or "none"
     if isinstance(value, (list, tuple)):

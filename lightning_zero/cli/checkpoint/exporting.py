@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lightning_zero.checkpoint.weights.exporting import Weight, export, in_dtype
 from lightning_zero.checkpoint.weights.files import parse_size
 from lightning_zero.cli.checkpoint.found import Found
 from lightning_zero.cli.progress import bar
+from lightning_zero.cli.show import tell
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import as_trainers
 
@@ -53,7 +55,19 @@ def export_weights(arguments: Namespace) -> int:
     with bar("writes", sum(weight.bytes for weight in weights.values())) as wrote:
         names = export(weights, Path(arguments.output), parse_size(arguments.max_shard_size), Alone(), {}, wrote)
     print(json.dumps({"output": arguments.output, "files": names}) if arguments.json else arguments.output)
+    module = _only_module(chosen)
+    if module and not arguments.prefix:
+        tell(
+            f"All names in it begin with {module!r}, as in your LightningModule. Libraries look for those without: "
+            f"for them pass --prefix {module}"
+        )
     return 0
+
+
+def _only_module(names: Collection[str]) -> str:
+    """``"model."`` where everything belongs to one attribute of the LightningModule."""
+    first, *others = {name.partition(".")[0] for name in names}
+    return f"{first}." if not others and all("." in name for name in names) else ""
 
 
 def _read(value: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def _facts(found: Found, content: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "path": found.path,
         "kind": "full" if folder is None else "sharded",
-        "written_by": folder and folder.written_by or content.get("pytorch-lightning_version"),
+        "written_by": folder and folder.written_by or _lightning(content),
         "ranks": folder.world_size if folder else None,
         "files": len(sizes),
         "gib": round(sum(sizes.values()) / 2**30, 3),
@@ -81,3 +81,8 @@ def _tensors(content: Mapping[str, Any]) -> list[dict[str, Any]]:
         for key, value in weights.items()
         if isinstance(value, Tensor)
     ]
+
+
+def _lightning(content: Mapping[str, Any]) -> str | None:
+    version = content.get("pytorch-lightning_version")
+    return None if version is None else f"lightning {version}"

@@ -21,6 +21,7 @@ def test_inspect_shows_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert facts["dtypes"] == {"float32": 2, "bfloat16": 1, "int64": 1}
     assert facts["hyper_parameters"] == {"width": "5"}
     assert facts["also"] == ["mine"]
+    assert facts["written_by"].startswith("lightning")
     assert facts["tensors"][0] == {"name": "a.weight", "shape": [7, 5], "dtype": "float32"}
     assert main(["checkpoint", "inspect", str(path)]) == 0
     assert "global step" in capsys.readouterr().out
@@ -89,3 +90,7 @@ def test_export_writes_what_hugging_face_reads(tmp_path: Path, capsys: pytest.Ca
         assert torch.equal(found["a.weight"], state["a.weight"])
     assert main(["checkpoint", "export", str(tmp_path / "x.ckpt"), "--output", "o", "--prefix", "z."]) == 1
     assert "no weights whose names begin with 'z.'" in capsys.readouterr().err
+    for path, hint in (("x.ckpt", ""), ("y.ckpt", "pass --prefix net.")):
+        assert main(["checkpoint", "export", str(tmp_path / path), "--output", str(tmp_path / f"{path}-all")]) == 0
+        said = capsys.readouterr().err
+        assert (hint in said) if hint else not said

@@ -1,0 +1,94 @@
+"""``plan``: what a training would take of each GPU, and how long a step, on a machine without one."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_zero.bench.decoder import SIZES
+from lightning_zero.bench.job import Language, model_class
+from lightning_zero.bench.peers import parsed_options
+from lightning_zero.cli.command import Command
+from lightning_zero.cli.show import show_section, tell
+from lightning_zero.planning.plan import Training, plan
+from lightning_zero.planning.result import TrainingPlan
+from lightning_zero.profiling.devices import DEVICES
+
+__all__ = ["PLAN"]
+
+GIB = 2**30
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    names = ", ".join(device.name for device in DEVICES)
+    parser.add_argument("model", help=f"{', '.join(SIZES)}, or script.py:Module, as of bench")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs (default %(default)s)")
+    parser.add_argument("--device", default="H200", help=f"one of {names} (default %(default)s)")
+    parser.add_argument("--precision", default="bf16-mixed", help="the Trainer's (default %(default)s)")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (default %(default)s)")
+    parser.add_argument("--ranks-per-host", type=int, default=8, help="(default %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="samples of a rank, of built-in models")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sample, likewise")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy")
+
+
+def _run(arguments: Namespace) -> int:
+    module = _module(arguments)
+    found = plan(
+        module,
+        _batch(module, arguments.model),
+        world_size=arguments.ranks,
+        device=arguments.device,
+        precision=arguments.precision,
+        training=Training(accumulate=arguments.accumulate, ranks_per_host=arguments.ranks_per_host),
+        **parsed_options(arguments.option),
+    )
+    if arguments.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        _show(found)
+    return 0 if found.fits else 1
+
+
+def _module(arguments: Namespace) -> pl.LightningModule:
+    """Without memory for its weights, where it can be built so."""
+    if arguments.model in SIZES:
+        with torch.device("meta"):
+            return Language(arguments.model, arguments.batch, arguments.length)
+    cls = model_class(arguments.model)
+    try:
+        with torch.device("meta"):
+            return cls()
+    except Exception as error:
+        tell(f"{cls.__name__} is built with memory for its weights: without, {type(error).__name__}: {error}")
+    return cls()
+
+
+def _batch(module: pl.LightningModule, name: str) -> Any:
+    try:
+        return next(iter(module.train_dataloader()))
+    except Exception as error:
+        raise ValueError(
+            f"{name} has to give a batch by its train_dataloader(), and that raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _show(found: TrainingPlan) -> None:
+    told = found.as_dict()
+    facts: dict[str, Any] = {"parameters": f"{found.parameters:,}"}
+    facts |= {f"{name} (GiB)": size / GIB for name, size in found.roles.items() if size}
+    for name in ("transient", "peak", "first_step_peak", "on_device", "device_memory"):
+        facts[f"{name} (GiB)"] = None if told[name] is None else told[name] / GIB
+    facts["fits"] = found.fits
+    show_section(f"Estimated, for each of {found.ranks} x {found.device.name}", facts)
+    if found.seconds is not None:
+        show_section("ms of a step", {k: v * 1e3 for k, v in told["seconds"].items()})
+    if found.passes.why:
+        tell(f"Not all could be traced: {found.passes.why}")
+
+
+PLAN = Command("plan", "Estimates memory and time of a training, without a GPU.", _add_arguments, _run)

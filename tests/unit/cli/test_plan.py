@@ -1,0 +1,64 @@
+"""``plan`` on a machine without a GPU: of built-in models and of users' own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_zero.cli.main import main
+
+SCRIPT = """
+import lightning as L, torch
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(40, 30)
+        {more}
+
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+"""
+DATA = """
+    def train_dataloader(self):
+        return [torch.randn(8, 40)]
+"""
+
+
+def test_of_an_own_module_bytes_are_those_of_its_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(SCRIPT.format(more="") + DATA)
+    command = ["plan", f"{tmp_path / 'own.py'}:Module", "--ranks", "2", "--device", "h100"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["parameters"], found["ranks"], found["device"], found["fits"]) == (40 * 30 + 30, 2, "H100", True)
+    assert found["bytes"]["master_shard"] >= (40 * 30 + 30) * 4 / 2
+    assert found["bytes"]["optimizer_state"] >= 2 * found["bytes"]["master_shard"]
+    assert found["not_traced"] == ""
+    assert found["seconds"]["total"] > 0
+    assert main([*command, "--option", "stage=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "Estimated, for each of 2 x H100" in shown
+    assert "1,230" in shown
+
+
+def test_what_cannot_be_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(SCRIPT.format(more=""))
+    assert main(["plan", f"{own}:Module"]) == 1
+    assert "has to give a batch by its train_dataloader()" in capsys.readouterr().err
+    own.write_text(SCRIPT.format(more="self.known = self.net.weight.sum().item()") + DATA)
+    assert main(["plan", f"{own}:Module"]) == 0
+    assert "Module is built with memory for its weights" in capsys.readouterr().err
+    assert main(["plan", f"{own}:Module", "--option", "stage"]) == 1
+    assert "'stage' is no NAME=VALUE" in capsys.readouterr().err
+    assert main(["plan", "8b"]) == 1
+    assert "'8b' is none of" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(SCRIPT.format(more="self.large = torch.nn.Linear(100_000, 100_000)") + DATA)
+    assert main(["plan", f"{tmp_path / 'own.py'}:Module", "--device", "L4", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
