@@ -1,6 +1,8 @@
 """The parts of torch.compile that a backend is made of."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch._dynamo.utils
@@ -116,3 +118,15 @@ ATTRIBUTES = {
 # Where Inductor keeps what it has compiled unless TORCHINDUCTOR_CACHE_DIR says otherwise. What torch itself asks makes
 # the folder, and sets the variable, which somebody who only looks should not. (torch 2.11+)
 default_inductor_cache = cache_dir_utils.default_cache_dir
+
+
+@contextmanager
+def as_compiled() -> Iterator[None]:
+    """Inside, ``torch.compiler.is_compiling()`` is true, as Dynamo has it: a plan traces without Dynamo, and what code
+    does only where it is not compiled (transformers reads values of masks) would end that."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import (
     aot_function,
+    as_compiled,
     functorch_config,
     inductor_decompositions,
     inductor_partition,
@@ -104,7 +105,7 @@ class PaperCompiler:
             arriving = iter(tensors)
             values = [next(arriving) if isinstance(value, Tensor) else value for value in given]
             args, kwargs = tree_unflatten(values, spec)
-            with self._surround():
+            with self._surround(), as_compiled():
                 result = functional_call(module, (weights, buffers), args, kwargs)
             leaves, returned = tree_flatten(result)
             shape[:] = [returned, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]]

@@ -76,6 +76,7 @@ SHAPE = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermedi
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["weights, by a file with its shape", "LoRA"])
 def test_a_transformers_model_is_tuned_and_exported(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
     transformers = pytest.importorskip("transformers")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_zero.cli.main import main
 
@@ -62,3 +63,24 @@ def test_what_does_not_fit_ends_with_status_1(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "own.py").write_text(SCRIPT.format(more="self.large = torch.nn.Linear(100_000, 100_000)") + DATA)
     assert main(["plan", f"{tmp_path / 'own.py'}:Module", "--device", "L4", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+READS = """
+class Reads(torch.nn.Linear):
+    def forward(self, x):
+        mask = torch.ones(len(x))
+        if not torch.compiler.is_compiling() and not isinstance(mask, torch._subclasses.FakeTensor) and mask.all():
+            raise AssertionError("the plan is of code that is not compiled")
+        return super().forward(x)
+"""
+
+
+def test_code_that_reads_values_unless_it_is_compiled_is_planned_as_compiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As transformers does with masks."""
+    text = SCRIPT.format(more="self.net = Reads(40, 30)").replace("class Module", f"{READS}\nclass Module") + DATA
+    (tmp_path / "own.py").write_text(text)
+    assert main(["plan", f"{tmp_path / 'own.py'}:Module", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_traced"] == ""
+    assert not torch.compiler.is_compiling()
