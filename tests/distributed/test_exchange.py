@@ -17,11 +17,14 @@ LAYER_MB = 4 * WIDTH * WIDTH / 2**20  # a part for each: the first ones would be
 
 seen: list[list[int]] = []  # by forward: how many parts this rank had waited for, layer by layer
 counted: list[Any] = []  # the engine's counters, to ask
+failing: list[int] = []  # layers at which this rank fails
 
 
 @torch.library.custom_op("lightning_zero_tests::look", mutates_args=())
 def look(x: Tensor, layer: int) -> Tensor:
     """Runs where the layer would. A step's first exchange is the only one."""
+    if layer in failing:
+        raise ValueError("meant to fail")
     if counted:
         counters = counted[0].counters()
         if layer == 0:
@@ -102,3 +105,30 @@ def test_first_layers_run_before_the_last_part_has_come(ranks: Ranks, world_size
             assert awaited[0] < parts / 2, f"{name}: {awaited} of {parts}"
             assert awaited[LAYERS // 2] < parts, f"{name}: {awaited} of {parts}"
             assert awaited[-1] >= parts - 1, f"{name}: {awaited} of {parts}"  # the last layer's own, right behind
+
+
+def left_alone() -> str:
+    """How the training ends where the other rank of the first host fails among the layers of a step."""
+    model = build(Layers)
+    failing.clear()
+    with engine_for(model, "aot_eager", ranks_per_host=2, gather_group_mb=LAYER_MB) as engine:
+        engine.cycle.begin_stage()
+
+        def fail(model: nn.Module, index: int) -> None:
+            if index == 3 and engine.rank == 1:
+                failing.append(LAYERS // 2)
+
+        try:
+            train_sharded(engine, model, make_batches(Layers, STEPS, SAMPLES), sgd(model), before_batch=fail)
+        except Exception as error:
+            engine.watchdog.fail(error)
+            return str(error)
+        finally:
+            failing.clear()
+    return ""
+
+
+def test_who_waits_for_a_part_hears_that_the_other_rank_has_failed(ranks: Ranks) -> None:
+    for rank, ended in enumerate(ranks.run(4, left_alone, deadline=60)):
+        assert "meant to fail" in ended, f"rank {rank}: {ended}"
+        assert rank == 1 or "Rank 1 failed" in ended, f"rank {rank}: {ended}"
