@@ -33,6 +33,7 @@ from lightning_zero.sharding.surgery import engine_of_class, is_sharded
 from lightning_zero.sharding.unshard import make_plain
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.optimizers import OptimizerSteps
+from lightning_zero.step.planned import PlannedMemory
 
 __all__ = ["Engine", "engine_of"]
 
@@ -81,7 +82,6 @@ class Engine(NotCopied):
         self.mesh = mesh = mesh or Mesh.of(device, chosen.timeout, chosen.tuning.ranks_per_host)
         self.config = chosen.over(mesh.host_count, mesh.inside.size)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
-        self.device = device
         self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)
         self.executor = Executor(mesh, self.config, self._gradients_came, self._new_plan, self.watchdog)
         self.peers = Peers.of(self.config, mesh)
@@ -103,6 +103,11 @@ class Engine(NotCopied):
         compiled = CompiledSteps(self.session, self.replays, self.sharder, self.peers)
         self.cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, mesh.reduce_group, self.cycle, self.config)
+        self.memory = PlannedMemory(self.session, self.optimizers, self.sharder, self.peers)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
 
     @property
     def rank(self) -> int:
@@ -141,8 +146,6 @@ class Engine(NotCopied):
 
     def _new_plan(self, digest: str, text: str) -> None:
         self.session.new_plan(digest, text)
-
-    # -- sharding
 
     def construction(self) -> AbstractContextManager[None]:
         """Inside, modules are sharded as they are built; see :mod:`lightning_zero.sharding.construct`. Collective."""
@@ -190,8 +193,6 @@ class Engine(NotCopied):
             raise RuntimeError("The engine has no module yet. Call engine.shard(module) first.")
         return self.module
 
-    # -- steps; see lightning_zero.step.cycle
-
     def train_step(self) -> AbstractContextManager[None]:
         """Surrounds the forward (and, in manual optimization, everything else) of a training step.
 
@@ -213,8 +214,6 @@ class Engine(NotCopied):
     def shards_in_sight(self) -> AbstractContextManager[None]:
         """Inside, ``module.weight`` is the registered parameter: optimizers are made of these."""
         return self.sharder.view.shards()
-
-    # -- state
 
     def model_state(self) -> dict[str, Any]:
         """Whole values on rank 0's CPU, with the plain module's keys; empty elsewhere. Collective."""

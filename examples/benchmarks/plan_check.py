@@ -1,13 +1,14 @@
 """What `lightning_zero.plan` estimates beside what is measured, on one GPU: memory at the peak and seconds of a step.
 
-    python examples/benchmarks/plan_check.py [MODEL ...] [--option NAME=VALUE] [--limit S] [--limit MODEL=S]
+    python examples/benchmarks/plan_check.py [MODEL ...] [--memory GIB] [--option NAME=VALUE] [--limit [MODEL=]S]
 
 Prints a row of a table, and a JSON line on stderr, for each model as soon as it has been trained. Each has a process of
 its own: what an earlier one has left would be in the numbers. A process that reaches its limit is ended, and what it
 had measured by then counts. All plans are made beside the trainings, by processes that see no GPU.
 
 "peak" is what tensors held at most in steady steps, and for graphs all memory that is theirs; "reserved" what torch had
-taken of the device, the first, eager step among the rest; "device" that and all that others had taken.
+taken of the device, the first, eager step among the rest; "device" that and all that others had taken. With `--memory`
+the plan on paper is one of what would be chosen; what was chosen in training stands in the JSON line, as "chosen".
 """
 
 import argparse
@@ -179,6 +180,8 @@ class Meter(Clock):
             "steps": len(self.marks),
             "seconds": round(time.perf_counter() - self.started, 1),
         }
+        if trainer.strategy.memory_plan is not None:
+            found["chosen"] = trainer.strategy.memory_plan.as_dict()
         print(json.dumps(found), flush=True)
 
 
@@ -216,7 +219,8 @@ def train(name: str) -> None:
 
 
 def options() -> dict[str, Any]:
-    return {name: json.loads(value) for name, _, value in (one.partition("=") for one in ARGS.option)}
+    found = {name: json.loads(value) for name, _, value in (one.partition("=") for one in ARGS.option)}
+    return found | ({"memory": ARGS.memory} if ARGS.memory else {})
 
 
 # -- the process that starts the others
@@ -229,6 +233,7 @@ class Process:
         self.name, self.out, self.err = name, folder / f"{what}-{name}.json", folder / f"{what}-{name}.txt"
         command = [sys.executable, __file__, name, f"--{what}", f"--device={ARGS.device}", f"--steps={ARGS.steps}"]
         command += [f"--warm={ARGS.warm}", *(f"--option={one}" for one in ARGS.option)]
+        command += [f"--memory={ARGS.memory}"] if ARGS.memory else []
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=err, env=os.environ | env, start_new_session=True
@@ -315,12 +320,14 @@ if __name__ == "__main__":
     parser.add_argument("models", nargs="*", help=f"of {', '.join(ROWS)}; by default {', '.join(SMALL)}")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, in JSON")
     parser.add_argument("--limit", action="append", default=[], metavar="[MODEL=]S", help="seconds for each model: 90")
-    parser.add_argument("--warm", type=int, default=8, help="steps that are not measured")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="that is to suffice")
+    parser.add_argument("--warm", type=int, help="steps that are not measured: 8, or 18 with --memory")
     parser.add_argument("--steps", type=int, default=12, help="steps that are")
     parser.add_argument("--device", default="", help="as lightning_zero.plan has it; by default what there is")
     parser.add_argument("--plan", action="store_true", help="of one model, in this process")
     parser.add_argument("--train", action="store_true", help="likewise")
     ARGS = parser.parse_args()
+    ARGS.warm = ARGS.warm or (18 if ARGS.memory else 8)
     if unknown := set(ARGS.models) - set(ROWS):
         parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(ROWS)}")
     if ARGS.plan:

@@ -33,6 +33,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks-per-host", type=int, default=8, help="(default %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="samples of a rank, of built-in models")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sample, likewise")
+    parser.add_argument("--memory", help="GiB of each GPU, or auto: what would be chosen to stay within that")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy")
 
 
@@ -46,12 +47,22 @@ def _run(arguments: Namespace) -> int:
         precision=arguments.precision,
         training=Training(accumulate=arguments.accumulate, ranks_per_host=arguments.ranks_per_host),
         **parsed_options(arguments.option),
+        **_memory(arguments.memory),
     )
     if arguments.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
         _show(found)
-    return 0 if found.fits else 1
+    return 0 if found.fits and (found.memory is None or found.memory.fits) else 1
+
+
+def _memory(text: str | None) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        return {"memory": float(text)}
+    except ValueError:
+        return {"memory": text}
 
 
 def _module(arguments: Namespace) -> pl.LightningModule:
@@ -85,6 +96,8 @@ def _show(found: TrainingPlan) -> None:
         facts[f"{name} (GiB)"] = None if told[name] is None else told[name] / GIB
     facts["fits"] = found.fits
     show_section(f"Estimated, for each of {found.ranks} x {found.device.name}", facts)
+    if found.memory is not None:
+        print(found.memory if found.memory.fits else f"{found.memory}\n{found.memory.instead()}")
     if found.seconds is not None:
         show_section("ms of a step", {k: v * 1e3 for k, v in told["seconds"].items()})
     if found.passes.why:

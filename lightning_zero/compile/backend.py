@@ -104,8 +104,9 @@ class Compiler:
         return {"fullgraph": False, "dynamic": self._config.dynamic, "backend": self._backend()}
 
     def _turn_plans(self) -> None:
-        """Other passes, and another share of weights that is kept, make other groups: plans before are not followed."""
-        self._plans.turn_to((self._selection.key, self._context.saved_share))
+        """Other passes, and another share of weights that is kept, or of activations, make other groups: plans before
+        are not followed."""
+        self._plans.turn_to((self._selection.key, self._context.saved_share, self._config.activation_memory_budget))
 
     def context(self, backward_follows: bool = False) -> PassContext:
         """Of the next graph."""

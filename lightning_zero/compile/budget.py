@@ -1,55 +1,67 @@
-"""``reshard_after_forward="auto"``: a budget for weights that stay, measured once training runs.
+"""``memory=`` and ``reshard_after_forward="auto"``: what a training needs is measured once it runs, and what is left is
+spent by plan.
 
-Training starts with no budget. Once no rank has compiled anything for a few optimizer steps, the ranks agree on what
-the fullest of them has left, and everything is compiled once more if another weight fits in. Ranks meet between steps,
-after an optimizer has stepped, and never while one of them compiles: whatever they have compiled, and when, they have
-all taken as many steps.
+Training starts with little kept. Where there is a limit, the first step, which runs eagerly, is looked at before
+anything is compiled: what would not fit is planned away. Once no rank has compiled anything for a few optimizer steps,
+the ranks agree on what the fullest of them has left, and everything is compiled once more if that changes anything.
+Afterwards it is looked once more whether the limit was held. Ranks meet before passes, which are collective anyway, and
+never while one of them compiles: whatever they have compiled, and when, they have all taken as many steps.
 
-A budget is for one pass forward and backward, in which graphs may run several times (layers that look alike share one),
-and how often is not known when they are compiled. So it is handed to graphs as the share of their own weights that they
-keep: the budget over the bytes that a pass gathers twice, of which half the bytes that it gathers are an upper bound.
+A budget of weights is for one pass forward and backward, in which graphs may run several times (layers that look alike
+share one), and how often is not known when they are compiled. So it is handed to graphs as the share of their own
+weights that they keep: the budget over the bytes that a pass gathers twice, of which half the bytes that it gathers are
+an upper bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from lightning_zero.budget.facts import Chosen
+from lightning_zero.budget.items import ACTIVATIONS, WEIGHTS
+from lightning_zero.budget.options import as_set, freedom
+from lightning_zero.budget.plan import MemoryPlan, decide
 from lightning_zero.compile.context import small_weight_bytes
+from lightning_zero.compile.known import Agreed, Known, after_first_step, before_training, measured
 from lightning_zero.compile.listener import Progress
+from lightning_zero.compile.measuring import Measuring
 from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.compile.plan_book import PlanBook
-from lightning_zero.config import CompileConfig
+from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.native import Executor
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, limit_of
 
-__all__ = ["MeasuredBudget", "another_fits", "saved_share"]
+__all__ = ["Decided", "MeasuredBudget", "another_fits", "saved_share"]
 
 MEASURED_STEPS = 3
 # Where every other batch has a new length, compiling may go on for long.
 MOST_STEPS = 40
+# Code runs a few times before it is captured; what captures hold is seen after that.
+WATCHED_STEPS = 6
 
 
-@dataclass
-class _Quiet:
-    """Optimizer steps in a row in which nothing was compiled.
+@dataclass(frozen=True)
+class Decided:
+    """What holds from now on.
 
     Attributes:
-        steps: how many.
-        traffic: bytes that were gathered in a pass forward and backward, on average over a step; the most of any step.
-        memory: of the device, in the step that left the least to spare.
+        chosen: all of it.
+        share: of its weights, that each graph is to keep for backward, for which all is compiled again; None for as
+            much as before.
     """
 
-    steps: int = 0
-    traffic: float = 0.0
-    memory: DeviceMemory | None = None
+    chosen: Chosen
+    share: float | None = None
 
 
 class MeasuredBudget:
-    """Decides for one engine's graphs.
+    """Decides for one engine.
 
     Args:
         progress: knows how much has been compiled, and shows lines to the user.
@@ -57,122 +69,271 @@ class MeasuredBudget:
         executor: counts the bytes that are gathered.
         group: of all ranks, on the CPU.
         gauge: reads this rank's device.
+
+    Attributes:
+        known: what others than the compiler know.
+        captured: tells whether what is compiled will be replayed, from memory of its own; whoever knows sets it.
+        apply: is told the options, with what was chosen in their places, for all that does not compile; likewise.
+        plan: the last one that was made; None where there is no limit, or nothing is known yet.
     """
 
     def __init__(
-        self,
-        progress: Progress,
-        plans: PlanBook,
-        executor: Executor,
-        group: dist.ProcessGroup,
-        gauge: MemoryGauge,
+        self, progress: Progress, plans: PlanBook, executor: Executor, group: dist.ProcessGroup, gauge: MemoryGauge
     ) -> None:
         self._progress = progress
         self._plans = plans
-        self._executor = executor
         self._group = group
         self._gauge = gauge
-        self._bytes_until_step = 0.0
+        self._measuring = Measuring(progress, plans, executor, gauge)
+        self.known = Known()
+        self.captured: Callable[[], bool] = lambda: False
+        self.apply: Callable[[EngineConfig], None] = lambda config: None
+        self.plan: MemoryPlan | None = None
+        self._now: Chosen | None = None  # None: as the options say
         self._wanted = False
+        self._done = False
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self, forget: bool = False) -> None:
         """Measures again; for other options, with which everything is compiled again anyway. Memory that is laid out
-        for weights already stays."""
-        self._done = self._bytes_until_step > 0
-        self._stepped = False
-        self._steps = self._compiled = self._passes = self._before = 0
-        self._quiet = _Quiet()
+        for weights until the step stays, unless it is to be forgotten, too."""
+        laid_out = self._now is not None and self._now.until == "step" and self._now.weights > 0
+        self._done = laid_out and self.plan is None and not forget
+        if not self._done:
+            self._now = self.plan = None
+        self._watching = False
+        self._began: tuple[DeviceMemory, float] | None = None  # the first pass
+        self._looked = False  # at that
+        self._measuring.reset()
 
     def until_step(self, config: CompileConfig) -> float:
         """Bytes of weights that stay until the optimizer steps, as far as that is known."""
-        if config.resident_until != "step":
-            return 0.0
-        return self._bytes_until_step if config.resident_mb == "auto" else config.resident_bytes
+        if self._now is not None and self._now.until == "step":
+            return self._now.weights
+        return config.resident_bytes if config.resident_until == "step" else 0.0
 
     def settled(self) -> bool:
         """Whether nothing is going to be compiled again for a budget."""
         return self._done or not self._wanted
 
+    def now(self, config: EngineConfig) -> Chosen:
+        """How memory is spent."""
+        return self._now or as_set(config)
+
+    # -- what an engine tells
+
     def optimizer_steps(self) -> None:
         """Must come with each step of an optimizer; harmless when repeated."""
-        self._stepped = True
+        self._measuring.stepped = True
 
-    def decided(self, config: CompileConfig) -> float | None:
-        """The share of its weights that each graph is to keep for backward, with which everything is to be compiled
-        again; None for nothing to do, and always once there was one. Must come before each pass forward and backward.
-        Collective, if an optimizer has stepped since the last time."""
-        self._wanted = config.enabled and config.resident_mb == "auto"
-        if self.settled():
+    def backward_begins(self) -> None:
+        """Should come where a forward is over: what is there then has been saved."""
+        if self.plan is not None or self._looked:
+            self._measuring.backward_begins()
+
+    def before_training(self, config: EngineConfig, known: Known) -> Decided | None:
+        """Optimizers are known, and nothing has been trained yet: what cannot wait is decided. Harmless when repeated.
+        Collective, where there is a limit."""
+        if config.memory is None:
+            self.known = known
+            return None
+        host, link = self._least(known.host or 0.0, known.host_bytes_per_s or 0.0)
+        self.known = replace(known, host=host or None, host_bytes_per_s=link or None)
+        if self._began is not None or (not self._gauge.exists and config.memory == "auto"):
+            return None
+        now, memory = as_set(config), self._gauge.read() if self._gauge.exists else None
+        facts = before_training(self.known, config, memory, now)
+        (room,) = self._least(facts.limit - facts.peak)
+        facts = replace(facts, peak=facts.limit - room)
+        self.plan = plan = decide(facts, freedom(config, known.may_leave), later=(ACTIVATIONS, WEIGHTS))
+        if not self._gauge.exists or plan.chosen != now or not plan.fits:
+            self._show(config)
+        self._now = plan.chosen
+        return Decided(plan.chosen)
+
+    def decided(self, config: EngineConfig) -> Decided | None:
+        """What holds from now on; None for what held before. Must come before each pass forward and backward.
+        Collective, if an optimizer has stepped since the last time, and before the second pass."""
+        auto = config.compile and config.resident_mb == "auto"
+        self._wanted = config.memory is not None or auto
+        if self.settled() and not self._watching:
             return None
         if not self._gauge.exists:
-            self._done = True
-            self._progress.report(
-                "reshard_after_forward='auto' keeps no parameters: this device does not tell how much memory it has."
-            )
+            self._blind(config, auto)
             return None
-        if not self._stepped:
-            self._passes += 1
+        self._measuring.compiles = config.compile
+        early = None if self._looked or config.memory is None else self._look(config)
+        stepped = self._measuring.pass_begins()
+        if early is not None or not stepped:
+            return early
+        quiet = self._agreed(config)
+        if self._watching:
+            self._watch(config, quiet)
             return None
-        self._stepped = False
-        self._steps += 1
-        self._measure(self._progress.compiled + self._plans.count)
-        memory = self._quiet.memory
-        spare = memory.spare if memory is not None else 0
-        quiet, budget, traffic = self._least(self._quiet.steps, spare, -self._quiet.traffic)
-        if quiet < MEASURED_STEPS and self._steps < MOST_STEPS:
+        if quiet.steps < MEASURED_STEPS and self._measuring.steps < MOST_STEPS:
             return None
         self._done = True
-        if quiet < MEASURED_STEPS:
+        if quiet.steps < MEASURED_STEPS:
+            what, instead = ("nothing", "") if config.memory is not None else ("no parameters", "Set resident_mb")
             self._progress.report(
-                f"reshard_after_forward='auto' keeps no parameters: in {MOST_STEPS} steps there were never "
-                f"{MEASURED_STEPS} in a row in which compiled code ran and nothing was compiled. Set resident_mb to "
-                "keep some."
+                f"{_option(config)} keeps {what}: in {MOST_STEPS} steps there were never {MEASURED_STEPS} in a row in "
+                f"which compiled code ran and nothing was compiled. {instead or 'What is planned stays'} to keep some."
             )
             return None
-        return self._decide(config, budget, -traffic)
+        return self._decide(config, quiet)
 
-    def _measure(self, compiled: int) -> None:
-        now = self._executor.counters().get("gather_bytes", 0)
-        if compiled != self._compiled:
-            self._quiet = _Quiet()
-            self._gauge.start(anew=True)
-        elif compiled:
-            memory, quiet = self._gauge.read(), self._quiet
-            if quiet.memory is None or memory.spare < quiet.memory.spare:
-                quiet.memory = memory
-            quiet.steps += 1
-            quiet.traffic = max(quiet.traffic, (now - self._before) / self._passes)
-        self._compiled, self._before, self._passes = compiled, now, 1
+    def _blind(self, config: EngineConfig, auto: bool) -> None:
+        self._done = True
+        why = "this device does not tell how much memory it has"
+        if auto:
+            self._progress.report(f"reshard_after_forward='auto' keeps no parameters: {why}.")
+        if config.memory == "auto":
+            self._progress.report(f"memory='auto' changes nothing: {why}. Give a number of GiB.")
 
-    def _decide(self, config: CompileConfig, budget: float, traffic: float) -> float | None:
-        until_step = config.resident_until == "step"
-        share = 0.0 if until_step else saved_share(budget, traffic)
-        small_bytes = small_weight_bytes(config)
-        fits = another_fits(self._plans.agreed, share, budget if until_step else 0.0, small_bytes)
-        # Ranks have agreed on these plans; should one hold others all the same, it does what the rest do.
-        (some,) = self._least(-fits)
-        self._report(budget, "until the optimizer steps" if until_step else "from forward to backward", some < 0)
-        if some == 0:
+    # -- deciding
+
+    def _look(self, config: EngineConfig) -> Decided | None:
+        """Before the first pass and before the second: what would not fit once it is compiled is planned away."""
+        if self._began is None:
+            self._gauge.start()
+            self._began = self._gauge.read(), time.perf_counter()
             return None
-        self._bytes_until_step = budget if until_step else 0.0
-        return share
+        self._looked = True
+        before, begun = self._began
+        after, now = self._gauge.read(), self.now(config)
+        self._gauge.start(anew=True)
+        facts = after_first_step(
+            self.known, limit_of(config.memory, after.total), before, after, time.perf_counter() - begun, now
+        )
+        room, saved, pass_s = self._least(facts.limit - facts.peak, -facts.activations, -facts.speed.pass_s)
+        speed = replace(facts.speed, pass_s=-pass_s)
+        facts = replace(facts, peak=facts.limit - room, activations=-saved, speed=speed)
+        # How many activations can leave is seen only once it is measured how long a pass takes.
+        may_leave = tuple(name for name in self.known.may_leave if name != ACTIVATIONS)
+        plan = decide(facts, freedom(config, may_leave), later=(WEIGHTS,))
+        if plan.chosen == now and plan.fits:
+            return None
+        self.plan, self._now = plan, plan.chosen
+        self._show(config)
+        return Decided(plan.chosen)
+
+    def _agreed(self, config: EngineConfig) -> Agreed:
+        quiet = self._measuring.quiet
+        memory = quiet.memory
+        room = took = 0.0
+        if memory is not None:
+            room = limit_of(config.memory, memory.total) - memory.taken
+            took = memory.allocated - memory.resident
+        found = self._least(
+            quiet.steps, room, *(-n for n in (quiet.traffic, quiet.saved, took, quiet.pass_s, quiet.passes))
+        )
+        steps, room, *rest = found
+        return Agreed(steps, room, *(-n for n in rest))
+
+    def _decide(self, config: EngineConfig, quiet: Agreed) -> Decided | None:
+        memory, now = self._measuring.quiet.memory, self.now(config)
+        assert memory is not None
+        limited, until_step = config.memory is not None, now.until == "step"
+        facts = measured(self.known, limit_of(config.memory, memory.total), quiet, limited and self.captured(), now)
+        if not limited:  # a budget for weights alone, however many these are
+            weights = max(quiet.room, 0.0) if until_step else quiet.traffic / 2
+            facts = replace(facts, weights=weights, speed=replace(facts.speed, passes=1.0))
+        free = freedom(config, self.known.may_leave)
+        plan = decide(facts, free)
+        fits = self._another_fits(plan.chosen, quiet, config)
+        if limited and not fits:
+            plan = decide(facts, free, later=(WEIGHTS,))
+        chosen = plan.chosen
+        share = saved_share(chosen.weights, quiet.traffic) if chosen.until == "backward" else 0.0
+        if limited:
+            self.plan, self._watching = plan, True
+            self._now = chosen
+            self._show(config)
+            self._measuring.again()
+            again = fits or chosen.activation_memory_budget != now.activation_memory_budget
+            return None if chosen == now else Decided(chosen, share if again else None)
+        self._report(quiet.room, now.until, fits)
+        self._now = chosen if fits else None
+        return Decided(chosen, share) if fits else None
+
+    def _another_fits(self, chosen: Chosen, quiet: Agreed, config: EngineConfig) -> bool:
+        until_step = chosen.until == "step"
+        share = 0.0 if until_step else saved_share(chosen.weights, quiet.traffic)
+        small_bytes = small_weight_bytes(config.compiled)
+        fits = another_fits(self._plans.agreed, share, chosen.weights if until_step else 0.0, small_bytes)
+        # Ranks have agreed on these plans; should one hold others all the same, it does what the rest do.
+        return self._least(-fits)[0] < 0
+
+    def _watch(self, config: EngineConfig, quiet: Agreed) -> None:
+        """Whether what was planned is held."""
+        if quiet.steps < WATCHED_STEPS and self._measuring.steps < MOST_STEPS:
+            return
+        self._watching = False
+        if self.plan is None or not quiet.steps:
+            return
+        memory = self._measuring.quiet.memory
+        assert memory is not None
+        limit = limit_of(config.memory, memory.total)
+        self.plan = replace(self.plan, measured=int(limit - quiet.room))
+        self._progress.report(
+            f"{_option(config)}: the peak is {_gib(limit - quiet.room)}, of {_gib(limit)}; "
+            f"{_gib(self.plan.peak)} were expected."
+        )
+        if quiet.room < 0:
+            self._warn(f"{_option(config)} is not held: {_gib(-quiet.room)} more are taken. {self.plan.instead()}")
+
+    def next_plan(self, config: EngineConfig, requested: int) -> MemoryPlan | None:
+        """After this rank's device had no memory for so many bytes: what would fit, by this rank's numbers alone. None
+        where the device does not tell."""
+        if not self._gauge.exists:
+            return None
+        memory, now = self._gauge.read(), self.now(config)
+        limit = limit_of(config.memory if config.memory is not None else "auto", memory.total)
+        took = max(memory.allocated - self.known.fixed - (0 if "optimizer" in now.offload else self.known.states), 0)
+        peak = max(memory.taken, memory.total - requested) + requested
+        quiet = Agreed(room=limit - peak, took=took)
+        facts = measured(self.known, limit, quiet, False, now)
+        free = freedom(replace(config, memory="auto"), self.known.may_leave)
+        later = () if now.weights else (WEIGHTS,)
+        return decide(replace(facts, source="estimated", weights=now.weights), free, later)
+
+    # -- telling
 
     def _report(self, budget: float, until: str, fits: bool) -> None:
-        memory = self._quiet.memory
+        memory = self._measuring.quiet.memory
         assert memory is not None
-        done = f"keeping weights {until} within that; compiling once more" if fits else "no further weight fits in"
+        how_long = "until the optimizer steps" if until == "step" else "from forward to backward"
+        done = f"keeping weights {how_long} within that; compiling once more" if fits else "no further weight fits in"
         self._progress.report(
             f"reshard_after_forward='auto': {_gib(memory.reserved)} reserved at the peak of {MEASURED_STEPS} "
-            f"steps and {_gib(memory.others)} taken by others, of {_gib(memory.total)}; {_gib(budget)} "
+            f"steps and {_gib(memory.others)} taken by others, of {_gib(memory.total)}; {_gib(max(budget, 0.0))} "
             f"left on every rank; {done}."
         )
+
+    def _show(self, config: EngineConfig) -> None:
+        assert self.plan is not None
+        self._progress.report(str(self.plan))
+        if not self.plan.fits:
+            self._warn(
+                f"{_option(config)} cannot be held: {_gib(self.plan.missing)} more are needed. {self.plan.instead()}"
+            )
+
+    def _warn(self, line: str) -> None:
+        if self._first_rank():
+            warnings.warn(line, stacklevel=2)
+
+    def _first_rank(self) -> bool:
+        return dist.get_rank(self._group) == 0
 
     def _least(self, *values: float) -> list[float]:
         """Of all ranks."""
         least = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
         return least.tolist()
+
+
+def _option(config: EngineConfig) -> str:
+    return f"memory={config.memory!r}" if config.memory is not None else "reshard_after_forward='auto'"
 
 
 def saved_share(budget: float, traffic: float) -> float:

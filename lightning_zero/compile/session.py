@@ -16,9 +16,10 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from lightning_zero.budget.options import applied
 from lightning_zero.compile.agreement import Agreement
 from lightning_zero.compile.backend import Compiler
-from lightning_zero.compile.budget import MeasuredBudget
+from lightning_zero.compile.budget import Decided, MeasuredBudget
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.listener import Progress
@@ -99,7 +100,8 @@ class CompileSession:
         """Makes the compiler, whose graphs ``replays`` wraps. Measures transfers, on all ranks together, where the
         options need that."""
         self._replays = replays
-        self._new_compiler()
+        self.budget.captured = lambda: replays.enabled
+        self._new_compiler(self.config.compiled)
 
     def check(self, config: EngineConfig) -> None:
         """Raises ``ValueError`` where passes that are switched off are needed with other options."""
@@ -111,7 +113,9 @@ class CompileSession:
         """
         before, self.config = self.config, config
         self._agreement.patience_s = config.tuning.agreement_timeout_s
-        if config.compiled != before.compiled:
+        if config.memory != before.memory:
+            self.budget.reset(forget=True)
+        if config.compiled != self._compiler.context().config or config.memory != before.memory:
             self._anew()
 
     def links_changed(self) -> None:
@@ -121,13 +125,12 @@ class CompileSession:
 
     def _anew(self) -> None:
         self.budget.reset()
-        self._new_compiler()
+        self._new_compiler(self.config.compiled)
         if self.calls is not None:
             self.calls = self.calls.anew(self._arguments)
 
-    def _new_compiler(self) -> None:
+    def _new_compiler(self, compile: CompileConfig) -> None:
         """Also settles the arguments for torch.compile, which come from nowhere else but :meth:`_compile_again`."""
-        compile = self.config.compiled
         if self._costs is None and compile.enabled and compile.prefetch:
             self._costs = measure_costs(self._mesh, self._peers.for_weights is not None)
         costs, nominal = self._costs or NOMINAL, NOMINAL.host_bytes_per_s
@@ -144,7 +147,7 @@ class CompileSession:
         return PassContext(
             config,
             self._mesh.world_size,
-            self._costs or NOMINAL,
+            self.costs_or_nominal,
             borrow_gradients=self._peers.for_gradients is not None,
         )
 
@@ -158,6 +161,11 @@ class CompileSession:
     def costs(self) -> Costs | None:
         """What was measured of the device and the links, the same on every rank; None where nothing was."""
         return None if self._costs is None or self._costs.are_nominal else self._costs
+
+    @property
+    def costs_or_nominal(self) -> Costs:
+        """What passes go by."""
+        return self._costs or NOMINAL
 
     # -- passes
 
@@ -212,10 +220,21 @@ class CompileSession:
         Returns:
             Bytes of weights that stay until the optimizer steps.
         """
-        share = self.budget.decided(self.config.compiled)
-        if share is not None:
-            self._compile_again(share)
+        decided = self.budget.decided(self.config)
+        if decided is not None:
+            self.hold(decided)
         return self.budget.until_step(self.config.compiled)
+
+    def hold(self, decided: Decided) -> None:
+        """What a plan has chosen holds from now on."""
+        config, before = applied(self.config, decided.chosen), self._compiler
+        self.budget.apply(config)
+        if config.compiled != before.context().config:
+            self._new_compiler(config.compiled)
+            self._compiler.last_weight, self._compiler.notes = before.last_weight, before.notes
+            self._compile_again(decided.share)
+        elif decided.share is not None:
+            self._compile_again(decided.share)
 
     @property
     def discovers(self) -> bool:

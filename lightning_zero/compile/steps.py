@@ -71,6 +71,10 @@ class CompiledSteps:
         """An optimizer steps now. Harmless when repeated."""
         self._session.budget.optimizer_steps()
 
+    def backward_begins(self) -> None:
+        """A forward is over, and its backward comes."""
+        self._session.budget.backward_begins()
+
     def make_room(self) -> None:
         """Memory of CUDA graphs of forward and backward is given back where little is left."""
         self._replays.make_room()

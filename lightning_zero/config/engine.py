@@ -13,8 +13,10 @@ from lightning_zero.config.option import Change, option_fields, options
 from lightning_zero.config.options import Options, RecomputePolicy, Tuning
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["CompileConfig", "EngineConfig", "changed", "refuse_changes"]
+__all__ = ["CAN_LEAVE", "CompileConfig", "EngineConfig", "changed", "refuse_changes"]
 
+# Of what ``offload`` has names for: what can lie on the host. Plans choose of these, see MeasuredBudget.
+CAN_LEAVE: tuple[str, ...] = ("optimizer", "activations")
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 
@@ -81,7 +83,7 @@ class EngineConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.offload:
-            if name == "parameters":
+            if name not in CAN_LEAVE:
                 raise UnsupportedError(
                     f"offload={self.offload!r}: offloading {name} does not exist yet. Pass offload=('optimizer',), "
                     "('activations',) or both."

@@ -137,6 +137,12 @@ def at_least_one(value: Any) -> str | None:
     return "must be a whole number, 1 or more."
 
 
+def gib(value: Any) -> str | None:
+    if value is None or value == "auto" or (_is_number(value) and 0 < value < math.inf):
+        return None
+    return "must be a number of GiB, more than 0; 'auto', all of the device but a tenth; or None, for no limit."
+
+
 def share(value: Any) -> str | None:
     if _is_number(value) and 0 <= value <= 1:
         return None

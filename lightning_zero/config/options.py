@@ -13,6 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_zero.config.option import (
     Change,
     check_options,
+    gib,
     offloaded,
     option,
     option_fields,
@@ -64,6 +65,14 @@ class Options:
         "has room for; everything is then compiled once more",
         default=True,
         change=Change.COMPILED,
+    )
+    memory: float | Literal["auto"] | None = option(
+        "so many GiB of each device may be taken at the peak, by whatever takes memory there; ``'auto'``: all but a "
+        "tenth. What is computed again, kept whole and put on the host is then planned, by seconds lost for bytes "
+        "saved: what cannot wait at setup, the rest from the first steps. Options that are not as by default stay",
+        default=None,
+        check=gib,
+        change=Change.APPLIED,
     )
     activation_memory_budget: float = option(
         "share, from 0 to 1, of the memory for activations that compiled code would like to save for backward; what "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.compile.listener import GraphObserver, PassObserver
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
@@ -81,6 +82,12 @@ class Inspection:
     def plan(self) -> Plan:
         """What the compiled graphs that have run so far gather and reduce, and when; prints as a table."""
         return self._require_engine().session.plans.plan
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """How ``memory`` is spent, and what that is expected to come to; prints as a table, ``as_dict()`` is for JSON.
+        None without ``memory``, and before optimizers are set up."""
+        return self._require_engine().memory.plan
 
     @property
     def peer_bytes(self) -> int:

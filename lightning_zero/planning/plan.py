@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zero.budget.facts import HOST_BYTES_PER_S
 from lightning_zero.compile.context import PassContext
+from lightning_zero.compile.known import Known
 from lightning_zero.config import EngineConfig
+from lightning_zero.config.engine import CAN_LEAVE
 from lightning_zero.planning.buckets import bucket_bytes
 from lightning_zero.planning.result import Passes, TrainingPlan
 from lightning_zero.planning.seconds import step_seconds
@@ -19,7 +22,8 @@ from lightning_zero.planning.states import Kept
 from lightning_zero.planning.static import Cut, cut, memory_that_stays
 from lightning_zero.planning.training import Precision, StepOnPaper, Trace, run_step
 from lightning_zero.planning.user_code import UserCode
-from lightning_zero.profiling.devices import Device, device_called
+from lightning_zero.planning.within import within_budget
+from lightning_zero.profiling.devices import LINKS, Device, device_called
 from lightning_zero.profiling.estimate import NOMINAL
 
 __all__ = ["Training", "plan"]
@@ -62,7 +66,8 @@ def plan(
         device: one of ``lightning_zero.profiling.devices``' table, or one of your own.
         precision: the Trainer's.
         training: the rest.
-        options: of ``ZeroStrategy``.
+        options: of ``ZeroStrategy``. With ``memory`` the plan is one of what would be chosen, see
+            :attr:`TrainingPlan.memory`.
 
     Raises:
         ValueError: an unknown device, precision or option.
@@ -76,10 +81,19 @@ def plan(
         cuts = cut(module, world_size, kind.own)
         kept = code.kept(kind.own, world_size, config.tuning.state_dtype is not None)
         costs = replace(NOMINAL, speed=card.speed)
-        trace = Trace(PassContext(config.compiled, world_size, costs), kind, card.speed, True, code.loss)
-        compiled, eager, why = _steps(module, batch, trace, config)
         buffers = sum(b.nbytes for b in module.buffers())
-        return _assembled(cuts, kept, config, (card, world_size, how), Passes(compiled, eager, why, buffers))
+        eager: list[tuple[StepOnPaper | None, str]] = []
+
+        def estimate(config: EngineConfig) -> TrainingPlan:
+            trace = Trace(PassContext(config.compiled, world_size, costs), kind, card.speed, True, code.loss)
+            compiled, why = _step(module, batch, trace, True) if config.compile else (None, "")
+            eager[:] = eager or [_step(module, batch, trace, False)]  # which no plan changes
+            passes = Passes(compiled, eager[0][0], why or eager[0][1], buffers)
+            return _assembled(cuts, kept, config, (card, world_size, how), passes)
+
+        if config.memory is None:
+            return estimate(config)
+        return within_budget(config, estimate, _known(cuts, kept, config, card, world_size), how.accumulate)
 
 
 def _config(kind: Precision, options: dict[str, Any]) -> EngineConfig:
@@ -89,22 +103,25 @@ def _config(kind: Precision, options: dict[str, Any]) -> EngineConfig:
     return replace(config, compute_dtype=kind.autocast)
 
 
-def _steps(
-    module: nn.Module, batch: Any, trace: Trace, config: EngineConfig
-) -> tuple[StepOnPaper | None, StepOnPaper | None, str]:
-    """A compiled step, the first one, which is not, and why one of them is missing."""
-    found: list[StepOnPaper | None] = []
-    why = ""
-    for compiles in (True, False):
-        if compiles and not config.compile:
-            found.append(None)
-            continue
-        try:
-            found.append(run_step(module, batch, trace, compiles))
-        except Exception as error:
-            found.append(None)
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-    return found[0], found[1], why
+def _step(module: nn.Module, batch: Any, trace: Trace, compiles: bool) -> tuple[StepOnPaper | None, str]:
+    """A step, or why there is none."""
+    try:
+        return run_step(module, batch, trace, compiles), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _known(cuts: list[Cut], kept: Kept, config: EngineConfig, card: Device, ranks: int) -> Known:
+    used = config.compute_dtype if config.compile else None
+    whole = sum(c.elements * ranks * (c.dtype if c.stays_wide else c.used_in(used)).itemsize for c in cuts)
+    return Known(
+        states=kept.states,
+        masters=sum(c.elements * c.dtype.itemsize for c in cuts),
+        whole=whole if ranks > 1 and config.stage == 3 else 0,
+        ring=int(config.tuning.offload_buffer_mb * 2**20),
+        may_leave=tuple(name for name in CAN_LEAVE if name != "activations" or config.compile),
+        gather_s=1 / (card.inside * LINKS) if ranks > 1 else 0.0,
+    )
 
 
 def _assembled(
@@ -114,7 +131,10 @@ def _assembled(
     hosts = ceil(ranks / how.ranks_per_host)
     inside = ceil(ranks / hosts)
     roles = memory_that_stays(cuts, config, hosts, how.accumulate)
-    roles["optimizer_state"] = kept.states
+    away = "optimizer" in config.offload
+    ring = min(config.tuning.offload_buffer_mb * 2**20, kept.states) if away else 0
+    roles["optimizer_state"] = 0 if away else kept.states
+    roles["offload_buffers"] = int(ring)
     roles["reduce_buckets"] = bucket_bytes(cuts, config, inside, copied=ranks > 1 and inside > 1)
     roles["buffers"] = passes.buffers
     found = TrainingPlan(
@@ -127,4 +147,8 @@ def _assembled(
         graphs=config.cuda_graphs is not False and config.compile,
     )
     step = passes.compiled or passes.eager
-    return found if step is None else replace(found, seconds=step_seconds(step, cuts, config, where))
+    if step is None:
+        return found
+    seconds = step_seconds(step, cuts, config, where)
+    moved = kept.states / HOST_BYTES_PER_S if away else 0.0
+    return replace(found, seconds=replace(seconds, optimizer=seconds.optimizer + moved))

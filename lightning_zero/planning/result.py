@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_zero.budget.facts import GAPS
+from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.planning.seconds import Seconds
 from lightning_zero.planning.training import StepOnPaper
 from lightning_zero.profiling.devices import Device
 
 __all__ = ["Passes", "TrainingPlan"]
-
-# Memory of a captured graph that lies between its tensors, as a share of what they take: measured on two H200s.
-GAPS = 0.04
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class TrainingPlan:
         temporary: bytes of an optimizer's own step, which the first one is.
         graphs: forward and backward are replayed as CUDA graphs.
         seconds: of a step; None where no pass could be traced.
+        memory: how ``memory`` would be spent; None without it.
     """
 
     device: Device
@@ -55,6 +55,7 @@ class TrainingPlan:
     temporary: int
     graphs: bool
     seconds: Seconds | None = None
+    memory: MemoryPlan | None = None
 
     @property
     def stays(self) -> int:
@@ -108,5 +109,6 @@ class TrainingPlan:
             "fits": self.fits,
             "flops": None if step is None else step.flops,
             "seconds": None if self.seconds is None else vars(self.seconds) | {"total": self.seconds.total},
+            "memory": None if self.memory is None else self.memory.as_dict(),
             "not_traced": self.passes.why,
         }

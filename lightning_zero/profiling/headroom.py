@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["MARGIN", "DeviceMemory", "MemoryGauge"]
+__all__ = ["MARGIN", "DeviceMemory", "MemoryGauge", "limit_of"]
 
 # Of the whole device: batches that need more than those that were measured, fragments, and libraries that allocate past
 # the allocator.
@@ -34,7 +34,18 @@ class DeviceMemory:
     @property
     def spare(self) -> int:
         """What may be taken on top of the peak, with a margin left; 0 where the margin is used up already."""
-        return max(int(self.total * (1 - MARGIN)) - self.others - self.reserved, 0)
+        return max(int(self.total * (1 - MARGIN)) - self.taken, 0)
+
+    @property
+    def taken(self) -> int:
+        """Of the whole device, at the peak: the allocator's pools and those of captured graphs, contexts, libraries,
+        memory that peers read, and other processes."""
+        return self.others + self.reserved
+
+
+def limit_of(memory: float | str | None, total: float) -> float:
+    """Bytes that a device's peak may have: so many GiB, as far as there are so many; by default all but the margin."""
+    return min(memory * 2**30, total) if isinstance(memory, int | float) else total * (1 - MARGIN)
 
 
 class MemoryGauge:

@@ -8,6 +8,7 @@ once and leaves the training alone.
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,6 +50,7 @@ class PlanReport(Callback):
     * ``step.json`` and ``step.txt``: time and memory of forward and backward, estimated, measured and corrected;
     * ``passes/``, on request: for each graph a table of the passes, with times and numbers of nodes, and for each pass
       that did anything a diff of the graph, ``graph_00_forward_03_sink_gathers.diff``;
+    * ``memory.json`` and ``memory.txt``, where the strategy has ``memory``: how it is spent;
     * ``report.html``: all of it in one file.
 
     While a report is written, graphs do not come out of the compiler's cache. For the few batches that are measured,
@@ -188,6 +190,7 @@ class PlanReport(Callback):
             (self._folder / "plan.txt").write_text(f"{plan}\n", encoding="utf-8")
             (self._folder / "step.json").write_text(self._step.to_json(), encoding="utf-8")
             (self._folder / "step.txt").write_text(self._step.text(), encoding="utf-8")
+            self._write_memory()
             for number, summary in enumerate(self._written):
                 if number not in self._sections:
                     self._sections[number] = self._section(number, summary)
@@ -198,6 +201,12 @@ class PlanReport(Callback):
                 [first, *(self._sections[n] for n in sorted(self._sections))],
             )
             (self._folder / "report.html").write_text(html, encoding="utf-8")
+
+    def _write_memory(self) -> None:
+        plan = getattr(self._strategy, "memory_plan", None)
+        if plan is not None:
+            (self._folder / "memory.json").write_text(json.dumps(plan.as_dict()), encoding="utf-8")
+            (self._folder / "memory.txt").write_text(f"{plan}\n", encoding="utf-8")
 
     def _section(self, number: int, summary: GraphSummary) -> Section:
         """Writes one graph's files."""

@@ -243,8 +243,7 @@ class ShardMemory:
             small_bytes = 0
         found: list[tuple[ShardedParameter, ShardLayout, torch.dtype]] = []
         for record in self._records.live:
-            own, whole = record.param.dtype, _whole(record)
-            used = own if _stays_wide(record) else _used_in(own, dtype)
+            whole, used = _whole(record), _dtype_of(record, dtype)
             size = whole.shard_numel * used.itemsize
             if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
                 budget_bytes -= size
@@ -265,6 +264,10 @@ class ShardMemory:
         copy = record.memory.get(role)
         whole = self._mesh.across is not None and self._mesh.inside.size == 1
         return copy if whole and copy is not None and copy.dtype == dtype else None
+
+    def whole_bytes(self, dtype: torch.dtype | None) -> int:
+        """Of all parameters, whole and with their padding; ``dtype``: likewise."""
+        return sum(_whole(record).shard_numel * _dtype_of(record, dtype).itemsize for record in self._records.live)
 
     def _forget_resident(self) -> None:
         self._resident = None
@@ -291,6 +294,12 @@ def _used_in(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """In which dtype compiled code uses a parameter of its ``own``, where wider floating point ones are computed in
     ``dtype``."""
     return dtype if dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize else own
+
+
+def _dtype_of(record: ShardedParameter, dtype: torch.dtype | None) -> torch.dtype:
+    """The same, for one that may stay as it is."""
+    own: torch.dtype = record.param.dtype
+    return own if _stays_wide(record) else _used_in(own, dtype)
 
 
 def _stays_wide(record: ShardedParameter) -> bool:

@@ -62,6 +62,9 @@ class CompiledPart(Protocol):
     def stepped(self) -> None:
         """An optimizer steps now. Harmless when repeated."""
 
+    def backward_begins(self) -> None:
+        """A forward is over, and its backward comes."""
+
     def make_room(self) -> None:
         """Memory of CUDA graphs of forward and backward is given back where little is left."""
 
@@ -172,6 +175,7 @@ class StepCycle:
         self._enter(State.BACKWARD, Phase.BACKWARD)
         self._hooks.before_backward()
         self._buffers.notice()
+        self._compiled.backward_begins()
         self.beside_backward()
 
     def gradients_came(self) -> None:

@@ -68,6 +68,9 @@ class OptimizerSteps:
         group: process group over which norms are summed.
         cycle: hears of each step.
         config: options.
+
+    Attributes:
+        before_arranging: is told the optimizers before shards are laid out for them.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class OptimizerSteps:
         self._sharder = sharder
         self._group = group
         self._cycle = cycle
+        self.before_arranging: Callable[[Sequence[torch.optim.Optimizer]], None] = lambda optimizers: None
         self._on_host: StateOnHost | None = None  # once some state is
         cycle.beside_backward = self._bring_ahead
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
@@ -232,7 +236,8 @@ class OptimizerSteps:
 
     def arrange(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Lays the shards out for these optimizers, so that each steps its groups as few tensors. Best called before
-        training; without it everything works in smaller pieces."""
+        training; without it everything works in smaller pieces. Collective."""
+        self.before_arranging(optimizers)
         groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
 

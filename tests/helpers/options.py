@@ -36,6 +36,7 @@ OTHERS: dict[str, Any] = {
     "cuda_graphs": False,
     "stage": 2,
     "reshard_after_forward": False,
+    "memory": 1000.0,
     "activation_memory_budget": 0.5,
     "offload": ("optimizer",),
     "reduce_dtype": "bf16",

@@ -160,7 +160,7 @@ def test_what_is_shown_of_options_is_what_was_chosen() -> None:
 
 
 def test_there_are_few_options_that_users_meet() -> None:
-    assert len(option_fields(Options)) <= 14
+    assert len(option_fields(Options)) <= 15
     assert {option.group for _, option in option_fields(Tuning).values()} == set(GROUPS)
 
 

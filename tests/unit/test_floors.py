@@ -16,6 +16,7 @@ FLOORS = {
     "version": 0,
     "native": 1,
     "sharding": 2,
+    "budget": 3,
     "offload": 3,
     "profiling": 3,
     "optim": 4,

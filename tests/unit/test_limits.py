@@ -24,7 +24,7 @@ LIGHTNINGS = {
 }
 
 # What users choose from, each of it one attribute; the groups stand in the class.
-LISTS = {"Tuning"}
+LISTS = {"Options", "Tuning"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

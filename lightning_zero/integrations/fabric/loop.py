@@ -91,8 +91,8 @@ class Loop:
             self.begun = True
             try:
                 yield
-            except BaseException:
-                self.drop()
+            except BaseException as error:
+                self.drop(error)
                 raise
             self._awaited = self._awaited or torch.is_grad_enabled()
 
@@ -114,8 +114,8 @@ class Loop:
         try:
             with self.engine.session.explaining():
                 yield
-        except BaseException:
-            self.drop()
+        except BaseException as error:
+            self.drop(error)
             raise
         self._awaited = False
         self.engine.cycle.after_backward()
@@ -124,8 +124,9 @@ class Loop:
         """An optimizer has stepped: what was computed before is of older weights."""
         self._awaited = False
 
-    def drop(self) -> None:
+    def drop(self, error: BaseException) -> None:
         """After an exception: what is half done is dropped, and the next step begins anew."""
+        self.engine.memory.explain(error)
         self._awaited = False
         self.engine.cycle.reset()
 

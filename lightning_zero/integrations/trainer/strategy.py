@@ -354,6 +354,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if self._startup is not None:
             self._startup.fail(exception)
         if self._engine is not None:
+            self._engine.memory.explain(exception)
             self._engine.watchdog.fail(exception)
             self._engine.cycle.tidy_up()
 

@@ -7,10 +7,11 @@ import pytest
 
 from lightning_zero.compile.budget import MEASURED_STEPS, MOST_STEPS, MeasuredBudget, another_fits, saved_share
 from lightning_zero.compile.plan import Gather, GraphPlan
-from lightning_zero.config import CompileConfig
+from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.profiling.headroom import DeviceMemory
+from tests.helpers.options import config as options
 
-AUTO = CompileConfig(resident_mb="auto")
+AUTO = EngineConfig(reshard_after_forward="auto")
 
 
 def plan(kind: str, *groups: tuple[int, int]) -> GraphPlan:
@@ -76,13 +77,13 @@ class Alone(MeasuredBudget):
     def _least(self, *values: float) -> list[float]:
         return list(values)
 
-    def batch(self, compiles: bool = False, steps: bool = True, config: CompileConfig = AUTO) -> float | None:
+    def batch(self, compiles: bool = False, steps: bool = True, config: EngineConfig = AUTO) -> float | None:
         found = self.decided(config)
         self.progress.compiled += compiles
         self.bytes += 800
         if steps:
             self.optimizer_steps()
-        return found
+        return None if found is None else found.share
 
 
 def test_it_is_decided_once_after_some_steps_without_compiling() -> None:
@@ -126,21 +127,19 @@ def test_a_device_that_does_not_tell_keeps_nothing_and_says_so_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "options", [{"resident_mb": 0.0}, {"resident_mb": 7}, {"resident_mb": "auto", "enabled": False}]
-)
-def test_without_auto_nothing_is_measured(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("chosen", [{}, {"resident_mb": 7}, {"reshard_after_forward": "auto", "compile": False}])
+def test_without_auto_nothing_is_measured(chosen: dict[str, Any]) -> None:
     budget = Alone()
-    assert [budget.batch(config=CompileConfig(**options)) for _ in range(9)] == [None] * 9
+    assert [budget.batch(config=options(**chosen)) for _ in range(9)] == [None] * 9
     assert (budget.starts, budget.said) == (0, [])
 
 
 def test_until_the_step_the_budget_is_one_of_bytes() -> None:
-    budget, config = Alone(), CompileConfig(resident_mb="auto", resident_until="step")
+    budget, config = Alone(), options(reshard_after_forward="auto", resident_until="step")
     budget.plans.agreed = (plan("forward", (1, 10**6)),)
-    assert budget.until_step(config) == 0.0
+    assert budget.until_step(config.compiled) == 0.0
     for number in range(9):
         assert budget.batch(number == 1, config=config) is None
-    assert budget.until_step(config) == 0.0
+    assert budget.until_step(config.compiled) == 0.0
     assert budget.until_step(CompileConfig(resident_mb=3, resident_until="step")) == 3 * 2**20
     assert budget.until_step(CompileConfig(resident_mb=3)) == 0.0

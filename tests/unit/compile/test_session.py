@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from lightning_zero.budget.facts import Chosen
+from lightning_zero.compile.budget import Decided
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec
 from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.compile.session import CompileSession
@@ -271,7 +273,7 @@ def test_a_budget_that_is_measured_compiles_again_with_a_share_to_keep() -> None
     model = attached(session)
     session.train(model, 2)
     session.plans.add(PLAN)
-    with patch.object(session.budget, "decided", side_effect=[0.25, None]):
+    with patch.object(session.budget, "decided", side_effect=[Decided(Chosen(), 0.25), None]):
         assert session.next_pass() == 0.0
         assert session._compiler.context().saved_share == 0.25
         assert session.plans.agreed == (), "graphs that keep other weights follow other plans"

@@ -1,0 +1,96 @@
+"""What is known of a training's memory and time, and what may be done about it: all that a plan is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["GAPS", "Chosen", "Facts", "Freedom", "Speed"]
+
+GIB = 2**30
+
+# Host memory that a process can copy to and from while both go on, in bytes per second each way: measured with pinned
+# memory beside one H200 (examples/benchmarks/2026-11-23-offload-1xh200.md). Used where nothing was measured.
+HOST_BYTES_PER_S = 49e9
+# Memory of a captured graph that lies between its tensors, as a share of what they take: measured on two H200s.
+GAPS = 0.04
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One way to spend the device's memory; the same as options.
+
+    Attributes:
+        activation_memory_budget: as the option of that name.
+        offload: likewise.
+        weights: bytes of whole weights that are not gathered again.
+        until: how long they stay.
+    """
+
+    activation_memory_budget: float = 1.0
+    offload: tuple[str, ...] = ()
+    weights: float = 0.0
+    until: Literal["backward", "step"] = "backward"
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What may be chosen; the rest is set by hand, or cannot be otherwise.
+
+    Attributes:
+        activations: how many are computed again.
+        weights: how many stay whole.
+        offload: what may go to the host, in addition to what is there now; None where the user has chosen.
+    """
+
+    activations: bool = True
+    weights: bool = True
+    offload: tuple[str, ...] | None = ()
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What things cost, in seconds.
+
+    Attributes:
+        pass_s: of one forward and backward. Where nobody has measured it, some number: it puts choices in order.
+        passes: of them in a step of the optimizer.
+        gather_s: of gathering one byte of weights, with nothing beside it.
+        host_bytes_per_s: that go to the host and come from it, at once.
+    """
+
+    pass_s: float = 0.1
+    passes: float = 1.0
+    gather_s: float = 0.0
+    host_bytes_per_s: float = HOST_BYTES_PER_S
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Bytes of the rank that has the least left; the same on every rank.
+
+    Attributes:
+        source: how they are known, in words.
+        limit: that the peak of the device is to stay within.
+        peak: of the device, as things are ``now``, with all that anybody has taken of it.
+        now: the way in which memory is spent at that peak.
+        activations: that would be saved for backward if nothing were computed again.
+        weights: whole ones, in the dtype they are used in, that a pass gathers twice.
+        states: of optimizers, as large as shards, wherever they are.
+        masters: of the shards that optimizers step.
+        ring: of buffers through which goes what lies on the host.
+        host: free on the host, for this rank.
+        speed: what things cost.
+    """
+
+    source: str
+    limit: float
+    peak: float
+    now: Chosen = field(default_factory=Chosen)
+    activations: float = 0.0
+    weights: float = 0.0
+    states: float = 0.0
+    masters: float = 0.0
+    ring: float = 0.25 * GIB
+    host: float = float("inf")
+    speed: Speed = field(default_factory=Speed)

@@ -1,0 +1,140 @@
+"""What could be done about a training's memory: each thing in several ways, with bytes at the peak and seconds lost.
+
+Seconds are estimates that serve to compare, as those of :mod:`lightning_zero.profiling.cost` do:
+
+* What is computed again is the cheapest first, so the first bytes cost little. How much of a forward that comes to for
+  a share of the activations (``RECOMPUTED``) was counted in matrix products of a compiled Llama; see the README.
+* Weights that are gathered again wait for their transfer as far as it takes longer than the computing beside it.
+* What lies on the host is copied there and back. Of activations as many leave as are copied beside forward, and come
+  beside backward; an optimizer's state comes and goes while it steps, in both directions at once, beside nothing else.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from lightning_zero.budget.facts import Chosen, Facts, Freedom, Speed
+from lightning_zero.budget.knapsack import Item, Variant
+from lightning_zero.config.option import OFFLOADED
+
+__all__ = ["ACTIVATIONS", "HOST", "WEIGHTS", "chosen_of", "gather_seconds", "items_of", "recomputed_share", "size_of"]
+
+ACTIVATIONS, WEIGHTS, HOST = "activations", "whole weights", "on the host"
+
+# (share of activations that is saved, share of a forward that is computed again)
+RECOMPUTED = ((0.0, 1.0), (0.18, 0.85), (0.25, 0.65), (0.5, 0.18), (1.0, 0.0))
+# Below a fifth nothing more is saved: inputs of layers have to stay, and what is computed again is there for a while.
+BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+FORWARD = 1 / 3  # of a pass
+BESIDE = 0.05  # of a transfer is lost although something is computed beside it
+STAYS = 0.15  # of activations that go to the host: those that are on their way
+PARTS = 16  # in which weights are counted
+
+
+def items_of(facts: Facts, free: Freedom) -> list[Item]:
+    """In the order that :func:`chosen_of` takes them apart in. What is not free has the one variant that there is
+    now."""
+    return [_activations(facts, free), _weights(facts, free), _host(facts, free)]
+
+
+def chosen_of(values: tuple[Variant, ...], facts: Facts) -> Chosen:
+    """What a pick of these items comes to."""
+    (budget, away), weights, host = (variant.value for variant in values)
+    offload = tuple(name for name in OFFLOADED if name in {*host, *away})
+    until = facts.now.until if facts.speed.passes < 2 or not weights else "step"
+    return Chosen(budget, offload, weights, until)
+
+
+def size_of(chosen: Chosen, facts: Facts) -> float:
+    """Bytes at the peak, of all that there is a choice about."""
+    saved = facts.activations * chosen.activation_memory_budget
+    leave = "activations" in chosen.offload and "activations" not in facts.now.offload
+    return (
+        saved
+        - (_leaving(saved, facts.speed) if leave else 0.0)
+        + chosen.weights
+        + _optimizer_bytes(chosen.offload, facts)
+    )
+
+
+def recomputed_share(budget: float) -> float:
+    """How much of a forward is computed again where so much of the activations is saved."""
+    place = min(max(bisect_right([share for share, _ in RECOMPUTED], budget), 1), len(RECOMPUTED) - 1)
+    (share, more), (next_share, less) = RECOMPUTED[place - 1], RECOMPUTED[place]
+    return more + (less - more) * (budget - share) / (next_share - share)
+
+
+def _activations(facts: Facts, free: Freedom) -> Item:
+    now = facts.now.activation_memory_budget
+    was_away = "activations" in facts.now.offload  # then those that are known are those that stay on the device
+    budgets = sorted({now, *BUDGETS}) if free.activations else [now]
+    may_leave = not was_away and free.offload is not None and "activations" in free.offload
+    variants = []
+    for budget in budgets:
+        saved = facts.activations * budget
+        again = recomputed_share(budget) * facts.speed.pass_s * FORWARD * facts.speed.passes
+        gone = ("activations",) if was_away else ()
+        variants.append(Variant((budget, gone), int(saved), again))
+        moved = _leaving(saved, facts.speed)
+        if may_leave and moved <= facts.host:
+            lost = 2 * BESIDE * moved / facts.speed.host_bytes_per_s * facts.speed.passes
+            variants.append(Variant((budget, ("activations",)), int(saved - moved), again + lost))
+    return Item(ACTIVATIONS, tuple(variants), by_hand=not (free.activations or may_leave))
+
+
+def _leaving(saved: float, speed: Speed) -> float:
+    """Bytes of activations that leave: what can be copied while forward computes, but for those on their way."""
+    return min(saved * (1 - STAYS), speed.pass_s * FORWARD * speed.host_bytes_per_s)
+
+
+def exposed(transfer: float, beside: float) -> float:
+    """Seconds that are lost of a transfer beside which so much is computed."""
+    return max(transfer - beside, BESIDE * transfer)
+
+
+def _weights(facts: Facts, free: Freedom) -> Item:
+    kept = [facts.now.weights]
+    if free.weights:
+        kept = sorted({facts.weights * part / PARTS for part in range(PARTS + 1)})
+    return Item(
+        WEIGHTS,
+        tuple(Variant(size, int(size), gather_seconds(facts, size)) for size in kept),
+        by_hand=not free.weights,
+    )
+
+
+def gather_seconds(facts: Facts, kept: float) -> float:
+    """Lost by what does not stay: in each backward, and, where several passes share a step, in the later forwards."""
+    speed, left = facts.speed, max(facts.weights - kept, 0.0)
+    if not facts.weights:
+        return 0.0
+    whole, share = facts.weights * speed.gather_s, left / facts.weights
+    again = speed.passes * exposed(whole, speed.pass_s * (1 - FORWARD))
+    if speed.passes >= 2:
+        again += (speed.passes - 1) * exposed(whole, speed.pass_s * FORWARD)
+    return again * share
+
+
+def _host(facts: Facts, free: Freedom) -> Item:
+    now = tuple(name for name in facts.now.offload if name != "activations")
+    ways = {now}
+    if free.offload is not None:
+        ways |= {()}
+        if "optimizer" in free.offload and facts.states <= facts.host:
+            ways |= {("optimizer",)}
+        if {"optimizer", "parameters"} <= {*free.offload} and facts.states + facts.masters <= facts.host:
+            ways |= {("optimizer", "parameters")}
+    variants = [Variant(way, int(_optimizer_bytes(way, facts)), _optimizer_seconds(way, facts)) for way in sorted(ways)]
+    return Item(HOST, tuple(variants), by_hand=free.offload is None)
+
+
+def _optimizer_bytes(offload: tuple[str, ...], facts: Facts) -> float:
+    states = 0.0 if "optimizer" in offload else facts.states
+    masters = 0.0 if "parameters" in offload else facts.masters
+    away = {"optimizer", "parameters"} & {*offload}
+    return states + masters + (min(facts.ring, facts.states + facts.masters) if away else 0.0)
+
+
+def _optimizer_seconds(offload: tuple[str, ...], facts: Facts) -> float:
+    moved = facts.states * ("optimizer" in offload) + facts.masters * ("parameters" in offload)
+    return moved / facts.speed.host_bytes_per_s

@@ -1,0 +1,44 @@
+"""Between a user's options and a plan: what may be chosen, what there is to begin with, and what a choice comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+from lightning_zero.budget.facts import Chosen, Freedom
+from lightning_zero.config import EngineConfig
+from lightning_zero.config.option import OFFLOADED
+
+__all__ = ["applied", "as_set", "freedom"]
+
+
+def as_set(config: EngineConfig) -> Chosen:
+    """What the options say by themselves, where no plan is."""
+    offload = tuple(name for name in OFFLOADED if name in config.offload)
+    return Chosen(config.activation_memory_budget, offload, until=config.resident_until)
+
+
+def freedom(config: EngineConfig, may_leave: Iterable[str] = ()) -> Freedom:
+    """What a plan may choose: whatever is as by default. What is set to something else is fixed, and what nobody has a
+    say in, as no weights stay of code that is not compiled.
+
+    Args:
+        may_leave: what can go to the host in this training, of the names that ``offload`` takes.
+    """
+    tuning = config.tuning
+    planned = config.memory is not None
+    kept = config.stage == 3 and tuning.prefetch and tuning.resident_mb is None and bool(config.reshard_after_forward)
+    return Freedom(
+        activations=planned and config.compile and config.activation_memory_budget == 1.0 and tuning.recompute is None,
+        weights=config.compile and kept and (planned or config.reshard_after_forward == "auto"),
+        offload=tuple(may_leave) if planned and not config.offload else None,
+    )
+
+
+def applied(config: EngineConfig, chosen: Chosen) -> EngineConfig:
+    """The options with what was chosen in their places; how many weights stay is no option, but measured."""
+    same = set(chosen.offload) == set(config.offload)
+    offload = config.offload if same else chosen.offload
+    budget = chosen.activation_memory_budget
+    return replace(config, activation_memory_budget=budget, offload=cast(Any, offload))

@@ -1,0 +1,164 @@
+"""A memory plan: what is chosen within a limit, what it costs, and what to do where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom
+from lightning_zero.budget.items import ACTIVATIONS, HOST, WEIGHTS, chosen_of, gather_seconds, items_of, size_of
+from lightning_zero.budget.knapsack import Item, Pick, Variant, pick
+
+__all__ = ["Line", "MemoryPlan", "decide"]
+
+OPTIONS = {ACTIVATIONS: "activation_memory_budget", WEIGHTS: "reshard_after_forward", HOST: "offload"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was chosen.
+
+    Attributes:
+        what: it is about.
+        choice: in words.
+        nbytes: of the device that it takes at the peak.
+        saved: bytes that it saves, beside the fastest way.
+        seconds: of a step that it costs, beside the fastest way.
+        by_hand: the user has chosen it.
+    """
+
+    what: str
+    choice: str
+    nbytes: int
+    saved: int
+    seconds: float
+    by_hand: bool
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What is chosen; prints as a table.
+
+    Attributes:
+        source: how the numbers are known, in words.
+        limit: bytes that the peak of the device is to stay within.
+        peak: that is expected.
+        chosen: the way in which memory is spent.
+        lines: what that is, one by one.
+        measured: the peak as it was later; None until then.
+    """
+
+    source: str
+    limit: int
+    peak: int
+    chosen: Chosen
+    lines: tuple[Line, ...] = ()
+    measured: int | None = None
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which the limit cannot be held."""
+        return max(self.peak - self.limit, 0)
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of a strategy that choose the same by hand; those that are as by default are left out."""
+        found: dict[str, Any] = {}
+        if self.chosen.activation_memory_budget != 1.0:
+            found["activation_memory_budget"] = self.chosen.activation_memory_budget
+        if self.chosen.offload:
+            found["offload"] = self.chosen.offload
+        return found
+
+    def instead(self) -> str:
+        """What to do where the limit cannot be held, in words."""
+        free = "" if all(line.by_hand for line in self.lines) else "All that may be chosen is at its smallest. "
+        by_hand = [OPTIONS[line.what] for line in self.lines if line.by_hand]
+        leave = f"leave {' and '.join(by_hand)} at the default for plans to choose, " if by_hand else ""
+        return (
+            f"{free}To go on, {leave}take fewer samples in a batch (and accumulate_grad_batches), write "
+            "torch.utils.checkpoint into the module, or shard over more GPUs."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of what JSON can hold."""
+        return asdict(self) | {"missing": self.missing, "fits": self.fits}
+
+    def __str__(self) -> str:
+        rows = [("", "choice", "GiB", "GiB saved", "ms lost")]
+        for line in self.lines:
+            choice = f"{line.choice} (by hand)" if line.by_hand else line.choice
+            rows.append((line.what, choice, _gib(line.nbytes), _gib(line.saved), f"{line.seconds * 1e3:.1f}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        held = (
+            f"expected peak {_gib(self.peak)} of {_gib(self.limit)} GiB"
+            if self.fits
+            else f"expected peak {_gib(self.peak)} GiB, {_gib(self.missing)} more than the {_gib(self.limit)} allowed"
+        )
+        return "\n".join([f"Memory plan, {self.source}: {held}.", *(f"  {line.rstrip()}" for line in shown)])
+
+
+def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan:
+    """What to choose, of all that is free: the fewest seconds within the limit; where nothing fits, the fewest bytes.
+    What is left is spent on weights that stay.
+
+    The less memory there is, the less is used: of two limits the smaller one never has a plan of more bytes.
+
+    Args:
+        later: names of items about which nothing is said yet: they stay as they are.
+    """
+    free = replace(
+        free, activations=free.activations and ACTIVATIONS not in later, weights=free.weights and WEIGHTS not in later
+    )
+    items = items_of(facts, free)
+    base = facts.peak - size_of(facts.now, facts)
+    found = pick(items, facts.limit - base)
+    if free.weights:
+        found = _filled(found, facts, items, facts.limit - base)
+    chosen = chosen_of(found.chosen, facts)
+    lines = tuple(_line(*pair) for pair in zip(items, found.chosen, strict=True) if pair[0].name not in later)
+    return MemoryPlan(facts.source, int(facts.limit), int(base + found.nbytes), chosen, lines)
+
+
+def _filled(found: Pick, facts: Facts, items: Sequence[Item], room: float) -> Pick:
+    place = next(number for number, item in enumerate(items) if item.name == WEIGHTS)
+    before = found.chosen[place]
+    size = int(min(max(room - found.nbytes, 0.0) + before.nbytes, facts.weights))
+    if size <= before.nbytes:
+        return found
+    kept = Variant(size, size, gather_seconds(facts, size))
+    chosen = (*found.chosen[:place], kept, *found.chosen[place + 1 :])
+    return Pick(chosen, found.nbytes - before.nbytes + size, found.seconds - before.seconds + kept.seconds)
+
+
+def _line(item: Item, chosen: Variant) -> Line:
+    fastest = min(item.variants, key=lambda one: (one.seconds, one.nbytes))
+    return Line(
+        item.name,
+        _in_words(item.name, chosen),
+        chosen.nbytes,
+        fastest.nbytes - chosen.nbytes,
+        max(chosen.seconds - fastest.seconds, 0.0),
+        item.by_hand,
+    )
+
+
+def _in_words(name: str, chosen: Variant) -> str:
+    if name == ACTIVATIONS:
+        budget, away = chosen.value
+        kept = "all saved" if budget == 1.0 else f"activation_memory_budget={budget:g}"
+        return f"{kept}, on the host" if away else kept
+    if name == WEIGHTS:
+        return f"{_gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
+    assert name == HOST
+    words = {"optimizer": "optimizer state", "parameters": "master weights"}
+    return " and ".join(words[one] for one in chosen.value) or "nothing"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f}"

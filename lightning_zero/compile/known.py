@@ -1,0 +1,112 @@
+"""What a plan is made from: numbers, out of what an engine knows and has measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_zero.budget.facts import GAPS, HOST_BYTES_PER_S, Chosen, Facts, Speed
+from lightning_zero.config import EngineConfig
+from lightning_zero.profiling.headroom import DeviceMemory, limit_of
+
+__all__ = ["Agreed", "Known", "after_first_step", "before_training", "measured"]
+
+# Of what an eager step takes beside what was there, so much is saved for backward; the rest are temporary tensors.
+EAGER_SAVED = 0.8
+# A first pass sets libraries up, and runs eagerly: later ones take about so much of its seconds.
+LATER = 0.25
+
+
+@dataclass(frozen=True)
+class Known:
+    """What others than the compiler know.
+
+    Attributes:
+        fixed: bytes that stay from step to step besides what optimizers keep, and what is on its way, as computed
+            before there is all of it.
+        states: of optimizers, as large as shards.
+        masters: of the shards that optimizers step.
+        whole: of all weights, whole, in the dtype they are used in.
+        ring: of the device's buffers for what lies on the host.
+        host: free on the host, for this rank; None where nobody says.
+        may_leave: what can go to the host in this training.
+        gather_s: seconds of gathering a byte.
+        host_bytes_per_s: each way.
+    """
+
+    fixed: int = 0
+    states: int = 0
+    masters: int = 0
+    whole: int = 0
+    ring: int = 0
+    host: float | None = None
+    may_leave: tuple[str, ...] = ()
+    gather_s: float = 0.0
+    host_bytes_per_s: float | None = None
+
+    def facts(self, source: str, limit: float, peak: float, now: Chosen) -> Facts:
+        """With nothing known of a pass."""
+        speed = Speed(gather_s=self.gather_s, host_bytes_per_s=self.host_bytes_per_s or HOST_BYTES_PER_S)
+        host = float("inf") if self.host is None else self.host
+        return Facts(
+            source, limit, peak, now, states=self.states, masters=self.masters, ring=self.ring, host=host, speed=speed
+        )
+
+
+def before_training(known: Known, config: EngineConfig, memory: DeviceMemory | None, now: Chosen) -> Facts:
+    """Nothing is allocated yet but shards, and nothing is known of activations: what is decided now is what cannot fit
+    whatever is done about those. ``memory``: of the device, where it tells."""
+    total, others = (memory.total, memory.others) if memory is not None else (float("inf"), 0)
+    states = 0 if "optimizer" in now.offload else known.states
+    return known.facts(
+        "estimated before the first step, without activations",
+        limit_of(config.memory, total),
+        others + known.fixed + states,
+        now,
+    )
+
+
+def after_first_step(
+    known: Known, limit: float, before: DeviceMemory, after: DeviceMemory, seconds: float, now: Chosen
+) -> Facts:
+    """One pass has run, eagerly; the optimizer may have stepped, or not."""
+    least = before.resident + (0 if "optimizer" in now.offload else known.states)
+    took = max(after.allocated - max(after.resident, before.resident), 0)
+    facts = known.facts("estimated after the first step", limit, after.others + max(after.resident, least) + took, now)
+    return replace(facts, activations=EAGER_SAVED * took, speed=replace(facts.speed, pass_s=seconds * LATER))
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Of all ranks, of each number the one that asks for most care.
+
+    Attributes:
+        steps: that were measured.
+        room: bytes between the peak and the limit; below 0 where there is none.
+        traffic: bytes gathered in a pass.
+        saved: bytes that a forward left for its backward; 0 where nobody knows.
+        took: bytes that a step took at its peak, beside what was there between steps.
+        pass_s: seconds of a pass.
+        passes: of them in a step.
+    """
+
+    steps: float = 0.0
+    room: float = 0.0
+    traffic: float = 0.0
+    saved: float = 0.0
+    took: float = 0.0
+    pass_s: float = 0.0
+    passes: float = 1.0
+
+
+def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Chosen) -> Facts:
+    """Compiled steps have run, and none was compiled in them. ``captured``: they will be replayed, from memory that has
+    gaps."""
+    facts = known.facts("measured", limit, limit - quiet.room + GAPS * captured * quiet.took, now)
+    whole = known.whole if now.until == "step" or quiet.passes >= 2 else quiet.traffic / 2
+    whole = whole if known.gather_s else 0.0  # one rank has nothing to gather
+    return replace(
+        facts,
+        activations=(quiet.saved or EAGER_SAVED * quiet.took) / max(now.activation_memory_budget, 0.01),
+        weights=max(whole, now.weights),
+        speed=replace(facts.speed, pass_s=quiet.pass_s or facts.speed.pass_s, passes=quiet.passes),
+    )

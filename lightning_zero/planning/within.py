@@ -1,0 +1,65 @@
+"""``lightning_zero.plan(..., memory=...)``: what would be chosen, by the same planner that trainings use, from numbers
+on paper in place of measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightning_zero.budget.facts import Chosen, Facts, Speed
+from lightning_zero.budget.options import applied, as_set, freedom
+from lightning_zero.budget.plan import decide
+from lightning_zero.compile.known import Known
+from lightning_zero.config import EngineConfig
+from lightning_zero.planning.result import TrainingPlan
+from lightning_zero.profiling.headroom import limit_of
+
+__all__ = ["within_budget"]
+
+# A choice is estimated once it is made, and what the estimate then says may ask for another one.
+TRIES = 3
+
+
+def within_budget(
+    config: EngineConfig, estimate: Callable[[EngineConfig], TrainingPlan], known: Known, passes: int
+) -> TrainingPlan:
+    """What training with ``config.memory`` comes to.
+
+    Args:
+        estimate: of options without a budget.
+        known: of the training.
+        passes: in a step of the optimizer.
+    """
+    now = as_set(config)
+    plain = replace(config, memory=None)
+    for _ in range(TRIES):
+        found = estimate(applied(plain, now))
+        facts = _facts(found, config, known, passes, now)
+        chosen = decide(facts, freedom(config, known.may_leave))
+        if _same(chosen.chosen, now):
+            break
+        now = replace(chosen.chosen, weights=0.0)
+    else:  # it is what was chosen last, and says of itself what it takes
+        found = estimate(applied(plain, now))
+        peak = _facts(found, config, known, passes, now).peak
+        chosen = replace(chosen, peak=int(peak + chosen.chosen.weights))
+    kept = int(chosen.chosen.weights)
+    roles = found.roles | {"resident_weight": found.roles.get("resident_weight", 0) + kept}
+    return replace(found, roles=roles, memory=replace(chosen, source="estimated"))
+
+
+def _same(chosen: Chosen, now: Chosen) -> bool:
+    """But for weights, of which what is kept follows from the rest."""
+    return (chosen.activation_memory_budget, chosen.offload) == (now.activation_memory_budget, now.offload)
+
+
+def _facts(found: TrainingPlan, config: EngineConfig, known: Known, passes: int, now: Chosen) -> Facts:
+    step = found.passes.compiled or found.passes.eager
+    facts = known.facts(
+        "estimated", limit_of(config.memory, found.device.memory), found.peak + found.device.context, now
+    )
+    if step is None:
+        return facts
+    speed: Speed = replace(facts.speed, pass_s=step.forward_s + step.backward_s, passes=float(passes))
+    saved = step.saved / max(now.activation_memory_budget, 0.01)
+    return replace(facts, activations=saved, weights=known.whole, speed=speed)

@@ -1,0 +1,150 @@
+"""``memory=`` for one engine: what its plans go by, and what they come to.
+
+Decided is in ``compile/budget.py``. Here stands what is known of shards and optimizers, whose state is put where a plan
+wants it, and what users are told after their device was full.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lightning_zero.budget.plan import MemoryPlan
+from lightning_zero.compile.known import Known
+from lightning_zero.compile.session import CompileSession
+from lightning_zero.config import EngineConfig
+from lightning_zero.config.engine import CAN_LEAVE
+from lightning_zero.mesh import Mesh
+from lightning_zero.offload.memory import free_bytes
+from lightning_zero.optim.formulas import rule_for
+from lightning_zero.optim.narrow import NARROW, is_narrow
+from lightning_zero.profiling.host_link import measure_host_link
+from lightning_zero.sharding.peers import Peers
+from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.shard import Sharder
+from lightning_zero.step.optimizers import OptimizerSteps
+
+__all__ = ["PlannedMemory"]
+
+MIB = 2**20
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+class PlannedMemory:
+    """Of one engine.
+
+    Args:
+        session: compiles, and has the budget.
+        optimizers: whose state may go to the host.
+        sharder: has the shards.
+        peers: have some of their memory.
+    """
+
+    def __init__(self, session: CompileSession, optimizers: OptimizerSteps, sharder: Sharder, peers: Peers) -> None:
+        self._session = session
+        self._optimizers = optimizers
+        self._sharder = sharder
+        self._peers = peers
+        self._mesh: Mesh = sharder.mesh
+        self._link: float | None = None
+        session.budget.apply = optimizers.configure
+        optimizers.before_arranging = self._before_training
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """The last one that was made; None without ``memory``, and before anything is known."""
+        return self._session.budget.plan
+
+    def _before_training(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        config = self._session.config
+        decided = self._session.budget.before_training(config, self._known(config, optimizers))
+        if decided is not None:
+            self._session.hold(decided)
+
+    def _known(self, config: EngineConfig, optimizers: Sequence[torch.optim.Optimizer]) -> Known:
+        rules = [rule_for(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+        needs = {"optimizer": all(rules), "parameters": all(rules), "activations": config.compile}
+        may_leave = tuple(name for name in CAN_LEAVE if needs[name])
+        if config.memory is not None and may_leave and self._link is None:
+            self._link = measure_host_link(self._mesh.device)
+        free, costs = free_bytes(), self._session.costs_or_nominal
+        live, used = self._sharder.live, config.compute_dtype if config.compile else None
+        whole = self._sharder.memory.whole_bytes(used)
+        masters = sum(record.shard.nbytes for record in live)
+        tuning = config.tuning
+        with plainly():
+            states = sum(size for optimizer in optimizers for size in self._states(optimizer))
+            trained = sum(record.shard.nbytes for record in live if record.param.requires_grad)
+        fixed = masters + trained + self._copies(live, used)
+        fixed += int(min(2 * tuning.gather_group_mb * MIB, whole) + min(2 * tuning.reduce_bucket_mb * MIB, whole))
+        return Known(
+            fixed=max(fixed - self._peers.nbytes, 0),  # which the device has given already
+            states=states,
+            masters=masters,
+            whole=whole if self._mesh.world_size > 1 else 0,
+            ring=int(tuning.offload_buffer_mb * MIB),
+            host=None if free is None else free / self._mesh.inside.size,
+            may_leave=may_leave,
+            gather_s=costs.gather_seconds(1 << 27) / (1 << 27) if self._mesh.world_size > 1 else 0.0,
+            host_bytes_per_s=self._link,
+        )
+
+    def _states(self, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+        """Bytes that it keeps for each element of its shards, there already or not."""
+        for group in optimizer.param_groups:
+            rule = rule_for(optimizer, group)
+            for param in group["params"]:
+                record = self._sharder.find(param)
+                if record is None or not param.requires_grad:
+                    continue
+                held = [value for value in optimizer.state.get(param, {}).values() if record.is_like_shard(value)]
+                there = sum(value.nbytes for value in held)
+                small = self._optimizers.narrow and is_narrow(record.layout.numel, param.dtype)
+                itemsize = NARROW.itemsize if small else param.dtype.itemsize
+                yield there or (len(rule.state) * record.shard.numel() * itemsize if rule is not None else 0)
+
+    def _copies(self, live: Sequence[ShardedParameter], used: torch.dtype | None) -> int:
+        if used is None:
+            return 0
+        wide = [record.shard for record in live if record.shard.is_floating_point()]
+        numel = sum(shard.numel() for shard in wide if shard.dtype.itemsize > used.itemsize)
+        return numel * used.itemsize * self._mesh.host_count
+
+    def explain(self, error: BaseException) -> None:
+        """Where the device was full, adds to the error what would fit. Not collective; an error of its own would hide
+        that one, and is left out."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return
+        try:
+            line = self._advice(str(error))
+        except Exception:
+            return
+        if line and line not in getattr(error, "__notes__", ()):
+            error.add_note(line)
+
+    def _advice(self, said: str) -> str:
+        config = self._session.config
+        plan = self._session.budget.next_plan(config, _requested(said))
+        if plan is None:
+            return ""
+        options = plan.options()
+        if plan.chosen.weights < self._session.budget.now(config).weights:
+            options["reshard_after_forward"] = True
+        if not plan.fits or not options:
+            return f"lightning_zero: nothing that may be chosen is estimated to fit. {plan.instead()}"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        peak, limit = (f"{nbytes / 2**30:.1f}" for nbytes in (plan.peak, plan.limit))
+        planned = "" if config.memory is not None else " memory='auto' has this planned from the beginning."
+        return (
+            f"lightning_zero: ZeroStrategy({arguments}) is estimated to fit, with {peak} GiB of {limit} at the "
+            f"peak.{planned}"
+        )
+
+
+def _requested(said: str) -> int:
+    """Bytes that could not be had, as torch words it."""
+    found = re.search(r"Tried to allocate ([\d.]+) (B|KiB|MiB|GiB)", said)
+    return int(float(found[1]) * UNITS[found[2]]) if found else 0

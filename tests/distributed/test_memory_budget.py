@@ -1,0 +1,200 @@
+"""``memory=``: what is planned for a device of which the tests say how much it has, and how much is taken."""
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx import Graph
+
+from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from tests.distributed.test_measured_budget import AGAIN, Blocks, same
+from tests.helpers.models import build, make_batches
+from tests.helpers.options import config
+from tests.helpers.sharded import adamw, case_loss, engine_for, train_sharded
+from tests.ranks.pool import Ranks
+
+GIB, TOTAL = 2**30, 10**6
+HELD, SAVED = 200_000, 100_000  # bytes of what stays, and of activations where none is computed again
+
+
+@dataclass
+class Device:
+    """Takes what stays and, at the peak, activations: all of them in an eager step."""
+
+    eager: int = SAVED
+    fuller: int = 0  # on rank 1
+    may_leave: tuple[str, ...] = ("optimizer",)
+
+
+class Gauge(MemoryGauge):
+    """Of that device."""
+
+    exists = True
+    device: Device
+    engine: Any = None
+
+    def start(self, anew: bool = False) -> None:
+        pass
+
+    def read(self) -> DeviceMemory:
+        session = Gauge.engine.session if Gauge.engine is not None else None
+        if session is None or not session.plans.count:
+            took = self.device.eager
+        else:
+            took = int(session._compiler.context().config.activation_memory_budget * SAVED)
+        others = self.device.fuller * dist.get_rank()
+        return DeviceMemory(TOTAL, others, HELD + took, HELD + took, HELD)
+
+
+def train(device: Device | None, steps: int = 7, again: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """A training's losses and weights, in which batches something was compiled, and what holds at its end. ``again``:
+    goes on with other options."""
+    torch._dynamo.reset()
+    model, said = build(Blocks), []
+    graphs: list[int] = [0]
+    before: list[int] = []
+    Gauge.engine = None
+
+    def count(what: str, graph: Graph) -> None:
+        graphs[0] += what == "after"
+
+    gauge = patch("lightning_zero.compile.session.MemoryGauge", Gauge if device is not None else MemoryGauge)
+    with (
+        gauge,
+        patch("lightning_zero.step.planned.CAN_LEAVE", (device or Device()).may_leave),
+        patch.object(Gauge, "device", device, create=True),
+        engine_for(model, "aot_eager", observe=count, gather_group_mb=0.001, **options) as engine,
+    ):
+        Gauge.engine, engine.session.progress._report = engine, said.append
+        optimizer = adamw(model)
+        runs = []
+        for chosen in (None, again) if again is not None else (None,):
+            if chosen is not None:
+                engine.configure(config(**{**STILL, **chosen}))
+                before.append(graphs[0])
+            engine.optimizers.check(optimizer)
+            engine.optimizers.arrange([optimizer])
+            batches = make_batches(Blocks, steps, 12)
+            runs.append(
+                train_sharded(
+                    engine, model, batches, optimizer, case_loss, before_batch=lambda *_: before.append(graphs[0])
+                )
+            )
+        before.append(graphs[0])
+        return {
+            "losses": [loss for run in runs for loss in run.losses],
+            "params": runs[-1].params,
+            "compiles_in": [i for i, (a, b) in enumerate(zip(before, before[1:], strict=False)) if b > a],
+            "activations": engine.session._compiler.context().config.activation_memory_budget,
+            "offload": engine.optimizers.config.offload,
+            "kept": {g.until for plan in engine.session.plans.plan.graphs for g in plan.gathers},
+            "plan": None if engine.memory.plan is None else engine.memory.plan.as_dict(),
+            "said": said,
+        }
+
+
+STILL: dict[str, Any] = {
+    "compile_backend": "aot_eager",
+    "reduce_bucket_mb": 0.01,
+    "gather_group_mb": 0.001,
+}
+
+
+def alike(ranks: Ranks, device: Device | None, by_hand: dict[str, Any], steps: int = 7, **options: Any) -> Any:
+    """What both ranks decided, which is the same; their training is that of options set by hand, to the last bit."""
+    first, second = ranks.run(2, train, device, steps, **options)
+    for mine, theirs in zip((first, second), ranks.run(2, train, None, steps, **by_hand), strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert same(mine["params"], theirs["params"])
+    for key in ("compiles_in", "activations", "offload", "kept"):
+        assert first[key] == second[key]
+    assert first["plan"]["chosen"] == second["plan"]["chosen"]
+    return first
+
+
+def test_with_room_left_weights_stay_after_some_steps(ranks: Ranks) -> None:
+    found = alike(ranks, Device(fuller=500_000), {"reshard_after_forward": False}, memory="auto")
+    assert found["compiles_in"] == [1, AGAIN]
+    assert (found["activations"], found["offload"]) == (1.0, ())
+    assert "backward" in found["kept"]
+    assert found["plan"]["fits"]
+    [table] = [line for line in found["said"] if "Memory plan" in line]
+    assert "measured" in table.splitlines()[0]
+
+
+@pytest.mark.slow
+def test_what_a_first_step_shows_is_planned_away_before_anything_is_compiled(ranks: Ranks) -> None:
+    # 0.8 of what the eager step took count as activations: a fifth of them has to go, and after that all fits.
+    memory = (HELD + 0.85 * SAVED) / GIB
+    found = alike(ranks, Device(), {"activation_memory_budget": 0.8}, memory=memory)
+    assert found["compiles_in"][0] == 1
+    assert len(found["compiles_in"]) <= 2
+    assert found["activations"] < 1.0
+    assert "after the first step" in found["said"][0]
+
+
+def test_what_was_measured_to_be_too_much_is_compiled_once_more(ranks: Ranks) -> None:
+    eager = Device(eager=1000)  # the first step shows nothing
+    found = alike(ranks, eager, {"activation_memory_budget": 0.5}, 13, memory=(HELD + 0.5 * SAVED) / GIB)
+    assert found["compiles_in"] == [1, AGAIN]
+    assert found["activations"] < 1.0
+    assert found["plan"]["measured"] <= found["plan"]["limit"]
+    assert "the peak is" in found["said"][-1]
+
+
+@pytest.mark.slow
+def test_activations_leave_where_none_may_be_computed_again(ranks: Ranks) -> None:
+    by_hand = {"activation_memory_budget": 0.9, "offload": ("activations",)}
+    memory = (HELD + 0.5 * SAVED) / GIB
+    device = Device(eager=1000, may_leave=("optimizer", "activations"))
+    found = alike(ranks, device, by_hand, memory=memory, activation_memory_budget=0.9)
+    assert (found["activations"], found["offload"]) == (0.9, ("activations",))
+    assert found["compiles_in"] == [1, AGAIN]
+
+
+def test_optimizer_state_goes_to_the_host_at_setup_where_the_rest_would_not_fit(ranks: Ranks) -> None:
+    # A CPU does not say what it has: by the number alone.
+    buffer = {"offload_buffer_mb": 0.001}
+    (enough,) = ranks.run(1, train, None, 1, memory=1.0)
+    assert (enough["offload"], enough["plan"]["fits"]) == ((), True)
+    (whole,) = ranks.run(1, train, None, 1, memory=1.0, **buffer)
+    (less,) = ranks.run(1, train, None, 4, memory=(whole["plan"]["peak"] - 1) / GIB, **buffer)
+    (by_hand,) = ranks.run(1, train, None, 4, offload=("optimizer",), **buffer)
+    assert less["offload"] == ("optimizer",)
+    assert less["compiles_in"] == by_hand["compiles_in"] == [1]
+    assert less["plan"]["fits"]
+    assert less["losses"] == by_hand["losses"]
+    assert same(less["params"], by_hand["params"])
+
+
+def test_auto_is_nothing_where_the_device_does_not_tell(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, train, None, 3, memory="auto", compile=False)
+    assert found["plan"] is None
+    assert found["said"] == [
+        "memory='auto' changes nothing: this device does not tell how much memory it has. Give a number of GiB."
+    ]
+
+
+def warned() -> list[str]:
+    with pytest.warns(UserWarning, match=r"cannot be held: .* more are needed") as found:
+        train(Device(), 2, memory=1000 / GIB, compile=False)
+    return [str(one.message) for one in found]
+
+
+def test_a_budget_that_cannot_be_held_is_a_warning_that_says_what_to_do(ranks: Ranks) -> None:
+    (messages,) = ranks.run(1, warned)
+    assert any("torch.utils.checkpoint" in message for message in messages)
+
+
+@pytest.mark.slow
+def test_a_later_trainer_has_its_own_budget(ranks: Ranks) -> None:
+    less = {"memory": (HELD + 0.5 * SAVED) / GIB}
+    for found in ranks.run(2, train, Device(eager=1000), 7, less, memory="auto"):
+        assert found["activations"] < 1.0
+        # Each of the two begins with an eager step, compiles, and once more after the measured ones.
+        assert found["compiles_in"] == [1, AGAIN, 9, 13]
+    for found in ranks.run(2, train, Device(eager=1000), 7, {}, **less):
+        assert (found["activations"], found["plan"]) == (1.0, None)

@@ -1,0 +1,99 @@
+"""``memory=`` under a Trainer and under Fabric: the plan that users see, and what an error says of a full device."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from lightning_zero import PlanReport
+from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from tests.helpers.fabric import closing, make_fabric, network, set_up
+from tests.helpers.trainer import Regression, close, fitted, make_loader, make_strategy, make_trainer
+from tests.ranks.pool import Ranks
+
+TOTAL = 100 * 2**30
+
+
+class Full(MemoryGauge):
+    """A device that is full of activations."""
+
+    exists = True
+
+    def start(self, anew: bool = False) -> None:
+        pass
+
+    def read(self) -> DeviceMemory:
+        return DeviceMemory(TOTAL, 2**30, TOTAL - 2**30, TOTAL - 2**30, 2**20)
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+
+class Greedy(Regression):
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == 1:
+            raise out_of_memory()
+        return super().training_step(batch, index)
+
+
+def notes(memory: Any, **options: Any) -> list[str]:
+    torch._dynamo.reset()
+    module, trainer = Greedy(), make_trainer("compiled", strategy=make_strategy("compiled", memory=memory, **options))
+    with (
+        patch("lightning_zero.compile.session.MemoryGauge", Full),
+        pytest.raises(torch.OutOfMemoryError) as caught,
+    ):
+        trainer.fit(module, make_loader("compiled", 3))
+    close(module)
+    return caught.value.__notes__
+
+
+def test_after_an_out_of_memory_error_the_error_says_what_would_fit(ranks: Ranks) -> None:
+    # Of 99 GiB 0.8 are taken for activations: an eighth of these is missing, with what was asked for and a tenth.
+    ([note],) = ranks.run(1, notes, None)
+    assert "ZeroStrategy(activation_memory_budget=0.8) is estimated to fit" in note
+    assert "memory='auto' has this planned from the beginning" in note
+    ([note],) = ranks.run(1, notes, None, activation_memory_budget=0.9)
+    assert "nothing that may be chosen is estimated to fit" in note
+    ([note],) = ranks.run(1, notes, "auto")
+    assert "is estimated to fit" in note
+    assert "planned from" not in note
+
+
+def raise_it(*_: Any) -> None:
+    raise out_of_memory()
+
+
+def fabric_notes() -> list[str]:
+    fabric, net = make_fabric("eager", memory="auto", offload=("optimizer",)), network()
+    with patch("lightning_zero.compile.session.MemoryGauge", Full):
+        model, _ = set_up(fabric, net)
+    next(net.children()).register_forward_hook(raise_it)
+    with closing(model), pytest.raises(torch.OutOfMemoryError) as caught:
+        model(torch.zeros(2, 23))
+    return caught.value.__notes__
+
+
+def test_a_loop_of_fabrics_is_told_likewise(ranks: Ranks) -> None:
+    ([note],) = ranks.run(1, fabric_notes)
+    assert "nothing that may be chosen is estimated to fit" in note, "nothing is compiled, and offload is set by hand"
+
+
+def planned(home: str) -> list[Any]:
+    report = PlanReport(home)
+    with fitted("eager", steps=2, strategy=make_strategy("eager", memory=1.0), callbacks=[report]) as (_, trainer):
+        plan = trainer.strategy.memory_plan
+        return [str(plan), plan.as_dict(), trainer.strategy._require_engine().config.memory]
+
+
+def test_the_plan_is_an_object_and_stands_in_the_report(ranks: Ranks, tmp_path: Path) -> None:
+    ((text, found, memory),) = ranks.run(1, planned, str(tmp_path))
+    assert memory == 1.0
+    assert text.startswith("Memory plan, estimated before the first step, without activations: expected peak")
+    assert found["limit"] == 2**30
+    assert json.loads((tmp_path / "memory.json").read_text()) == json.loads(json.dumps(found))
+    assert (tmp_path / "memory.txt").read_text().strip() == text

@@ -1,0 +1,121 @@
+"""What is chosen for a training of some size, with what is set by hand left alone."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Speed
+from lightning_zero.budget.items import BUDGETS, items_of, recomputed_share, size_of
+from lightning_zero.budget.plan import decide
+
+SPEED = Speed(pass_s=0.1, gather_s=1 / 300e9, host_bytes_per_s=50e9)
+# 60 GiB with all saved and nothing kept; 10 of state.
+FACTS = Facts("measured", 100 * GIB, 60 * GIB, activations=30 * GIB, weights=3 * GIB, states=10 * GIB, speed=SPEED)
+ALL = Freedom(offload=("optimizer", "activations", "parameters"))
+LIMITS = [gib * GIB for gib in (1, 15, 20, 25, 30, 33, 36, 40, 45, 50, 55, 58, 59, 60, 61, 62, 63, 64, 70, 100)]
+
+
+def within(gib: float, free: Freedom = ALL, **more: object) -> Chosen:
+    plan = decide(replace(FACTS, limit=gib * GIB, **more), free)  # type: ignore[arg-type]
+    assert plan.fits == (plan.peak <= gib * GIB)
+    return plan.chosen
+
+
+def test_where_all_fits_nothing_is_lost() -> None:
+    plan = decide(FACTS, ALL)
+    assert plan.chosen == Chosen(weights=3 * GIB)
+    assert plan.peak == 63 * GIB
+    assert [line.seconds for line in plan.lines] == [0, 0, 0]
+
+
+def test_what_is_left_goes_to_weights() -> None:
+    assert within(61).weights == GIB
+    assert within(60).weights == 0
+
+
+def test_the_first_bytes_are_those_that_are_cheap_to_compute_again() -> None:
+    # 6 GiB: a tenth of the activations twice, for 0.036 of a forward each; or 10 GiB of state for 0.2 s.
+    chosen = within(54)
+    assert (chosen.activation_memory_budget, chosen.offload) == (0.8, ())
+
+
+def test_state_goes_to_the_host_where_many_passes_share_a_step() -> None:
+    many = replace(SPEED, passes=64.0)
+    assert within(50, speed=many, now=Chosen()).offload == ("optimizer",)
+    assert within(50).offload == ()
+
+
+def test_only_what_may_leave_does() -> None:
+    assert within(25, Freedom(offload=())).offload == ()
+    assert "activations" not in within(25, Freedom(offload=("optimizer",))).offload
+    assert not within(20, Freedom(offload=None)).offload
+    assert within(36, ALL, host=9 * GIB, activations=0.0, weights=0.0).offload == (), "the host has no room"
+
+
+@pytest.mark.parametrize("now", [Chosen(), Chosen(0.5), Chosen(0.5, ("optimizer",)), Chosen(weights=2 * GIB)])
+@pytest.mark.parametrize("free", [ALL, Freedom(offload=None), Freedom(activations=False, offload=("optimizer",))])
+def test_less_memory_never_means_more_use_of_it(now: Chosen, free: Freedom) -> None:
+    plans = [decide(replace(FACTS, limit=limit, now=now), free) for limit in LIMITS]
+    assert [plan.peak for plan in plans] == sorted(plan.peak for plan in plans)
+    assert all(plan.peak <= limit for plan, limit in zip(plans, LIMITS, strict=True) if plan.fits)
+    assert {plan.missing for plan in plans if plan.fits} == {0}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_what_is_set_by_hand_stays(limit: float) -> None:
+    for budget, offload, weights in product((1.0, 0.7), ((), ("optimizer",)), (0.0, GIB)):
+        now = Chosen(budget, offload, weights)
+        facts = replace(FACTS, limit=limit, now=now)
+        assert decide(facts, Freedom(False, False, None)).chosen == now
+        assert decide(facts, Freedom(False, True, ALL.offload)).chosen.activation_memory_budget == budget
+        assert decide(facts, Freedom(True, False, ALL.offload)).chosen.weights == weights
+        assert decide(facts, Freedom(True, True, None)).chosen.offload == offload
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_plan_that_was_carried_out_is_the_plan_again(limit: float) -> None:
+    first = decide(replace(FACTS, limit=limit), ALL)
+    again = decide(replace(FACTS, limit=limit, peak=first.peak, now=first.chosen), ALL)
+    assert again.chosen == replace(first.chosen, weights=pytest.approx(first.chosen.weights, abs=2))
+    assert again.peak == pytest.approx(first.peak, abs=2)
+
+
+def test_weights_stay_until_the_step_where_passes_share_one() -> None:
+    assert within(100, speed=replace(SPEED, passes=4.0)).until == "step"
+    assert within(100).until == "backward"
+
+
+def test_seconds_grow_with_what_is_computed_again_and_moved() -> None:
+    shares = [recomputed_share(budget) for budget in sorted(BUDGETS)]
+    assert shares == sorted(shares, reverse=True)
+    assert (recomputed_share(1.0), recomputed_share(0.0)) == (0.0, 1.0)
+    for item in items_of(FACTS, ALL):
+        assert all(variant.seconds >= 0 for variant in item.variants)
+        assert len({variant.value for variant in item.variants}) == len(item.variants)
+
+
+def test_sizes_are_those_of_the_variants() -> None:
+    plan = decide(replace(FACTS, limit=40 * GIB), ALL)
+    assert size_of(plan.chosen, FACTS) == pytest.approx(sum(line.nbytes for line in plan.lines), abs=8)
+
+
+def test_what_is_decided_later_stays_and_is_not_spoken_of() -> None:
+    plan = decide(replace(FACTS, limit=40 * GIB), ALL, later=("activations", "whole weights"))
+    assert (plan.chosen.activation_memory_budget, plan.chosen.weights) == (1.0, 0.0)
+    assert [line.what for line in plan.lines] == ["on the host"]
+
+
+def test_it_prints_and_says_what_to_do_where_nothing_fits() -> None:
+    plan = decide(replace(FACTS, limit=5 * GIB), Freedom(offload=("optimizer",)))
+    assert plan.missing > 0
+    assert f"{plan.missing / GIB:.2f} more than the 5.00 allowed" in str(plan)
+    assert "at its smallest" in plan.instead()
+    assert plan.options() == {"activation_memory_budget": 0.2, "offload": ("optimizer",)}
+    by_hand = decide(replace(FACTS, limit=5 * GIB), Freedom(False, False, None))
+    assert "by hand" in str(by_hand)
+    assert "leave activation_memory_budget and reshard_after_forward and offload at the default" in by_hand.instead()
+    found = json.loads(json.dumps(plan.as_dict()))
+    assert (found["missing"], found["fits"]) == (plan.missing, False)
+    assert found["chosen"]["offload"] == ["optimizer"]

@@ -1,0 +1,138 @@
+"""What would be chosen on paper, by estimates of each choice, and of a real training."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.cli.main import main
+from lightning_zero.compile.known import Known
+from lightning_zero.config import EngineConfig
+from lightning_zero.planning.plan import Training, plan
+from lightning_zero.planning.result import Passes, TrainingPlan
+from lightning_zero.planning.training import StepOnPaper
+from lightning_zero.planning.within import within_budget
+from lightning_zero.profiling.devices import Device, device_called
+
+GIB = 2**30
+KNOWN = Known(states=8 * GIB, masters=4 * GIB, whole=2 * GIB, ring=GIB // 4, may_leave=("optimizer",), gather_s=3e-12)
+CARD = replace(device_called("H100"), context=0.0)
+
+
+class Estimates:
+    """Of a training that saves 20 GiB where nothing is computed again, and needs 2 more whatever is done than is
+    thought from one choice to the next."""
+
+    def __init__(self, hidden: float = 0.0) -> None:
+        self.asked: list[EngineConfig] = []
+        self.hidden = hidden
+
+    def __call__(self, config: EngineConfig) -> TrainingPlan:
+        self.asked.append(config)
+        assert config.memory is None
+        budget = config.activation_memory_budget
+        saved = int((20 * budget + self.hidden * (budget < 1)) * GIB)
+        step = StepOnPaper(saved=saved, peak=saved, forward_s=0.05, backward_s=0.1)
+        state = GIB // 4 if "optimizer" in config.offload else 8 * GIB
+        roles = {"master_shard": 4 * GIB, "optimizer_state": state}
+        return TrainingPlan(CARD, 2, 10**9, roles, Passes(step, None, "", 0), 0, graphs=False)
+
+
+def within(memory: float, hidden: float = 0.0, **options: Any) -> tuple[TrainingPlan, Estimates]:
+    estimates = Estimates(hidden)
+    return within_budget(EngineConfig(memory=memory, **options), estimates, KNOWN, 1), estimates
+
+
+def test_what_fits_is_estimated_once_and_the_rest_goes_to_weights() -> None:
+    found, estimates = within(33)
+    assert len(estimates.asked) == 1
+    assert found.memory is not None
+    assert found.memory.chosen.weights == GIB
+    assert found.roles["resident_weight"] == GIB
+    assert found.peak == found.memory.peak == 33 * GIB
+
+
+def test_a_choice_is_estimated_and_mended_where_it_does_not_do_what_was_thought() -> None:
+    found, estimates = within(26, hidden=2)
+    budgets = [config.activation_memory_budget for config in estimates.asked]
+    assert budgets[:2] == [1.0, 0.7]
+    assert budgets[2] < 0.7
+    assert found.memory is not None
+    assert found.memory.peak <= 26 * GIB
+
+
+def test_what_is_set_by_hand_is_estimated_as_it_is() -> None:
+    found, estimates = within(20, offload=("optimizer",), activation_memory_budget=0.9)
+    assert {(c.offload, c.activation_memory_budget) for c in estimates.asked} == {(("optimizer",), 0.9)}
+    assert found.memory is not None
+    assert found.memory.missing > 0
+
+
+@pytest.mark.parametrize("memory", [10, 14, 20, 25, 30, 34])
+def test_what_is_said_to_fit_does(memory: float) -> None:
+    found, _ = within(memory)
+    assert found.memory is not None
+    assert found.memory.fits == (found.peak <= memory * GIB)
+    assert found.as_dict()["memory"]["fits"] == found.memory.fits
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.silu(layer(x)) * x
+        return x.square().mean()
+
+
+def test_a_module_is_planned_within_less_than_it_takes() -> None:
+    training = Training(loss=lambda net, batch: net(batch))
+    card = Device("tiny", 10**9, 1e12, 1e12, 1e12, 1e11, context=0.0)
+    with torch.device("meta"):
+        net, batch = Net(), torch.empty(4096, 64)
+    whole = plan(net, batch, device=card, training=training)
+    assert whole.memory is None
+    less = plan(net, batch, device=card, training=training, memory=0.8 * whole.peak / GIB)
+    assert less.memory is not None
+    assert less.memory.chosen.activation_memory_budget < 1.0
+    assert less.passes.compiled is not None
+    assert whole.passes.compiled is not None
+    assert less.passes.compiled.saved < whole.passes.compiled.saved
+
+
+SCRIPT = """
+import lightning as L, torch
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(64, 64)
+
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(8, 64), 4)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+"""
+
+
+def test_the_command_prints_a_plan_and_its_status_says_whether_it_fits(tmp_path: Path, capsys: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = ["plan", f"{script}:Module", "--device", "L4", "--memory", "auto"]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "Memory plan, estimated" in shown
+    assert "on the host" in shown
+    assert main([*command[:-1], "0.5", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["missing"] > 0
