@@ -60,7 +60,6 @@ WAYS: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
         "copies": {},
         "collectives": {"gather_transport": "collective"},
         "replayed": REPLAYED,
-        "poisoned": {"poison": True},
     },
     (2, 1): {"where they lie": {}, "replayed": REPLAYED},
 }
