@@ -55,6 +55,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {
         "compiled": engine.session._compiler._config,
         "cuda_graphs": engine.optimizers.stepper(optimizer).why_eager,
+        "memory": engine.session.config.memory,  # by which the session plans: test_memory_budget.py
         "offload": type(engine.optimizers.stepper(optimizer)._runners[-1]),
         "state_dtype": engine.optimizers.stepper(optimizer)._layouts._narrow,
         "offload_buffer_mb": engine.optimizers.config.tuning.offload_buffer_mb,
