@@ -1,6 +1,6 @@
 """A training that was interrupted anywhere goes on as if it had not been: in the middle of an epoch and at its border,
 with shuffled samples, dropout and a schedule, from either kind of checkpoint, on other numbers of ranks, to and from
-DDP."""
+DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero.cli.checkpoint.consolidating import consolidate
@@ -49,6 +51,14 @@ class Dropping(Regression):
         ]
 
 
+class Parallel(Dropping):
+    """For FSDP2."""
+
+    def configure_model(self) -> None:
+        for layer in (self.net[0], self.net[3], self.net):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
 class Shuffled(DataLoader):
     """Other samples in each epoch, the same for any number of ranks; knows how far it is, as Lightning asks of a loader
     that is to go on in the middle."""
@@ -78,13 +88,20 @@ def _fit(
     kind: str, dropout: float, home: str = "", path: str | None = None, **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of all steps from the checkpoint at ``path`` on, and the values after them. Saves at each step."""
-    module = Dropping(dropout, seed=0 if path is None else 7)
+    fsdp2 = kind == "fsdp2"
+    module = (Parallel if fsdp2 else Dropping)(dropout, seed=0 if path is None else 7)
+    if fsdp2:
+        options["strategy"] = ModelParallelStrategy(dist.get_world_size(), tensor_parallel_size=1)
     callbacks = [
         ModelCheckpoint(home, "{step}", every_n_train_steps=1, save_top_k=-1),
         ModelCheckpoint(home, "{epoch}", every_n_epochs=1, save_top_k=-1),
     ]
     trainer = make_trainer(
-        kind, max_epochs=EPOCHS, callbacks=callbacks if home else [], enable_checkpointing=bool(home), **options
+        "ddp" if fsdp2 else kind,
+        max_epochs=EPOCHS,
+        callbacks=callbacks if home else [],
+        enable_checkpointing=bool(home),
+        **options,
     )
     trainer.fit(module, Shuffled(), ckpt_path=path)
     assert trainer.global_step == EPOCHS * STEPS
@@ -119,10 +136,11 @@ def test_it_goes_on_from_any_step(ranks: Ranks, tmp_path: Path, kind: str, saved
 
 
 def _written(home: str) -> list[float]:
-    """Of all three ways, by stages 1 and 2; the losses of an uninterrupted run."""
+    """Of all ways, by stages 1 and 2; the losses of an uninterrupted run."""
     for stage, kind in ((1, "full"), (2, "sharded")):
         whole = _fit("eager", 0.0, f"{home}/{kind}", stage=stage, **KINDS[kind])
-    _fit("ddp", 0.0, f"{home}/ddp")
+    for kind in ("ddp", "fsdp2"):
+        _fit(kind, 0.0, f"{home}/{kind}")
     if dist.get_rank() == 0:
         arguments = {"path": f"{home}/sharded/step=3.ckpt", "output": f"{home}/one.ckpt", "json": True, "trust": False}
         consolidate(argparse.Namespace(**arguments))
@@ -143,7 +161,9 @@ def written(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
 WAYS: list[tuple[str, dict[str, Any], str]] = [
     ("ddp", {}, "full/step=3"),
     ("ddp", {}, "one"),
+    ("fsdp2", {}, "sharded/step=3"),
     ("eager", {}, "ddp/step=3"),
+    ("eager", {}, "fsdp2/step=3"),
     ("eager", {}, "one"),
     ("eager", {}, "sharded/step=3"),
     ("eager", {"stage": 1}, "sharded/step=3"),
