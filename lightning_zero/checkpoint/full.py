@@ -71,10 +71,21 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
                 "load_state_dict() in configure_model()."
             )
         return {}
+    saved, here = _sizes(state["param_groups"]), _sizes(optimizer.param_groups)
+    if saved != here:
+        raise ValueError(
+            f"The checkpoint's optimizer has parameter groups of {saved} parameters, and {type(optimizer).__name__} of "
+            f"{here}. Configure the optimizer as it was when the checkpoint was saved, or load only the weights with "
+            "load_from_checkpoint()."
+        )
     sharded: dict[Any, Any] = dict(state["state"])
     for number, entries in OptimizerInventory(optimizer, sharder).saved(state).items():
         sharded[number] = {e.key: _whole(e.value) if e.record is None else e.record.part_of(e.value) for e in entries}
     return {"state": sharded, "param_groups": state["param_groups"]}
+
+
+def _sizes(groups: list[dict[str, Any]]) -> str:
+    return ", ".join(str(len(group["params"])) for group in groups) or "no"
 
 
 def _whole(value: Any) -> Any:

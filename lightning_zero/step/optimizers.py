@@ -145,9 +145,22 @@ class OptimizerSteps:
             self._on_host.memory.settle()
 
     def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Has the optimizer load a state dict of shards."""
+        """Has the optimizer load a state dict of shards.
+
+        Raises:
+            ValueError: another optimizer's.
+        """
+        settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
         with nullcontext() if self.places is None else keeping_aside(optimizer, self.places):
             optimizer.load_state_dict(state)
+        # Settings come with the state. What older versions did not know torch's own optimizers add by themselves.
+        lacking = sorted(set().union(*settings) - set().union(*optimizer.param_groups)) if settings else []
+        if lacking and type(optimizer).__module__.startswith("torch.optim."):
+            raise ValueError(
+                f"The checkpoint's optimizer is no {type(optimizer).__name__}: its settings lack "
+                f"{', '.join(map(repr, lacking))}. Configure the optimizer as it was when the checkpoint was saved, or "
+                "load only the weights with load_from_checkpoint()."
+            )
 
     def _bring_ahead(self) -> None:
         if self._on_host is not None and len(self._steppers) == 1:  # of several nobody knows which one steps next

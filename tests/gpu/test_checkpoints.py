@@ -6,13 +6,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder
-from lightning_zero.engine import engine_of
+from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.trainer import close, gpus_of_ranks, seeded
 from tests.ranks.pool import Ranks
 
@@ -38,26 +36,10 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Saves(pl.Callback):
-    """Notes all values, then saves, at some steps."""
-
-    def __init__(self, home: str) -> None:
-        self.home = home
-        self.wanted: dict[int, tuple[dict[str, Tensor], Any]] = {}
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        if trainer.global_step in SAVED:
-            engine = engine_of(module)
-            assert engine is not None
-            optimizer = trainer.optimizers[0]
-            self.wanted[trainer.global_step] = engine.model_state(), engine.optimizer_state(optimizer)
-            trainer.save_checkpoint(f"{self.home}/{trainer.global_step}.ckpt")
-
-
 def _fit(home: str, options: dict[str, Any], precision: Any) -> int:
     rng = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(STEPS * 4, WIDTH, generator=rng))
-    saves, module = Saves(home), Model()
+    saves, module = NotedSaves(home, SAVED), Model()
     trainer = pl.Trainer(
         strategy=ZeroStrategy(**options),
         **gpus_of_ranks(),
@@ -71,40 +53,26 @@ def _fit(home: str, options: dict[str, Any], precision: Any) -> int:
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False)))
-    compared = 0
-    for step, (state, optimizer) in saves.wanted.items() if dist.get_rank() == 0 else ():
-        path = f"{home}/{step}.ckpt"
-        if options.get("state_dict_type") == "sharded":
-            folder = OpenedFolder(path)
-            assert folder.manifest is not None
-            folder.check(folder.manifest.files)
-            found = folder.state()
-            model = {key: value.whole() for key, value in found["state_dict"].items()}
-            names = found["optimizer_0"]["param_groups"][0]["params"]
-            moments = {n: found["optimizer_0"]["state"][name] for n, name in enumerate(names)}
-        else:
-            file = torch.load(path)
-            model, moments = file["state_dict"], file["optimizer_states"][0]["state"]
-        assert model.keys() == state.keys()
-        for key, value in state.items():
-            assert torch.equal(model[key].cpu(), value), (step, key)
-        for number, entries in optimizer["state"].items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(moments[number][key].clone().cpu(), entries[key]), (step, number, key)
-                compared += 1
+    compared = saves.compare(options.get("state_dict_type") == "sharded")
     close(module)
     return compared
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+SHARDED = {"state_dict_type": "sharded"}
+BESIDE = SHARDED | {"async_save": True}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "precision"),
     [
-        {"state_dict_type": "sharded", "async_save": True},
-        {"state_dict_type": "sharded"},
-        {"async_save": True},
+        pytest.param(BESIDE, "bf16-mixed", id="sharded, beside training"),
+        pytest.param(BESIDE, "32-true", id="sharded, beside training, float32"),
+        pytest.param(BESIDE | {"stage": 1}, "bf16-mixed", id="stage 1"),
+        pytest.param(BESIDE | {"stage": 2}, "bf16-mixed", id="stage 2"),
+        pytest.param(BESIDE | {"offload": ("optimizer",)}, "bf16-mixed", id="state on the host"),
+        pytest.param(SHARDED, "bf16-mixed", id="sharded"),
+        pytest.param({"async_save": True}, "bf16-mixed", id="full, beside training"),
     ],
-    ids=["sharded, beside training", "sharded", "full, beside training"],
 )
 def test_what_is_saved_is_what_was_there(ranks: Ranks, tmp_path: Path, options: dict[str, Any], precision: str) -> None:
     found = ranks.run(2, _fit, str(tmp_path), options, precision, backend="nccl", deadline=300)

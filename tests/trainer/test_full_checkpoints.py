@@ -245,6 +245,20 @@ class Reordered(Scheduled):
         return torch.optim.NAdam([{"params": group["params"][::-1]} for group in optimizer.param_groups])
 
 
+class Another(Scheduled):
+    """Of the same groups."""
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), _ = super().configure_optimizers()
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+class OneGroup(Scheduled):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.NAdam(self.parameters())
+
+
 def _errors(files: dict[tuple[str, int, str], str]) -> dict[str, str]:
     path = files["Scheduled", 2, "eager"]
     cases: dict[str, tuple[Regression, str]] = {
@@ -252,9 +266,16 @@ def _errors(files: dict[tuple[str, int, str], str]) -> dict[str, str]:
         "other names": (Renamed(), path),
         "other optimizers": (TwoOptimizers(), path),
         "other order": (Reordered(), path),
+        "another optimizer": (Another(), path),
+        "another optimizer, sharded": (Another(), "sharded.ckpt"),
+        "other groups": (OneGroup(), path),
         "no file": (Scheduled(), path + "x"),
     }
     errors = {}
+    saver, source = make_trainer("eager", state_dict_type="sharded"), Scheduled()
+    saver.fit(source, make_loader("eager", 1))
+    saver.save_checkpoint("sharded.ckpt")
+    close(source)
     for what, (module, file) in cases.items():
         try:
             make_trainer("eager", max_epochs=2).fit(module, make_loader("eager"), ckpt_path=file)
@@ -276,6 +297,9 @@ def test_files_that_do_not_fit_are_refused_on_every_rank(ranks: Ranks, files: An
         assert 'Unexpected key(s) in state_dict: "last.weight", "last.bias"' in errors["other names"]
         assert "holds the state of 1 optimizers, but configure_optimizers() returned 2" in errors["other optimizers"]
         assert "in the order in which they were saved" in errors["other order"]
+        for what in ("another optimizer", "another optimizer, sharded"):
+            assert "ValueError: The checkpoint's optimizer is no SGD: its settings lack 'dampening', " in errors[what]
+        assert "parameter groups of 4, 6 parameters, and NAdam of 10" in errors["other groups"]
         assert errors["no file"].startswith("FileNotFoundError")
 
 

@@ -14,9 +14,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_zero import CheckpointError
 from lightning_zero.checkpoint.background.process import WriterProcess
 from lightning_zero.integrations.files import BackgroundFileIO
+from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.saved import MODULES, resume, uninterrupted_fit
-from tests.helpers.trainer import RTOL, close, make_loader, make_trainer, whole_state
+from tests.helpers.trainer import RTOL, Regression, close, make_loader, make_trainer, whole_state
 from tests.ranks.pool import Ranks
 
 KINDS = ["sharded", "full"]
@@ -216,3 +217,31 @@ def test_names_of_saves_that_go_on_are_taken_and_nothing_goes_on_after_training(
         assert found["steps"] == {3, 4}
         assert found["there"], "it was saved, and is not there"
         assert found["same"]
+
+
+WITH: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "state on the host": {"offload": ("optimizer",), "offload_buffer_mb": 0.0001},
+    "two hosts": {"ranks_per_host": 1},
+    "two hosts, whole copies": {"ranks_per_host": 1, "shard_compute_copy": "all"},
+}
+
+
+def _with_options(home: str) -> dict[str, int]:
+    found = {}
+    for name, options in WITH.items():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            _slowly(monkeypatch)
+            saves, module = NotedSaves(f"{home}/{name}", (2, 4)), Regression()
+            options = options | {"state_dict_type": "sharded", "async_save": True}
+            make_trainer("captured", callbacks=[saves], **options).fit(module, make_loader("eager", 6))
+        found[name] = saves.compare(sharded=True)
+        close(module)
+    return found
+
+
+@pytest.mark.slow
+def test_it_is_what_was_there_whatever_is_sharded_how(ranks: Ranks, tmp_path: Path) -> None:
+    compared, _ = ranks.run(2, _with_options, str(tmp_path), deadline=120)
+    assert compared == dict.fromkeys(WITH, 2 * 6 * 2)

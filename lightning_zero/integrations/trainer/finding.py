@@ -78,9 +78,13 @@ def _remembers(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 def _beside_lost_link(trainer: pl.Trainer) -> str | None:
     """Whoever is killed before a save ends leaves a ``last.ckpt`` that leads nowhere: Lightning makes links at once,
-    and would begin anew."""
+    and would begin anew. It does so, too, where checkpoints lie at a URL, whose names it takes for those of files."""
     for callback in trainer.checkpoint_callbacks:
         home = getattr(callback, "dirpath", None)
+        if home and "://" in str(home):
+            for path in newest_first(f"{str(home).rstrip('/')}/*"):
+                rank_zero_warn(f"Lightning finds no last checkpoint in {home}. Going on from {path}, the newest.")
+                return path
         for path in newest_first(Path(home) / "last.ckpt") if home else ():
             rank_zero_warn(f"The last checkpoint in {home} was not saved to its end. Going on from {path}, the newest.")
             return path

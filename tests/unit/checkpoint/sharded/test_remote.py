@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from lightning_zero.checkpoint.sharded.opened import kind_of
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import read_together, read_whole
-from lightning_zero.integrations.trainer.finding import newest_first
+from lightning_zero.integrations.trainer.finding import _beside_lost_link, newest_first
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
 WORLD = 2
@@ -202,3 +203,15 @@ def test_others_are_found_newest_first(root: str) -> None:
     for seed, name in enumerate(["b", "a", "c"]):
         save(f"{root}/{name}.ckpt", seed)
     assert [entry.rsplit("/", 1)[-1] for entry in newest_first(f"{root}/c.ckpt")] == ["a.ckpt", "b.ckpt"]
+
+
+def test_the_last_one_is_found_where_lightning_does_not_look(root: str) -> None:
+    for seed, name in enumerate(["a", "last", "b"]):
+        save(f"{root}/{name}.ckpt", seed)
+    trainer: Any = SimpleNamespace(
+        checkpoint_callbacks=[SimpleNamespace(dirpath=f"{root}/none"), SimpleNamespace(dirpath=root)]
+    )
+    with pytest.warns(UserWarning, match=f"finds no last checkpoint in {root}"):
+        path = _beside_lost_link(trainer)
+    assert path is not None
+    assert seed_of(path) == 2
