@@ -20,6 +20,7 @@ from lightning_zero.checkpoint.opening import open_folder
 from lightning_zero.checkpoint.sharded.again import SavedState, fingerprint, place_of_again, save_again
 from lightning_zero.checkpoint.sharded.opened import kind_anew, kind_of
 from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
+from lightning_zero.checkpoint.sharded.plans import Plans
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.checkpoint.sharded.writing import packed
@@ -61,7 +62,8 @@ class Checkpoints:
         self._sharder, self._module, self._tell = sharder, module, tell
         self.together = Together(sharder.mesh, watchdog)
         self.hooks = StateDictHooks(sharder)
-        self.saver = BackgroundSaver(sharder.mesh, self.together)
+        self._plans = Plans()
+        self.saver = BackgroundSaver(sharder.mesh, self.together, self._plans)
         self._last: SavedState | None = None
         self._writes = 0
         sharder.access.beside = self._before_writing
@@ -145,7 +147,8 @@ class Checkpoints:
             place = self.saver.save(path, state, rest)
         else:
             self.saver.finish()
-            place = save_sharded(path, state, rest, self.together, self.telling(f"Saving {path}", "written"))
+            wrote = self.telling(f"Saving {path}", "written")
+            place = save_sharded(path, state, rest, self.together, wrote, self._plans)
         if mark is not None and not again:
             self._last = SavedState(mark, place, fingerprint(state, self.together.rank), self._writes)
 

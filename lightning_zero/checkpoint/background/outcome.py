@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from lightning_zero.checkpoint.sharded.plans import Brief
 from lightning_zero.checkpoint.sharded.saving import Save, discard
-from lightning_zero.checkpoint.sharded.writing import RankFiles
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
 
@@ -32,17 +32,17 @@ class Outcome:
     def __init__(self, mesh: Mesh, store: dist.Store, save: Save) -> None:
         self._mesh, self._store, self._save = mesh, store, save
 
-    def of(self, write: Callable[[], RankFiles], finish: Callable[[Sequence[RankFiles]], None]) -> str | None:
+    def of(self, write: Callable[[], Brief], finish: Callable[[Sequence[Brief]], None]) -> str | None:
         """Does this rank's part, and waits for the others'.
 
         Args:
-            write: this rank's files.
+            write: this rank's files; tells of them.
             finish: makes a checkpoint of what all ranks have written; only rank 0's is called.
 
         Returns:
             Why there is no checkpoint; None where there is one.
         """
-        mine: RankFiles | str
+        mine: Brief | str
         try:
             mine = write()
         except Exception as error:
@@ -63,11 +63,11 @@ class Outcome:
             while others and not self._store.check(others) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
 
-    def _end(self, finish: Callable[[Sequence[RankFiles]], None]) -> str | None:
+    def _end(self, finish: Callable[[Sequence[Brief]], None]) -> str | None:
         ends = [self._wait(rank) for rank in range(self._mesh.world_size)]
-        ranks = [end for end in ends if isinstance(end, RankFiles)]
+        ranks = [end for end in ends if isinstance(end, Brief)]
         if len(ranks) < len(ends):
-            failed = "; ".join(f"rank {rank}: {end}" for rank, end in enumerate(ends) if not isinstance(end, RankFiles))
+            failed = "; ".join(f"rank {rank}: {end}" for rank, end in enumerate(ends) if not isinstance(end, Brief))
             discard(self._save.folder)
             return f"Could not {self._save.what}: {failed}"
         try:

@@ -23,6 +23,7 @@ from lightning_zero.checkpoint.background.process import WriterProcess
 from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
 from lightning_zero.checkpoint.background.writer import Order
 from lightning_zero.checkpoint.sharded.contents import flattened, items_of
+from lightning_zero.checkpoint.sharded.plans import Brief, Plans
 from lightning_zero.checkpoint.sharded.saving import begin_save, discarding, finish_save, paths_of
 from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, packed
 from lightning_zero.checkpoint.together import Together
@@ -42,10 +43,11 @@ class BackgroundSaver:
     Args:
         mesh: of the ranks.
         together: the same ranks, step by step.
+        plans: of all saves.
     """
 
-    def __init__(self, mesh: Mesh, together: Together) -> None:
-        self._mesh, self._together = mesh, together
+    def __init__(self, mesh: Mesh, together: Together, plans: Plans) -> None:
+        self._mesh, self._together, self._plans = mesh, together, plans
         self._snapshot = Snapshot(mesh.device)
         self._writer = WriterProcess()
         self._store: dist.Store | None = None
@@ -113,11 +115,19 @@ class BackgroundSaver:
         outcome = Outcome(self._mesh, self._store, save)
         paths, [packed_rest] = paths_of(flat), rests
 
-        def finish(ranks: Sequence[RankFiles]) -> None:
-            finish_save(save, ranks, paths, packed_rest)
+        def finish(briefs: Sequence[Brief]) -> None:
+            finish_save(save, briefs, self._plans, paths, packed_rest)
             saving.run_at_end()
 
-        saving = self._saving = _Saving(save.path, lambda: outcome.of(lambda: self._write(order), finish))
+        def run() -> str | None:
+            error: str | None = "it was interrupted"
+            try:
+                error = outcome.of(lambda: self._plans.brief(self._write(order)), finish)
+            finally:
+                self._plans.confirm() if error is None else self._plans.forget()
+            return error
+
+        saving = self._saving = _Saving(save.path, run)
         saving.start()
         return save.path
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ from lightning_zero.checkpoint.sharded.contents import flattened, items_of
 from lightning_zero.checkpoint.sharded.folder import Folder, folder_at, full_path
 from lightning_zero.checkpoint.sharded.hashed import FileSum, HashedFile
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
-from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, metadata_of
-from lightning_zero.checkpoint.sharded.writing import RankFiles, packed, write_pieces
+from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys
+from lightning_zero.checkpoint.sharded.plans import Brief, Plans
+from lightning_zero.checkpoint.sharded.writing import packed, write_pieces
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 
@@ -80,6 +79,7 @@ def save_sharded(
     rest: Any,
     together: Together,
     wrote: Callable[[int], None] = lambda count: None,
+    plans: Plans | None = None,
 ) -> str:
     """Writes a folder that torch's distributed checkpoints, Lightning's own strategies and this package can read.
     Collective.
@@ -91,6 +91,7 @@ def save_sharded(
         rest: is saved as one object, by rank 0.
         together: the ranks.
         wrote: is told, from several threads, how many bytes more this rank has written.
+        plans: of the saves before.
 
     Returns:
         Where it is, as rank 0 understands ``path``.
@@ -98,13 +99,21 @@ def save_sharded(
     Raises:
         CheckpointError: on every rank, when one could not do its part; what stood at ``path`` is still there.
     """
+    plans = Plans() if plans is None else plans
     save = begin_save(path, together)
-    with discarding(save.folder, together):
-        plans: list[tuple[dict[str, Any], list[Any]]] = []
-        together.each(save.what, lambda: plans.append(_planned(state, together.rank)))
-        [(flat, items)] = plans
-        ranks = together.each(save.what, lambda: write_pieces(items, together.rank, save.folder.create, wrote))
-        together.first(save.what, lambda: finish_save(save, ranks, paths_of(flat), packed(rest)))
+    try:
+        with discarding(save.folder, together):
+            planned: list[tuple[dict[str, Any], list[Any]]] = []
+            together.each(save.what, lambda: planned.append(_planned(state, together.rank)))
+            [(flat, items)] = planned
+            briefs = together.each(
+                save.what, lambda: plans.brief(write_pieces(items, together.rank, save.folder.create, wrote))
+            )
+            together.first(save.what, lambda: finish_save(save, briefs, plans, paths_of(flat), packed(rest)))
+    except BaseException:
+        plans.forget()
+        raise
+    plans.confirm()
     return save.path
 
 
@@ -136,22 +145,22 @@ def paths_of(flat: Mapping[str, tuple[Keys, Any]]) -> dict[str, Keys]:
     return {key: keys for key, (keys, _) in flat.items()}
 
 
-def finish_save(save: Save, ranks: Sequence[RankFiles], paths: Mapping[str, Keys], rest: bytes) -> None:
+def finish_save(save: Save, briefs: Sequence[Brief], plans: Plans, paths: Mapping[str, Keys], rest: bytes) -> None:
     """Makes a checkpoint of what all ranks have written. On rank 0.
 
     Args:
         save: that was begun.
-        ranks: what each rank has written.
+        briefs: what each rank says of its files.
+        plans: rank 0's.
         paths: see :func:`paths_of`.
         rest: what is saved as one object, packed.
     """
     sums: dict[str, FileSum] = {}
-    for files in ranks:
-        sums.update(files.sums)
-    metadata = metadata_of(chain.from_iterable(files.placed for files in ranks), paths, save.save_id)
-    for name, data in ((REST, rest), (METADATA, pickle.dumps(metadata))):
+    for brief in briefs:
+        sums.update(brief.sums)
+    for name, data in ((REST, rest), (METADATA, plans.metadata(briefs, paths, save.save_id))):
         sums[name] = write_file(save.folder, name, data)
-    write_file(save.folder, MANIFEST, Manifest(save.save_id, len(ranks), sums).to_bytes())
+    write_file(save.folder, MANIFEST, Manifest(save.save_id, len(briefs), sums).to_bytes())
     save.folder.commit()
 
 
