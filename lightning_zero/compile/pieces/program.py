@@ -14,8 +14,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from lightning_zero.compat.compiler import BypassCache, OutputCode
 from lightning_zero.compat.ops import OpOverload, draw_seeds
@@ -171,10 +172,13 @@ class _Op:
         return getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
 
 
-def _strides(value: Any) -> tuple[int, ...] | None:
-    """Of a result; None where they are as they were traced."""
+def _strides(value: Any) -> tuple[int | SymInt, ...] | None:
+    """Of a result, for a backward that reads it; None where they are as they were traced, or known only when it runs.
+
+    Symbols stay symbols: in numbers, the backward would be compiled for the sizes of this batch alone; untold, for the
+    strides that a product had before Inductor padded it."""
     strides = value.stride() if isinstance(value, Tensor) else ()
-    return tuple(strides) if strides and all(isinstance(stride, int) for stride in strides) else None
+    return tuple(strides) if strides and not any(map(free_unbacked_symbols, strides)) else None
 
 
 def _named(value: Any) -> Any:

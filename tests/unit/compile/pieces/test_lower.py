@@ -51,7 +51,8 @@ def trained(module: nn.Module, batches: list[Tensor], cache: PieceCache | None) 
     losses = []
     with functorch_config.patch(enable_autograd_cache=False):  # it takes no notice of what compiles
         for batch in batches:
-            loss = run(batch)
+            results = run(batch)
+            loss = results[1] if isinstance(results, tuple) else results
             loss.backward()
             losses.append(loss.item())
     return losses, torch.cat([param.grad.flatten() for param in module.parameters() if param.grad is not None])
@@ -76,6 +77,34 @@ def test_pieces_are_compiled_once_and_do_what_the_whole_does() -> None:
     assert found_more > found > 0
     trained(module, batches[:1], cache)  # compiled again, as with another plan
     assert cache.compiled == as_few
+
+
+class Padded(Layers):
+    """Its product with so many columns is padded on GPUs, and saved for backward as users get it."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.head = nn.Linear(WIDTH, 1003, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for line in self.lines:
+            x = nn.functional.silu(line(nn.functional.rms_norm(x, (WIDTH,))))
+        logits = nn.functional.linear(x.bfloat16(), self.head.weight.bfloat16())
+        return logits, logits.float().logsumexp(-1).mean()  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+def test_backward_gets_a_padded_product_of_any_length_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("check_device", "has_triton"):
+        monkeypatch.setattr(f"torch._inductor.fx_passes.pad_mm.{name}", lambda *_: True)
+    torch.manual_seed(0)
+    module, batches = Padded(), [torch.randn(4, length, WIDTH) for length in (40, 32, 48)]
+    losses = [module(batch)[1] for batch in batches]
+    expected = torch.autograd.grad(torch.stack(losses).sum(), list(module.parameters()))
+    with inductor_config.patch(force_shape_pad=True, shape_padding=True):
+        found, gradients = trained(module, batches, PieceCache())
+    assert found == pytest.approx([loss.item() for loss in losses], rel=1e-5)
+    torch.testing.assert_close(gradients, torch.cat([grad.flatten() for grad in expected]), rtol=2e-2, atol=1e-5)
 
 
 def test_inductor_does_not_take_a_piece_for_the_whole_graph() -> None:

@@ -102,5 +102,7 @@ def test_a_piece_whose_results_lie_otherwise_is_not_used() -> None:
     )  # nothing follows a stride of one element
     check_strides(SimpleNamespace(output_strides=[("3*s0", "3", "1")]), [value])
     check_strides(SimpleNamespace(output_strides=None), [value])
+    with pytest.raises(DifferentStrides):
+        check_strides(SimpleNamespace(output_strides=[("8*s0", "3", "2")]), [value])
     with pytest.raises(DifferentStrides, match=r"\['8', '1'\].*\['3', '1'\]"):
         check_strides(SimpleNamespace(output_strides=[("8", "3", "1")]), [value])
