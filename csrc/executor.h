@@ -12,7 +12,7 @@
 // All methods may be called from any thread; one lock is held over all owners (Context::mutex).
 #pragma once
 
-#include <torch/custom_class.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <map>
 #include <memory>
@@ -29,7 +29,7 @@
 
 namespace lightning_zero {
 
-class Executor : public torch::CustomClassHolder {
+class Executor : public c10::intrusive_ptr_target {
  public:
   Executor(const Communicators::Names& groups, const std::string& device);
   ~Executor() override;

@@ -1,7 +1,6 @@
 #include "gradients/agreement.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -26,9 +25,7 @@ Agreement::Agreed Agreement::agree(std::vector<int64_t> flags, const std::vector
   const auto first = flags.size();
   flags.insert(flags.end(), {order, -order, barriers, -barriers, to_say_ ? 1 : 0});
   if (control_ != nullptr) {
-    auto values = at::tensor(flags, at::kLong);
-    control_->all_reduce_max(values, "the agreement at the end of a backward pass");
-    std::copy_n(values.const_data_ptr<int64_t>(), flags.size(), flags.begin());
+    control_->all_reduce_max(flags, "the agreement at the end of a backward pass");
     context_.count("agreements");
     // Signals carry no name: ranks that came to barriers at different times would add up what is not there
     // yet, without a word.

@@ -1,11 +1,8 @@
 #include "gradients/bucket.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_foreach_add.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mean.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/scalar_tensor.h>
+
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
@@ -32,9 +29,9 @@ void add_rows(at::Tensor to, const at::Tensor& rows, bool add, const RowMeans& m
   } else if (mean(to, rows, add)) {
     return;
   } else if (add || to.scalar_type() != wide) {
-    from = at::mean(rows, at::IntArrayRef{0}, /*keepdim=*/false, wide);
+    from = tensors::mean_of_rows(rows, wide);
   } else {
-    at::mean_out(to, rows, at::IntArrayRef{0}, /*keepdim=*/false, wide);
+    tensors::mean_of_rows(to, rows, wide);
     return;
   }
   add ? to.add_(from) : to.copy_(from);
@@ -74,7 +71,7 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding, std::optional<bool> d
 at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t numel, at::ScalarType dtype) {
   if (!tensor.defined()) {
     const auto& shard = slots_.front().record->shard;
-    tensor = at::empty({numel}, shard.options().dtype(dtype).requires_grad(std::nullopt));
+    tensor = tensors::empty(numel, shard.options().dtype(dtype).requires_grad(std::nullopt));
     if (poison)
       fill_with_poison(tensor);
   }
@@ -136,8 +133,8 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
     // 1/3 in bfloat16 would be off by 0.2%, always to the same side; a 0-dim double does not change the
     // dtype.
     if (!scale_.defined())
-      scale_ = at::scalar_tensor(scale, at::kDouble);
-    at::mul_out(filled, grad, scale_);
+      scale_ = tensors::scalar(scale);
+    tensors::multiply(filled, grad, scale_);
   }
   // Stale values in the padding would reach the last ranks' shards, and from there the gradient norm.
   const auto padding = ranks_ * record.host_shard_numel() - record.numel;
@@ -213,7 +210,7 @@ at::Tensor ReduceBucket::host_sums() {
     }
   }
   if (!to.empty())
-    at::_foreach_add_(to, from);
+    tensors::add_each(to, from);
   return sums;
 }
 

@@ -1,6 +1,7 @@
 #include "gradients/deferred.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 

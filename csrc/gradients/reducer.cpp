@@ -2,12 +2,13 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "runtime/compat.h"
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
@@ -85,7 +86,7 @@ void Reducer::open(ReduceBucket& bucket, bool adding) {
     return;
   for (auto& slot : bucket.slots()) {
     if (!slot.record->grad.defined())
-      slot.record->grad = at::zeros_like(slot.record->shard);
+      slot.record->grad = tensors::zeros_like(slot.record->shard);
   }
   auto* buffer = pools_.of(bucket.dtype()).acquire(bucket.chunk(), pool_stats_);
   bucket.poison = context_.options.poison;

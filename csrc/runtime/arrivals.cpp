@@ -1,12 +1,12 @@
 #include "runtime/arrivals.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
 
 #include <array>
 
 #include "runtime/cuda_api.h"
 #include "runtime/device.h"
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
@@ -44,7 +44,7 @@ DeviceArrivals::DeviceArrivals(const at::Tensor& code, std::vector<at::Tensor> r
   TORCH_INTERNAL_ASSERT(words_.is_pinned() && words_.scalar_type() == at::kInt);
   for (const auto& row : rows_)
     TORCH_INTERNAL_ASSERT(row.scalar_type() == at::kInt && row.numel() >= static_cast<int64_t>(rows_.size()));
-  first_ = at::zeros({1}, rows_[static_cast<size_t>(rank)].options());
+  first_ = tensors::zeros(1, rows_[static_cast<size_t>(rank)].options());
 }
 
 void DeviceArrivals::starts_at(int64_t first) {

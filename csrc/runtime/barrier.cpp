@@ -1,12 +1,12 @@
 #include "runtime/barrier.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <array>
 
 #include "runtime/cuda_api.h"
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
@@ -29,7 +29,7 @@ DeviceBarrier::DeviceBarrier(const at::Tensor& code, std::vector<at::Tensor> row
   for (const auto& row : rows_)
     TORCH_INTERNAL_ASSERT(row.scalar_type() == at::kInt &&
                           row.numel() >= DEVICE_LANES * static_cast<int64_t>(rows_.size()));
-  counts_ = at::zeros({DEVICE_LANES}, rows_[static_cast<size_t>(rank)].options());
+  counts_ = tensors::zeros(DEVICE_LANES, rows_[static_cast<size_t>(rank)].options());
 }
 
 std::vector<void*> DeviceBarrier::rows_of(int lane) const {

@@ -1,6 +1,7 @@
 #include "runtime/compat.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <c10/core/impl/COW.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -35,9 +36,25 @@ void at_end_of_backward(std::function<void()> callback) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
 }
 
-torch::jit::Stack call(const std::string& op, torch::jit::Stack stack) {
+namespace {
+
+template <class Argument>
+torch::jit::Stack run(const std::string& op, std::vector<Argument> arguments) {
+  torch::jit::Stack stack(std::make_move_iterator(arguments.begin()),
+                          std::make_move_iterator(arguments.end()));
   c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), "").callBoxed(&stack);
   return stack;
+}
+
+}  // namespace
+
+void call(const std::string& op, std::vector<std::string> arguments) {
+  run(op, std::move(arguments));
+}
+
+at::Tensor call_on_tensors(const std::string& op, std::vector<at::Tensor> arguments) {
+  const auto results = run(op, std::move(arguments));
+  return results.empty() ? at::Tensor() : results.back().toTensor();
 }
 
 void mark(const at::Tensor& tensor) {

@@ -6,7 +6,7 @@
 // (at::_foreach_copy_).
 #pragma once
 
-#include <ATen/core/stack.h>
+#include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <string>
@@ -33,8 +33,10 @@ void at_end_of_backward(std::function<void()> callback);
 
 // -- the dispatcher
 
-// An op by its qualified name, which Python may have implemented; what it returns.
-torch::jit::Stack call(const std::string& op, torch::jit::Stack stack = {});
+// An op by its qualified name, which Python may have implemented: of strings; and of tensors, with what it
+// returns last, if it does.
+void call(const std::string& op, std::vector<std::string> arguments = {});
+at::Tensor call_on_tensors(const std::string& op, std::vector<at::Tensor> arguments);
 
 // -- memory that is copied when it is written to
 

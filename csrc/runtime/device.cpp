@@ -1,5 +1,8 @@
 #include "runtime/device.h"
 
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 namespace lightning_zero {
 
 c10::Stream current_stream(const c10::Device& device) {

@@ -6,12 +6,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
 #include <vector>
+
+namespace c10 {
+struct Event;
+}
 
 namespace lightning_zero {
 

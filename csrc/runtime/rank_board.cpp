@@ -1,5 +1,7 @@
 #include "runtime/rank_board.h"
 
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
 namespace lightning_zero {
 
 namespace {

@@ -1,7 +1,7 @@
 // What ranks tell each other through the key-value store of their process group.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <c10/util/intrusive_ptr.h>
 
 #include <optional>
 #include <string>
@@ -9,6 +9,10 @@
 
 #include "runtime/process_on_host.h"
 #include "runtime/rank_status.h"
+
+namespace c10d {
+class Store;
+}
 
 namespace lightning_zero {
 

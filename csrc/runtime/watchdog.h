@@ -17,7 +17,7 @@
 // see each other, so that one that was killed is missed at once.
 #pragma once
 
-#include <torch/custom_class.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -41,7 +41,7 @@ namespace lightning_zero {
 
 class RankBoard;
 
-class Watchdog : public torch::CustomClassHolder {
+class Watchdog : public c10::intrusive_ptr_target {
  public:
   using Clock = std::chrono::steady_clock;
 

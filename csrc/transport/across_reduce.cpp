@@ -2,12 +2,10 @@
 // the ranks at one place of all hosts. See [Note: hosts] in context.h.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/scalar_tensor.h>
 
 #include "context.h"
 #include "gradients/bucket.h"
+#include "runtime/tensors.h"
 #include "transport/communicator.h"
 #include "transport/transport.h"
 
@@ -56,12 +54,12 @@ Pending AcrossReduce::send(ReduceBucket& bucket) {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   const auto hosts = context_.across.size;
   const auto sums = bucket.host_sums();
-  auto wire = at::empty({bucket.chunk()}, sums.options().dtype(bucket.dtype()));
+  auto wire = tensors::empty(bucket.chunk(), sums.options().dtype(bucket.dtype()));
   if (inside_->takes_mean())  // of the ranks of one host; in float32, before it is rounded
-    at::mul_out(wire, sums, at::scalar_tensor(1.0 / static_cast<double>(hosts), at::kDouble));
+    tensors::multiply(wire, sums, tensors::scalar(1.0 / static_cast<double>(hosts)));
   else
     wire.copy_(sums);
-  auto received = at::empty({bucket.chunk() / hosts}, wire.options());
+  auto received = tensors::empty(bucket.chunk() / hosts, wire.options());
   std::vector<at::Tensor> outputs, inputs;
   for (const auto& slot : bucket.slots()) {
     outputs.push_back(piece(received, slot.offset / hosts, slot.record->shard_numel()));

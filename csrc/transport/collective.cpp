@@ -1,10 +1,10 @@
 // Weights and gradients by collectives of a process group: what always can be done.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include "context.h"
 #include "gradients/bucket.h"
+#include "runtime/tensors.h"
 #include "transport/communicators.h"
 #include "transport/transport.h"
 
@@ -79,7 +79,7 @@ Pending CollectiveGather::gather_across(const std::vector<ParamRecord*>& records
     if (found.defined()) {
       memory_.await_copy(record, dtype, /*of_peers=*/false);
     } else {
-      found = at::empty({record.host_shard_numel()}, record.shard.options().dtype(dtype));
+      found = tensors::empty(record.host_shard_numel(), record.shard.options().dtype(dtype));
       missing.push_back(found);
       shards.push_back(record.shard.to(dtype));
       context_.count("gather_bytes_across", static_cast<int64_t>(found.nbytes()));

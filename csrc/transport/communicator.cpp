@@ -1,8 +1,6 @@
 #include "transport/communicator.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -12,6 +10,7 @@
 
 #include "runtime/collectives.h"
 #include "runtime/compat.h"
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
@@ -100,7 +99,7 @@ at::Tensor Communicator::scratch(const at::Tensor& output,
                                  std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
   if (!jitter_rng_)
     return output;
-  auto memory = at::empty_like(output);
+  auto memory = tensors::empty_like(output);
   fill_with_poison(output);
   copies.emplace_back(output, memory);
   return memory;
@@ -254,8 +253,8 @@ Pending Communicator::barrier() {
   if (signal_all_)
     return run([this] { signal_all(); });
   if (!token_.defined()) {
-    token_ = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device_));
-    tokens_ = at::zeros({size()}, token_.options());
+    token_ = tensors::zeros(1, at::TensorOptions().dtype(at::kInt).device(device_));
+    tokens_ = tensors::zeros(size(), token_.options());
   }
   return all_gather(tokens_, token_);
 }
@@ -334,12 +333,13 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
       std::move(then), bytes);
 }
 
-void Communicator::all_reduce_max(at::Tensor& values, const char* what) {
-  std::vector<at::Tensor> tensors{values};
+void Communicator::all_reduce_max(std::vector<int64_t>& values, const char* what) {
+  std::vector<at::Tensor> tensors{tensors::numbers(values)};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   auto pending = launch(what, [&](bool) { return Works{group_->allreduce(tensors, options)}; }, {});
   pending.wait(device_);
+  std::copy_n(tensors[0].const_data_ptr<int64_t>(), values.size(), values.begin());
 }
 
 }  // namespace lightning_zero

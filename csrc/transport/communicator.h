@@ -76,8 +76,8 @@ class Communicator {
   Pending reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                                at::Tensor all_inputs, std::function<void()> then);
 
-  // Elementwise maximum over ranks of a host tensor; blocks the host. The group must be a CPU one.
-  void all_reduce_max(at::Tensor& values, const char* what);
+  // Elementwise maximum over ranks, in place; blocks the host. The group must be a CPU one.
+  void all_reduce_max(std::vector<int64_t>& values, const char* what);
 
   // The current stream waits for ours.
   void catch_up();

@@ -1,7 +1,8 @@
 #include "transport/communicators.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
+
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
@@ -106,8 +107,8 @@ void Communicators::before_replay(const Meetings& graph) {
   }
   if (replays_.defined() || !context_.watchdog || context_.size == 1)
     return;
-  replays_ = at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(context_.device));
-  replays_ended_ = at::zeros({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+  replays_ = tensors::zeros(1, at::TensorOptions().dtype(at::kLong).device(context_.device));
+  replays_ended_ = tensors::zeros(1, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
 }
 
 void Communicators::after_replay(const Meetings& graph) {

@@ -1,11 +1,11 @@
 // Weights by plain copies out of every rank's shards, where ranks take turns: no other rank need come along.
 // See [Note: turns] in weights/access.h.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 
 #include "context.h"
+#include "runtime/tensors.h"
 #include "transport/communicators.h"
 #include "transport/transport.h"
 
@@ -50,7 +50,7 @@ Pending ShardCopyGather::gather(const std::vector<ParamRecord*>& records, std::v
       from.push_back(&copies);
       continue;
     }
-    auto whole = at::empty({outputs[i].numel()}, record.shard.options());
+    auto whole = tensors::empty(outputs[i].numel(), record.shard.options());
     comm_.copy_group({whole}, {&record.shards}).wait(context_.device);
     outputs[i].copy_(whole);
   }

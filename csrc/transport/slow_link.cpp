@@ -1,11 +1,10 @@
 #include "transport/slow_link.h"
 
-#include <ATen/ops/zeros.h>
-
 #include <algorithm>
 #include <array>
 
 #include "runtime/cuda_api.h"
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
@@ -15,7 +14,7 @@ SlowLink::SlowLink(double bytes_per_s, const c10::Device& device, const std::opt
     return;
   const auto& driver = CudaDriver::instance();
   kernel_ = driver.find_kernel(driver.load_module(code->const_data_ptr()), "hold");
-  device_free_at_ = at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(device));
+  device_free_at_ = tensors::zeros(1, at::TensorOptions().dtype(at::kLong).device(device));
 }
 
 SlowLink::Clock::time_point SlowLink::arrival(int64_t bytes) {

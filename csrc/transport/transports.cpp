@@ -1,10 +1,9 @@
 #include "transport/transports.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
 
 #include "runtime/device_turns.h"
+#include "runtime/tensors.h"
 #include "transport/peer_reduce.h"
 
 namespace lightning_zero {
@@ -103,8 +102,8 @@ void Transports::take_device_arrivals(const at::Tensor& code, std::vector<at::Te
   const bool alone = rows.size() == 1;
   TORCH_INTERNAL_ASSERT(alone || static_cast<int64_t>(rows.size()) == context_.inside.size);
   // Where there is no barrier, ranks read nothing of each other, and wait for their own collectives only.
-  auto words =
-      barrier_ ? barrier_->words() : at::zeros({1}, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+  auto words = barrier_ ? barrier_->words()
+                        : tensors::zeros(1, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
   communicators_.take(std::make_unique<DeviceArrivals>(code, std::move(rows), std::move(words),
                                                        alone ? 0 : context_.inside.rank));
 }
@@ -114,9 +113,9 @@ void Transports::begin_stage() {
   auto* control = communicators_.control();
   if (control == nullptr)
     return;
-  auto steps = at::tensor({steps_}, at::kLong);
+  std::vector<int64_t> steps{steps_};
   control->all_reduce_max(steps, "the beginning of a stage");
-  steps_ = *steps.const_data_ptr<int64_t>();
+  steps_ = steps[0];
 }
 
 void Transports::begin_step(bool in_backward) {

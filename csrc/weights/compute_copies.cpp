@@ -1,7 +1,9 @@
 #include "weights/compute_copies.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_foreach_copy.h>
+#include <ATen/core/grad_mode.h>
+
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
@@ -52,7 +54,7 @@ void ComputeCopies::write_full_precision(const std::vector<ParamRecord*>& record
     }
   }
   if (!copies.empty())
-    at::_foreach_copy_(copies, shards);
+    tensors::copy_each(copies, shards);
 }
 
 }  // namespace lightning_zero

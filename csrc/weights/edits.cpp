@@ -2,12 +2,11 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/equal.h>
 
 #include <algorithm>
 
 #include "runtime/compat.h"
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
@@ -102,12 +101,13 @@ bool Edits::is_edited(const Tracked& weight) {
   auto& record = context_.at(weight.index);
   if (access_.is_writing())
     return true;
-  auto now = at::empty({weight.flat.numel()}, weight.flat.options());
+  auto now = tensors::empty(weight.flat.numel(), weight.flat.options());
   if (!gatherer_.read_alone(record, now))
     return true;
   const auto numel = record.numel;
   // Bit by bit: NaN is no edit.
-  return !at::equal(now.narrow(0, 0, numel).view(at::kByte), weight.flat.narrow(0, 0, numel).view(at::kByte));
+  return !tensors::equal(now.narrow(0, 0, numel).view(at::kByte),
+                         weight.flat.narrow(0, 0, numel).view(at::kByte));
 }
 
 void Edits::take() {

@@ -1,20 +1,20 @@
 #include "weights/gatherer.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
 at::Tensor Gatherer::fresh(int64_t numel, const at::TensorOptions& options) const {
-  auto memory = at::empty({numel}, options);
+  auto memory = tensors::empty(numel, options);
   if (!context_.options.poison)
     return memory;
   // Poisoned again before it goes back to the allocator.
-  return at::from_blob(
-      memory.mutable_data_ptr(), {numel}, [memory](void*) { fill_with_poison(memory); }, options);
+  return tensors::wrap(memory.mutable_data_ptr(), numel, options,
+                       [memory](void*) { fill_with_poison(memory); });
 }
 
 GatherTransport& Gatherer::transport_for(const std::vector<ParamRecord*>& records,

@@ -1,10 +1,10 @@
 #include "weights/host_shards.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_foreach_copy.h>
-#include <ATen/ops/tensor.h>
 
 #include <algorithm>
+
+#include "runtime/tensors.h"
 
 namespace lightning_zero {
 
@@ -24,12 +24,11 @@ bool HostShards::any_stale() const {
 
 bool HostShards::on_any_rank(bool yes) {
   const auto order = static_cast<int64_t>(order_ >> 2);
-  auto said = at::tensor({static_cast<int64_t>(yes), order, -order}, at::kLong);
+  std::vector<int64_t> said{yes, order, -order};
   comms_.control()->all_reduce_max(said, "whether weights have changed");
-  const auto* most = said.const_data_ptr<int64_t>();
-  if (most[1] == -most[2])
+  if (said[1] == -said[2])
     agreed_ = used_.size();
-  return most[0] > 0;
+  return said[0] > 0;
 }
 
 ShardCopy& HostShards::read(ParamRecord& record, at::ScalarType dtype) {
@@ -59,7 +58,7 @@ void HostShards::refresh() {
         copies.push_back(copy);
     }
   }
-  at::_foreach_copy_(own, shards);
+  tensors::copy_each(own, shards);
   exchange_.begin(copies);
 }
 

@@ -39,7 +39,8 @@ FLAGS = (MARK, "-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GL
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 LOCK_DEADLINE_S = 900.0
 UNITS = 8
-LONG_HEADERS = "#include <torch/csrc/"  # those of process groups and autograd: three times the seconds of tensors'
+LONG_HEADERS = "#include <torch/"  # those of process groups, autograd and ops: three times the seconds of tensors'
+LEAN = "-DAT_PER_OPERATOR_HEADERS"  # with the folder "lean" of the sources, whose headers come before torch's
 
 Say = Callable[..., Any]  # as a logger's methods: a format, and what belongs into it
 
@@ -175,11 +176,12 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
     try:
         units = _units(sources, temporary)
         objects = [unit.with_suffix(".o") for unit in units]
+        lean = [LEAN, f"-I{sources / 'lean'}"]
         each = [
-            [*compiler, *FLAGS, _abi(), *includes, "-c", str(unit), "-o", str(target)]
+            [*compiler, *FLAGS, _abi(), *lean, *includes, "-c", str(unit), "-o", str(target)]
             for unit, target in zip(units, objects, strict=True)
         ]
-        commands.all(each, partial(_run, commands))
+        commands.all(each, partial(_compile_unit, commands, lean))
         libraries = torch_directory / "lib"
         linked = temporary / library.name
         _run(
@@ -196,16 +198,26 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
     say("Built lightning_zero's C++ executor in %.0f s (%s).", time.monotonic() - start, library)
 
 
+def _compile_unit(commands: Commands, lean: Sequence[str], command: list[str]) -> None:
+    """A torch whose headers need more than the lean ones have is given its own."""
+    try:
+        _run(commands, command)
+    except NativeBuildError as error:
+        log.debug("With torch's own headers: %s", error)
+        _run(commands, [part for part in command if part not in lean])
+
+
 def _units(sources: Path, directory: Path) -> list[Path]:
-    """Files that include the sources, about as much of them each: most of a source's time goes into torch's headers, so
-    sources that need those of process groups, which take longest, share files. With many cores each is split in two,
-    and never made otherwise: two sources that do not go together fail on any machine, so in our tests."""
+    """Files that include the sources: most of a source's time goes into torch's headers, so one that needs those that
+    take longest is alone, and the others share files, about as much of them each. With fewer cores two files are one,
+    of sources that need the same headers: what goes together on any machine has been tried on those of tests."""
     paths = sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
-    long = [path for path in paths if LONG_HEADERS in path.read_text()]
-    count = max(1, round(UNITS * _bytes(long) / max(1, _bytes(paths))))
-    parts = [*_split(long, count), *_split([path for path in paths if path not in long], UNITS - count)]
-    if (os.cpu_count() or 1) >= 2 * UNITS:
-        parts = [half for part in parts for half in (part[::2], part[1::2])]
+    alone = [path for path in paths if path.parent.name == "bindings" or LONG_HEADERS in path.read_text()]
+    alone.sort(key=lambda path: (path.name == "ops.cpp", path.parent.name == "bindings"))
+    parts = [[path] for path in alone]
+    parts += _split([path for path in paths if path not in alone], max(1, 2 * UNITS - len(alone)))
+    if (os.cpu_count() or 1) < 2 * UNITS:
+        parts = [sum(parts[at : at + 2], []) for at in range(0, len(parts), 2)]
     units = []
     for number, part in enumerate(filter(None, parts)):
         units.append(directory / f"unit{number}.cpp")

@@ -235,3 +235,23 @@ def test_a_library_that_does_not_load_is_named_with_the_remedy(tmp_path: Path, m
     monkeypatch.setattr(load_module, "build", lambda: garbage)
     with pytest.raises(NativeBuildError, match=rf"{garbage} does not load with torch.*Delete that file"):
         load_module.load.__wrapped__()
+
+
+def test_a_torch_that_needs_more_than_the_lean_headers_is_given_its_own() -> None:
+    class Commands:
+        def __init__(self, refuses: str) -> None:
+            self.refuses, self.ran = refuses, list[list[str]]()
+
+        def run(self, command: list[str]) -> Any:
+            self.ran.append(command)
+            code = int(self.refuses in command)
+            return subprocess.CompletedProcess(command, code, "", "error: no such member" if code else "")
+
+    lean = [build_module.LEAN, "-I/lean"]
+    command = ["g++", *lean, "-I/torch", "-c", "unit.cpp"]
+    for refuses, ran in (("nothing", [command]), (lean[0], [command, ["g++", "-I/torch", "-c", "unit.cpp"]])):
+        commands: Any = Commands(refuses)
+        build_module._compile_unit(commands, lean, command)
+        assert commands.ran == ran
+    with pytest.raises(NativeBuildError, match="no such member"):
+        build_module._compile_unit(Commands("g++"), lean, command)  # type: ignore[arg-type]
