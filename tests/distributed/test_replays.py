@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.helpers.models import OneMLP, build
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.replays import COPY, WAYS, graphs_are_cut, train, train_up_to_a_replayed_forward
-from tests.helpers.sharded import engine_for
+from tests.helpers.sharded import adamw, engine_for
 from tests.ranks.pool import Ranks
 
 
@@ -51,6 +52,31 @@ def test_replays_train_like_runs_and_count_like_them(ranks: Ranks, way: str) -> 
         if not graphs_are_cut(way):
             same += ("reduce_bytes", "flushes")
         assert {name: counters.get(name) for name in same} == {name: expected.get(name) for name in same}
+
+
+def eight_lengths() -> tuple[int, list[int]]:
+    """How many graphs were traced; how many had been replayed before each step."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, replayed = build(OneMLP), []
+    with engine_for(model, "aot_eager", emulate_cuda_graph_model=True, **COPY) as engine:
+        optimizer = adamw(model)
+        for step in range(120):
+            replayed.append(engine.executor.counters().get("replayed_graphs", 0))
+            with engine.train_step(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = model.loss(model.make_batch(step, 8 * (2 + step % 8)))
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+        assert len(engine.session.plans.plan.graphs) == 2, "a forward and a backward"
+    return counters["stats"]["unique_graphs"], replayed
+
+
+def test_eight_lengths_are_compiled_twice_and_replayed_after_some_rounds(ranks: Ranks) -> None:
+    for graphs, replayed in ranks.run(2, eight_lengths, deadline=120):
+        assert graphs <= 2
+        assert replayed[-1] - replayed[60] >= 0.9 * 2 * 59, "forward and backward of nine in ten steps"
 
 
 def closed_before_its_backward() -> tuple[int, str]:
