@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters as compiler_counters
 
 from tests.helpers.models import OneMLP, build
 from tests.helpers.oracle import assert_close_relative
@@ -57,7 +57,7 @@ def test_replays_train_like_runs_and_count_like_them(ranks: Ranks, way: str) -> 
 def eight_lengths() -> tuple[int, list[int]]:
     """How many graphs were traced; how many had been replayed before each step."""
     torch._dynamo.reset()
-    counters.clear()
+    compiler_counters.clear()
     model, replayed = build(OneMLP), []
     with engine_for(model, "aot_eager", emulate_cuda_graph_model=True, **COPY) as engine:
         optimizer = adamw(model)
@@ -70,7 +70,7 @@ def eight_lengths() -> tuple[int, list[int]]:
                 optimizer.step()
             optimizer.zero_grad()
         assert len(engine.session.plans.plan.graphs) == 2, "a forward and a backward"
-    return counters["stats"]["unique_graphs"], replayed
+    return compiler_counters["stats"]["unique_graphs"], replayed
 
 
 def test_eight_lengths_are_compiled_twice_and_replayed_after_some_rounds(ranks: Ranks) -> None:

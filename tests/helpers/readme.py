@@ -1,4 +1,4 @@
-"""What users read: the README and docs/. Their tables of options: ``python -m tests.helpers.readme`` writes them, and a
+"""What users read: the README and examples/docs/. Their tables of options: ``python -m tests.helpers.readme`` writes them, and a
 test compares them. And their snippets, which tests run."""
 
 import re
@@ -15,7 +15,7 @@ TABLES = {"options": table(Options), "tuning": table(Tuning, GROUPS)}
 
 def pages() -> list[Path]:
     """The README first, from which the others' snippets have their names."""
-    return [README, *sorted((REPO / "docs").glob("*.md")), *REPO.glob("CONTRIBUTING.md")]
+    return [README, *sorted((REPO / "examples" / "docs").glob("*.md"))]
 
 
 def written() -> dict[Path, str]:

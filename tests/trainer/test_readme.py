@@ -1,4 +1,4 @@
-"""What the README and docs/ show runs, and their links lead somewhere."""
+"""What the README and examples/docs/ show runs, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ def test_links_lead_to_files_of_the_project_and_to_headings() -> None:
 
 def test_files_that_are_named_are_there() -> None:
     texts = "\n".join(page.read_text() for page in pages())
-    named = re.findall(r"`((?:examples|tests|csrc|docs|lightning_zero)/[\w/.-]+)`", texts)
+    named = re.findall(r"`((?:examples|tests|csrc|lightning_zero)/[\w/.-]+)`", texts)
     assert len(named) > 10
     assert [name for name in named if "/X." not in name and not (REPO / name).exists()] == []
