@@ -5,19 +5,18 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph
 
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
-from tests.helpers.models import Case, build, make_batches
+from tests.helpers.measured import AGAIN, Blocks, same
+from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import Batch
 from tests.helpers.sharded import engine_for, sgd, train_sharded
 from tests.ranks.pool import Ranks
 
 TOTAL = 10**6
 SIZE = 1536  # of a weight, with padding
-# The first step runs eagerly, the second compiles; three are measured. So the sixth batch compiles again.
-AGAIN = 5
 
 
 class Gauge(MemoryGauge):
@@ -31,26 +30,6 @@ class Gauge(MemoryGauge):
 
     def read(self) -> DeviceMemory:
         return DeviceMemory(TOTAL, 0, int(0.9 * TOTAL) - self.spare[dist.get_rank()], 0, 0)
-
-
-class Blocks(Case):
-    """Called one by one, so that three blocks run one graph; each holds three weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = ([layer for _ in range(3) for layer in (nn.Linear(19, 19, bias=False), nn.Tanh())] for _ in range(3))
-        self.blocks = nn.ModuleList(nn.Sequential(*block) for block in layers)
-
-    @staticmethod
-    def make_batch(seed: int, n: int) -> Batch:
-        rng = torch.Generator().manual_seed(seed)
-        return torch.randn(n, 19, generator=rng), torch.randn(n, 19, generator=rng)
-
-    def loss(self, batch: Batch) -> Tensor:
-        x, target = batch
-        for block in self.blocks:
-            x = block(x)
-        return self.criterion(x, target)
 
 
 def train(
@@ -92,11 +71,6 @@ def train(
         "kept": kept,
         "said": [line for line in said if "auto" in line],
     }
-
-
-def same(mine: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> bool:
-    pairs = zip(mine, theirs, strict=True)
-    return all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
 
 
 def test_weights_stay_within_what_the_fullest_rank_has_left(ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.fx import Graph
 
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
-from tests.distributed.test_measured_budget import AGAIN, Blocks, same
+from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches
 from tests.helpers.options import config
 from tests.helpers.sharded import adamw, case_loss, engine_for, train_sharded
