@@ -128,7 +128,8 @@ class MeasuredBudget:
 
     def backward_begins(self) -> None:
         """Should come where a forward is over: what is there then has been saved."""
-        if self.plan is not None or self._looked:
+        # Once all is decided nobody asks, and reading a device in each backward would take time for ever.
+        if (self.plan is not None or self._looked) and not self.settled():
             self._measuring.backward_begins()
 
     def before_training(self, config: EngineConfig, known: Known) -> Decided | None:

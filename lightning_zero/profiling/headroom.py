@@ -34,7 +34,7 @@ class DeviceMemory:
     @property
     def spare(self) -> int:
         """What may be taken on top of the peak, with a margin left; 0 where the margin is used up already."""
-        return max(int(self.total * (1 - MARGIN)) - self.taken, 0)
+        return max(int(limit_of(None, self.total)) - self.taken, 0)
 
     @property
     def taken(self) -> int:

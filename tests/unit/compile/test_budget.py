@@ -143,3 +143,21 @@ def test_until_the_step_the_budget_is_one_of_bytes() -> None:
     assert budget.until_step(config.compiled) == 0.0
     assert budget.until_step(CompileConfig(resident_mb=3, resident_until="step")) == 3 * 2**20
     assert budget.until_step(CompileConfig(resident_mb=3)) == 0.0
+
+
+def test_a_device_is_not_read_in_backward_once_all_is_decided() -> None:
+    budget, reads = Alone(), 0
+
+    def read() -> DeviceMemory:
+        nonlocal reads
+        reads += 1
+        return budget._read()
+
+    budget._gauge.read = read  # type: ignore[method-assign]
+    budget._wanted = budget._looked = True  # a limit was given, and a first step has been looked at
+    budget._measuring.quiet.steps = 1
+    budget.backward_begins()
+    assert reads == 1, "what forward saves is measured"
+    budget._done = True
+    budget.backward_begins()
+    assert reads == 1
