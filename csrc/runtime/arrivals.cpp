@@ -6,6 +6,7 @@
 
 #include "runtime/cuda_api.h"
 #include "runtime/device.h"
+#include "runtime/rank_rows.h"
 #include "runtime/tensors.h"
 
 namespace lightning_zero {
@@ -13,11 +14,6 @@ namespace lightning_zero {
 namespace {
 
 constexpr unsigned kArrivalThreads = 32;  // as in arrivals.cu
-
-// Numbers on devices are the lower 32 bits.
-uint32_t low(int64_t number) {
-  return static_cast<uint32_t>(static_cast<uint64_t>(number));
-}
 
 }  // namespace
 
@@ -42,25 +38,18 @@ DeviceArrivals::DeviceArrivals(const at::Tensor& code, std::vector<at::Tensor> r
   announce_ = driver.find_kernel(module, "announce_parts");
   wait_for_ = driver.find_kernel(module, "wait_for_parts");
   TORCH_INTERNAL_ASSERT(words_.is_pinned() && words_.scalar_type() == at::kInt);
-  for (const auto& row : rows_)
-    TORCH_INTERNAL_ASSERT(row.scalar_type() == at::kInt && row.numel() >= static_cast<int64_t>(rows_.size()));
+  check_rows(rows_, static_cast<int64_t>(rows_.size()));
   first_ = tensors::zeros(1, rows_[static_cast<size_t>(rank)].options());
 }
 
 void DeviceArrivals::starts_at(int64_t first) {
-  first_.fill_(static_cast<int32_t>(low(first)));
-}
-
-std::vector<void*> DeviceArrivals::addresses() const {
-  std::vector<void*> rows;
-  for (const auto& row : rows_) rows.push_back(row.mutable_data_ptr<int>());
-  return rows;
+  first_.fill_(static_cast<int32_t>(low_word(first)));
 }
 
 void DeviceArrivals::announce(int64_t part) {
-  auto rows = addresses();
+  auto rows = row_addresses(rows_);
   int rank = static_cast<int>(rank_);
-  auto number = low(number_of(part));
+  auto number = low_word(number_of(part));
   // The first is a structure that the kernel takes by value.
   std::array<void*, 3> arguments = {rows.data(), &rank, &number};
   CudaDriver::instance().launch(announce_, 1, kArrivalThreads, current_stream(first_.device()),
@@ -68,10 +57,10 @@ void DeviceArrivals::announce(int64_t part) {
 }
 
 void DeviceArrivals::wait_for(int64_t part) {
-  auto rows = addresses();
+  auto rows = row_addresses(rows_);
   int rank = static_cast<int>(rank_);
   void* first = first_.mutable_data_ptr<int>();
-  auto parts = low(part + 1);
+  auto parts = low_word(part + 1);
   void* host = words_.mutable_data_ptr<int>();
   std::array<void*, 5> arguments = {rows.data(), &rank, &first, &parts, &host};
   CudaDriver::instance().launch(wait_for_, 1, kArrivalThreads, current_stream(first_.device()),

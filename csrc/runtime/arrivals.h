@@ -67,7 +67,6 @@ class DeviceArrivals : public Arrivals {
 
  private:
   void starts_at(int64_t first) override;
-  std::vector<void*> addresses() const;
 
   void *announce_, *wait_for_;
   std::vector<at::Tensor> rows_;

@@ -6,6 +6,7 @@
 #include <array>
 
 #include "runtime/cuda_api.h"
+#include "runtime/rank_rows.h"
 #include "runtime/tensors.h"
 
 namespace lightning_zero {
@@ -26,17 +27,12 @@ DeviceBarrier::DeviceBarrier(const at::Tensor& code, std::vector<at::Tensor> row
   begin_epoch_ = driver.find_kernel(module, "begin_epoch");
   TORCH_INTERNAL_ASSERT(words_.is_pinned() && words_.scalar_type() == at::kInt &&
                         words_.numel() >= 1 + 2 * DEVICE_LANES);
-  for (const auto& row : rows_)
-    TORCH_INTERNAL_ASSERT(row.scalar_type() == at::kInt &&
-                          row.numel() >= DEVICE_LANES * static_cast<int64_t>(rows_.size()));
+  check_rows(rows_, DEVICE_LANES * static_cast<int64_t>(rows_.size()));
   counts_ = tensors::zeros(DEVICE_LANES, rows_[static_cast<size_t>(rank)].options());
 }
 
 std::vector<void*> DeviceBarrier::rows_of(int lane) const {
-  std::vector<void*> rows;
-  for (const auto& row : rows_)
-    rows.push_back(row.mutable_data_ptr<int>() + static_cast<size_t>(lane) * rows_.size());
-  return rows;
+  return row_addresses(rows_, static_cast<size_t>(lane) * rows_.size());
 }
 
 void DeviceBarrier::operator()(int lane, const c10::Stream& stream) const {

@@ -6,6 +6,7 @@
 
 #include "runtime/cuda_api.h"
 #include "runtime/device.h"
+#include "runtime/rank_rows.h"
 
 namespace lightning_zero {
 
@@ -23,8 +24,7 @@ DeviceTurns::DeviceTurns(const at::Tensor& code, std::vector<at::Tensor> rows, a
   auto* module = driver.load_module(code.const_data_ptr());
   announce_ = driver.find_kernel(module, "announce");
   wait_for_ = driver.find_kernel(module, "wait_for");
-  for (const auto& row : rows_)
-    TORCH_INTERNAL_ASSERT(row.scalar_type() == at::kInt && row.numel() >= static_cast<int64_t>(rows_.size()));
+  check_rows(rows_, static_cast<int64_t>(rows_.size()));
 }
 
 void DeviceTurns::announce(int64_t number) {
@@ -40,10 +40,9 @@ void DeviceTurns::wait_for(int64_t number, bool to_read) {
 }
 
 void DeviceTurns::launch(void* kernel, int64_t number, const c10::Stream& stream) const {
-  std::vector<void*> rows;
-  for (const auto& row : rows_) rows.push_back(row.mutable_data_ptr<int>());
+  auto rows = row_addresses(rows_);
   int rank = static_cast<int>(rank_), arrived = kArrived, passed = kPassed;
-  auto low = static_cast<uint32_t>(static_cast<uint64_t>(number));
+  auto low = low_word(number);
   void* host = words_.mutable_data_ptr<int>();
   // The first is a structure that the kernel takes by value.
   std::array<void*, 6> arguments = {rows.data(), &rank, &low, &host, &arrived, &passed};
