@@ -225,7 +225,7 @@ class Engine(NotCopied):
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads this rank's part of a whole state dict."""
-        self.optimizers.load(optimizer, self.checkpoints.optimizer_part(optimizer, state))
+        self.optimizers.load(optimizer, self.checkpoints.optimizer_part(optimizer, state, self.optimizers.room))
 
     def close(self) -> None:
         """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""

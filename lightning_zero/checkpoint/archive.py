@@ -23,13 +23,19 @@ __all__ = ["check_archive", "write_archive"]
 BLOCK = 4 << 20  # bytes
 
 
-def write_archive(value: Any, path: Path, save: Callable[[Any, BinaryIO], None] = torch.save) -> None:  # type: ignore[assignment]
+def write_archive(
+    value: Any,
+    path: Path,
+    save: Callable[[Any, BinaryIO], None] = torch.save,  # type: ignore[assignment]
+    wrote: Callable[[int], None] = lambda count: None,
+) -> None:
     """Saves ``value`` at ``path``, in place of what stands there: a file, a link or a folder.
 
     Args:
         value: what ``torch.save`` takes.
         path: on a file system of this host, or one that it mounts.
         save: writes it into an open file.
+        wrote: is told how many bytes more are written.
 
     Raises:
         CheckpointError: a folder of something else stands there, or somebody else saves there at the same time.
@@ -42,7 +48,7 @@ def write_archive(value: Any, path: Path, save: Callable[[Any, BinaryIO], None] 
     file = open(work, "xb", buffering=0)  # noqa: SIM115 - closed by what sums it up
     held = os.dup(file.fileno())  # nothing else is known by its number meanwhile
     try:
-        with HashedFile(file) as summed:
+        with HashedFile(file, wrote) as summed:
             save(value, summed)  # type: ignore[arg-type]
         if not _is_still(work, held):
             raise CheckpointError(
@@ -66,9 +72,10 @@ def _is_still(work: Path, held: int) -> bool:
         return False
 
 
-def check_archive(path: Path, part: int = 0, parts: int = 1) -> None:
-    """Compares one of ``parts`` about equal parts of a file with its checksums. A file that has none passes: in torch's
-    older format, or saved after ``torch.serialization.set_crc32_options(False)``.
+def check_archive(path: Path, part: int = 0, parts: int = 1, read: Callable[[int], None] = lambda count: None) -> None:
+    """Compares one of ``parts`` about equal parts of a file with its checksums, and tells ``read`` how many bytes more
+    were. A file that has none passes: in torch's older format, or saved after
+    ``torch.serialization.set_crc32_options(False)``.
 
     Raises:
         CheckpointError: the file is damaged; says where.
@@ -85,8 +92,8 @@ def check_archive(path: Path, part: int = 0, parts: int = 1) -> None:
             summed = any(entry.CRC for entry in entries)
             for entry in _share(entries, part, parts) if summed else ():
                 with archive.open(entry) as file:
-                    while file.read(BLOCK):
-                        pass
+                    while block := file.read(BLOCK):
+                        read(len(block))
     except (
         zipfile.BadZipFile,
         zlib.error,

@@ -3,7 +3,8 @@ folders that ranks write and read together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,24 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.background.saver import BackgroundSaver
-from lightning_zero.checkpoint.full import model_state, optimizer_state, shard_optimizer_state
+from lightning_zero.checkpoint.full import Room, model_state, optimizer_state, shard_optimizer_state
+from lightning_zero.checkpoint.halfway import Halfway
 from lightning_zero.checkpoint.lateness import shows
 from lightning_zero.checkpoint.opened import Opened
 from lightning_zero.checkpoint.opening import open_folder
 from lightning_zero.checkpoint.sharded.again import SavedState, fingerprint, place_of_again, save_again
+from lightning_zero.checkpoint.sharded.contents import bytes_of
 from lightning_zero.checkpoint.sharded.opened import kind_anew, kind_of
 from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
 from lightning_zero.checkpoint.sharded.plans import Plans
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.checkpoint.sharded.writing import packed
-from lightning_zero.checkpoint.telling import Telling
+from lightning_zero.checkpoint.telling import Show, Telling
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.state import StateDictHooks
+from lightning_zero.sharding.state import StateDictHooks, nobody
 
 __all__ = ["Checkpoints"]
 
@@ -48,9 +51,13 @@ class Checkpoints:
 
     Attributes:
         hooks: of the module's ``state_dict()``.
+        halfway: what a load has left that ended half way.
+        show: shows a bar about what takes long, and no line; None: nobody would see it.
         together: the ranks.
         saver: of saves that go on beside training.
     """
+
+    show: Show | None = None
 
     def __init__(
         self,
@@ -62,6 +69,7 @@ class Checkpoints:
         self._sharder, self._module, self._tell = sharder, module, tell
         self.together = Together(sharder.mesh, watchdog)
         self.hooks = StateDictHooks(sharder)
+        self.halfway = Halfway(self.hooks)
         self._plans = Plans()
         self.saver = BackgroundSaver(sharder.mesh, self.together, self._plans)
         self._last: SavedState | None = None
@@ -98,19 +106,34 @@ class Checkpoints:
 
     # -- what was saved
 
-    def optimizer_part(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a state dict of either form, as the optimizer of shards takes it. Not collective.
+    def optimizer_part(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], room: Room) -> dict[str, Any]:
+        """This rank's part of a state dict of either form, as the optimizer of shards takes it, in memory that ``room``
+        gives. Not collective.
 
         Raises:
             ValueError: it was saved for other parameters.
         """
         if is_by_name(state):
             state = by_number(state, optimizer, self._module())
-        return shard_optimizer_state(dict(state), optimizer, self._sharder)
+        what = f"Loading the state of {type(optimizer).__name__}"
+        telling = partial(self.telling, what, "read")
+        return shard_optimizer_state(dict(state), optimizer, self._sharder, room, telling)
 
-    def telling(self, what: str, done: str) -> Telling:
-        """Tells the user now and then how far it is, see there."""
-        return Telling(what, done, self._tell)
+    @contextmanager
+    def loading_weights(self, path: object) -> Iterator[None]:
+        """Surrounds ``load_state_dict()`` with a checkpoint's weights: how far it is, and what it leaves half done, is
+        told."""
+        total = sum(record.shard.nbytes for record in self._sharder.live)
+        with self.halfway.weights(path), self.telling(f"Loading weights of {path}", "read", total) as read:
+            self.hooks.on_replaced = read
+            try:
+                yield
+            finally:
+                self.hooks.on_replaced = nobody
+
+    def telling(self, what: str, done: str, total: int) -> Telling:
+        """Tells the user how far of ``total`` bytes it is, see there."""
+        return Telling(what, done, self._tell, None if self.show is None else self.show(what, total))
 
     # -- folders
 
@@ -147,8 +170,8 @@ class Checkpoints:
             place = self.saver.save(path, state, rest)
         else:
             self.saver.finish()
-            wrote = self.telling(f"Saving {path}", "written")
-            place = save_sharded(path, state, rest, self.together, wrote, self._plans)
+            with self.telling(f"Saving {path}", "written", bytes_of(state, self.together.rank)) as wrote:
+                place = save_sharded(path, state, rest, self.together, wrote, self._plans)
         if mark is not None and not again:
             self._last = SavedState(mark, place, fingerprint(state, self.together.rank), self._writes)
 
@@ -214,8 +237,16 @@ class Checkpoints:
                 f"Ranks see different checkpoints at {path}: rank 0 that of save {saves[0]}, rank {other} that of save "
                 f"{saves[other]}. Checkpoints must lie where all hosts see the same files."
             )
-        read = self.telling(f"Comparing {path} with its checksums", "read")
-        self.together.each(what, lambda: folder.check(_share(folder.sizes(), *self.together.share), read))
+
+        def compare() -> None:
+            sizes = folder.sizes()
+            mine = _share(sizes, *self.together.share)
+            with self.telling(
+                f"Comparing {path} with its checksums", "read", sum(sizes[name] for name in mine)
+            ) as read:
+                folder.check(mine, read)
+
+        self.together.each(what, compare)
         return folder
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.inventory import OptimizerInventory, gather_value
+from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value
 from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks, whole_on_cpu
 
-__all__ = ["model_state", "optimizer_state", "shard_optimizer_state"]
+__all__ = ["Room", "model_state", "optimizer_state", "shard_optimizer_state"]
+
+Room = Callable[[int, torch.dtype], Tensor]  # new memory for so many elements, 1-D
 
 
 def model_state(module: nn.Module, hooks: StateDictHooks) -> dict[str, Any]:
@@ -50,15 +54,32 @@ def optimizer_state(optimizer: torch.optim.Optimizer, sharder: Sharder) -> dict[
     rank = sharder.mesh.rank
     state: dict[int, dict[str, Any]] = {}
     for number, entries in OptimizerInventory(optimizer, sharder).held(packed).items():
-        whole = {entry.key: gather_value(entry.value, entry.record, sharder.mesh) for entry in entries}
-        if rank == 0:
-            # Copies: a file would hold the padding, too, and training may go on before it is written.
-            state[number] = {k: v.to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in whole.items()}
+        kept: dict[str, Any] = {}
+        for entry in entries:
+            whole = gather_value(entry.value, entry.record, sharder.mesh)  # one at a time
+            if rank == 0:
+                # A copy: a file would hold the padding, too, and training may go on before it is written.
+                kept[entry.key] = whole.to("cpu", copy=True) if isinstance(whole, Tensor) else whole
+            del whole
+        state[number] = kept
     return {"state": state, "param_groups": packed["param_groups"]} if rank == 0 else {}
 
 
-def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer, sharder: Sharder) -> dict[str, Any]:
+def shard_optimizer_state(
+    state: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    sharder: Sharder,
+    room: Room | None = None,
+    telling: Callable[[int], Telling] | None = None,
+) -> dict[str, Any]:
     """This rank's part of a whole optimizer state dict, for ``optimizer.load_state_dict``. Not collective.
+
+    Args:
+        state: the whole one.
+        optimizer: which will load it.
+        sharder: knows its parameters.
+        room: where the part goes; None: the host, where all of it would stand for a while on its way to a device.
+        telling: gives what tells of so many bytes.
 
     Raises:
         ValueError: the state was saved for parameters of other shapes, or without an optimizer.
@@ -79,9 +100,42 @@ def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimize
             "load_from_checkpoint()."
         )
     sharded: dict[Any, Any] = dict(state["state"])
-    for number, entries in OptimizerInventory(optimizer, sharder).saved(state).items():
-        sharded[number] = {e.key: _whole(e.value) if e.record is None else e.record.part_of(e.value) for e in entries}
+    found = OptimizerInventory(optimizer, sharder).saved(state)
+    parts = _parts(found, room or _on_host, telling or _untold)
+    for number, entries in found.items():
+        sharded[number] = {e.key: _whole(e.value) if e.record is None else parts[number, e.key] for e in entries}
     return {"state": sharded, "param_groups": state["param_groups"]}
+
+
+def _parts(
+    found: Mapping[int, Sequence[Entry]], room: Room, telling: Callable[[int], Telling]
+) -> dict[tuple[int, str], Tensor]:
+    """This rank's elements of what is cut, by parameter and key. What stands under one key lies in one piece of memory,
+    in the order of the shards, as optimizers step it: nobody need move it later, which would take as much again."""
+    together: dict[tuple[str, torch.dtype], list[tuple[int, ShardedParameter, Tensor]]] = {}
+    for number, entries in found.items():
+        for e in entries:
+            if e.record is not None:
+                together.setdefault((e.key, e.value.dtype), []).append((number, e.record, e.value))
+    parts: dict[tuple[int, str], Tensor] = {}
+    total = sum(r.layout.shard_numel * v.itemsize for values in together.values() for _, r, v in values)
+    with telling(total) as read:
+        for (key, dtype), values in together.items():
+            values.sort(key=lambda one: one[1].shard.data_ptr())
+            sizes = [record.layout.shard_numel for _, record, _ in values]
+            for piece, (number, record, value) in zip(room(sum(sizes), dtype).split(sizes), values, strict=True):
+                record.write_part(value, piece)
+                parts[number, key] = piece.view(record.layout.visible_shape)
+                read(piece.nbytes)
+    return parts
+
+
+def _untold(total: int) -> Telling:
+    return Telling("", "", None)
+
+
+def _on_host(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype)
 
 
 def _sizes(groups: list[dict[str, Any]]) -> str:

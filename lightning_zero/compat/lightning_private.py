@@ -59,6 +59,8 @@ ATTRIBUTES = {
     "lightning.pytorch.Trainer._checkpoint_connector",
     # Its method, surrounded to remember whether the user named a file: a word may mean another one. (lightning 2.6+)
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._parse_ckpt_path",
+    # What a Trainer has read of a checkpoint, until all of it is in place. (lightning 2.6+)
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._loaded_checkpoint",
     # Where a strategy keeps its CheckpointIO: by default ours. (lightning 2.6+)
     "lightning.pytorch.strategies.ParallelStrategy._checkpoint_io",
     # The same of Fabric's. (lightning 2.6+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import is_zipfile
@@ -18,8 +18,10 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.archive import check_archive, write_archive
 from lightning_zero.checkpoint.places import standing
+from lightning_zero.checkpoint.sharded.contents import bytes_of
 from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
+from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 
@@ -32,15 +34,24 @@ T = TypeVar("T")
 
 class FileIO(TorchCheckpointIO):
     """Writes beside, flushes to the disk and renames; holds no second copy in memory meanwhile. What is not on a file
-    system goes Lightning's way."""
+    system goes Lightning's way.
+
+    Attributes:
+        telling: gives what tells of so many bytes, of what is done, and how that is called; None: nobody hears.
+    """
+
+    telling: Callable[[str, str, int], Telling] | None = None
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         local = _local(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
-        else:
+        elif self.telling is None:
             write_archive(checkpoint, local)
+        else:
+            with self.telling(f"Saving {path}", "written", bytes_of(checkpoint, rank=0)) as wrote:
+                write_archive(checkpoint, local, wrote=wrote)
 
 
 class BackgroundFileIO(FileIO):
@@ -89,6 +100,12 @@ class BackgroundFileIO(FileIO):
         """Whether a save goes on."""
         return self._saving is not None and not self._saving.done()
 
+    def wait(self) -> None:
+        """Until nothing is written any more; what went wrong shows at the next call. Whoever gathers the next copy
+        comes here first, or the host would hold two."""
+        if self._saving is not None:
+            wait([self._saving])
+
     def finish(self) -> None:
         """Waits, and raises what went wrong."""
         saving, self._saving = self._saving, None
@@ -134,7 +151,12 @@ def load_file(
 
     def compare(part: int, parts: int) -> None:
         seen.append(_look(local))
-        _check(local, part, parts)
+        if local is None or not isinstance(io, FileIO) or io.telling is None:
+            _check(local, part, parts)
+            return
+        size = local.stat().st_size // parts
+        with io.telling(f"Comparing {path} with its checksums", "read", size) as told:
+            _check(local, part, parts, told)
 
     def read_that() -> None:
         named(path, read)
@@ -188,9 +210,9 @@ def _look(path: Path | None) -> tuple[int, ...] | None:
     return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns
 
 
-def _check(path: Path | None, part: int, parts: int) -> None:
+def _check(path: Path | None, part: int, parts: int, read: Callable[[int], None] = lambda count: None) -> None:
     if path is not None and path.is_file():
-        check_archive(path, part, parts)
+        check_archive(path, part, parts, read)
 
 
 def _standing(path: str | Path) -> Path | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.weights.exporting import Weight, export, in_dtype
-from lightning_zero.checkpoint.weights.files import parse_size
+from lightning_zero.checkpoint.weights.files import parse_size, plan_files
 from lightning_zero.checkpoint.weights.loading import Incompatible, load_into
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
@@ -50,7 +50,8 @@ def load_safetensors(
 
     def attempt() -> Incompatible | ValueError:
         try:
-            return load_into(module, path, strict, rename, keys)
+            with engine.checkpoints.loading_weights(path):
+                return load_into(module, path, strict, rename, keys)
         except ValueError as error:  # the same on every rank, where they see the same files
             return error
 
@@ -116,9 +117,11 @@ def export_safetensors(
         record = records.get(id(value))
         size = (dtype or value.dtype).itemsize if value.is_floating_point() else value.itemsize
         weights[key] = Weight(value.numel() * size, partial(_gather, value, record), partial(_keep, dtype))
-    checkpoints = engine.checkpoints
-    wrote = checkpoints.telling(f"Exporting weights to {folder}", "written")
-    return export(weights, Path(folder), most, checkpoints.together, metadata or {}, wrote)
+    together = engine.checkpoints.together
+    files = plan_files({key: weight.bytes for key, weight in weights.items()}, most)
+    mine = sum(weights[key].bytes for part in files[together.rank :: together.world_size] for key in part.keys)
+    with engine.checkpoints.telling(f"Exporting weights to {folder}", "written", mine) as wrote:
+        return export(weights, Path(folder), most, together, metadata or {}, wrote)
 
 
 def _gather(value: Tensor, record: ShardedParameter | None) -> Tensor:

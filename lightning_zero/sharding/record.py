@@ -74,6 +74,10 @@ class ShardedParameter:
         and in its dtype, padded with zeros."""
         return self.layout.part(whole, self.sight.number)
 
+    def write_part(self, whole: Tensor, into: Tensor) -> None:
+        """The same into memory that there is: 1-D, of the shard's size, any device and dtype."""
+        self.layout.write(into, whole, self.sight.number)
+
     def show_shard(self) -> None:
         """Points the visible parameter at the shard. It goes on counting the whole parameter's elements: that is what
         ``sum(p.numel() for p in model.parameters())`` and Lightning's model summary are for."""

@@ -23,7 +23,7 @@ from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.surgery import SHAPES
 
-__all__ = ["StateDictHooks", "whole_on_cpu"]
+__all__ = ["StateDictHooks", "nobody", "whole_on_cpu"]
 
 Show = Callable[[ShardedParameter], torch.Tensor | None]
 
@@ -34,11 +34,22 @@ def whole_on_cpu(record: ShardedParameter, here: bool = True) -> torch.Tensor | 
     return full.to("cpu", copy=True) if here else None
 
 
+def nobody(count: int) -> None:
+    """Is told of bytes."""
+
+
 class StateDictHooks:
-    """Installs the hooks on modules that own shards."""
+    """Installs the hooks on modules that own shards.
+
+    Attributes:
+        replaced: bytes of shards in whose place ``load_state_dict()`` has put others, ever.
+        on_replaced: is told how many more.
+    """
 
     def __init__(self, sharder: Sharder) -> None:
         self.sharder = sharder
+        self.replaced = 0
+        self.on_replaced: Callable[[int], object] = nobody
         self._show: Show = whole_on_cpu
         self._handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
@@ -110,3 +121,5 @@ class StateDictHooks:
                 state[prefix + key] = param.detach()  # unchanged, and not reported as missing besides
                 continue
             state[prefix + key] = record.part_of(full)
+            self.replaced += record.shard.nbytes
+            self.on_replaced(record.shard.nbytes)

@@ -139,6 +139,17 @@ class OptimizerSteps:
 
         return place
 
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """New memory, 1-D, where state lies that has one element for each of a shard's.
+
+        Raises:
+            HostMemoryError: that is the host, which has not so much.
+        """
+        host = self._host()
+        if host is None:
+            return torch.empty(numel, dtype=dtype, device=self._sharder.executor.device)
+        return host.memory.empty(numel, dtype)
+
     def settle(self) -> None:
         """The host may read state that lies there: what copies there are on their way have arrived."""
         if self._on_host is not None:

@@ -1,5 +1,6 @@
 """One rank of a `RankPool`: reads calls from a pipe, runs them, cleans up behind them."""
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -13,6 +14,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, TextIO
 
+MMAP_THRESHOLD, LARGE = -3, 4 << 20  # glibc's number of the first
+
 
 def die_with(parent: int) -> None:
     """Have the kernel kill this rank when pytest goes, even while it hangs in native code."""
@@ -20,6 +23,13 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it was gone before we asked
         os._exit(1)
+
+
+def free_at_once() -> None:
+    """From now on large pieces of memory go back to the system as soon as they are freed, so that tests see what is
+    held: glibc keeps those of up to 32 MiB, once it has seen one go."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)
 
 
 def dump_stacks_on_signal(stacks: TextIO) -> None:
@@ -182,6 +192,7 @@ class Worker:
 
 
 def begin(parent: int, stacks: str) -> None:
+    free_at_once()
     die_with(parent)
     dump_stacks_on_signal(open(stacks, "a"))  # noqa: SIM115 - open as long as this rank lives
 

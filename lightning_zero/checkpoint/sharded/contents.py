@@ -13,7 +13,7 @@ from lightning_zero.checkpoint.sharded.metadata import Keys
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece, packed
 
-__all__ = ["flattened", "items_of", "nested"]
+__all__ = ["bytes_of", "flattened", "items_of", "nested"]
 
 PIECE_BYTES = 64 << 20  # so that another world size need not read much more than its part
 
@@ -71,6 +71,26 @@ def _whole(path: Keys, value: Any, what: str) -> Any:
 
 def _is_opened(value: list[Any]) -> bool:
     return any(isinstance(x, Mapping | Tensor) or (isinstance(x, list) and _is_opened(x)) for x in value)
+
+
+def bytes_of(state: Mapping[str, Any], rank: int) -> int:
+    """Of the tensors that ``rank`` writes of a nested state; tied ones once."""
+    sizes: dict[int, int] = {}
+
+    def add(value: Any) -> None:
+        if isinstance(value, ShardedValue):
+            sizes[id(value)] = value.shard.nbytes
+        elif isinstance(value, Tensor):
+            sizes[id(value)] = value.nbytes if rank == 0 else 0
+        elif isinstance(value, Mapping):
+            for inner in value.values():
+                add(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                add(inner)
+
+    add(state)
+    return sum(sizes.values())
 
 
 def nested(entries: Mapping[Keys, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import xxhash
 __all__ = ["FileSum", "HashedFile", "digest_of", "sum_of"]
 
 BLOCK = 4 << 20  # bytes
+AT_ONCE = 64 << 20  # that are written, so that those who wait hear of it now and then
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,11 @@ class HashedFile(RawIOBase):
 
     Args:
         file: open for writing; closed with this object.
+        wrote: is told how many bytes more are written.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO, wrote: Callable[[int], None] = lambda count: None) -> None:
+        self._file, self._wrote = file, wrote
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
         self._failed: OSError | None = None
@@ -49,6 +51,11 @@ class HashedFile(RawIOBase):
     def write(self, data: Any) -> int:
         """All of ``data``, which has the buffer protocol."""
         view = memoryview(data).cast("B")
+        for begin in range(0, len(view), AT_ONCE):
+            self._write(view[begin : begin + AT_ONCE])
+        return len(view)
+
+    def _write(self, view: memoryview) -> None:
         self._hash.update(view)
         written = 0
         while written < len(view):
@@ -58,7 +65,7 @@ class HashedFile(RawIOBase):
                 self._failed = OSError(error.errno, error.strerror, getattr(self._file, "name", None))
                 raise
         self._bytes += len(view)
-        return len(view)
+        self._wrote(len(view))
 
     def writable(self) -> bool:
         return True

@@ -83,7 +83,8 @@ def prepare(optimizer: Optimizer, loop: Loop) -> None:
                 "optimizer is empty on all ranks but the first. Write files with fabric.save() and read them with "
                 "fabric.load(), which give every rank its part."
             )
-        return loop.engine.checkpoints.optimizer_part(optimizer, state)  # which also keeps the loop
+        own = loop.engine  # which also keeps the loop
+        return own.checkpoints.optimizer_part(optimizer, state, own.optimizers.room)
 
     optimizer.register_load_state_dict_pre_hook(to_shards)
     if (places := engine.optimizers.places) is not None:

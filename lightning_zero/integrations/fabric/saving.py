@@ -84,12 +84,14 @@ class Saving(ParallelStrategy):
         """Takes this rank's part of whole values. On every rank."""
         module = unwrapped(module)
         engine = engine_of(module)
-        if engine is not None:
-            engine.before_step()
-        module.load_state_dict(state_dict, strict=strict)
-        if engine is not None:
-            engine.sharder.access.may_have_changed()
-            engine.sharder.access.done_writing()
+        if engine is None:
+            module.load_state_dict(state_dict, strict=strict)
+            return
+        engine.before_step()
+        with engine.checkpoints.loading_weights("a checkpoint"):
+            module.load_state_dict(state_dict, strict=strict)
+        engine.sharder.access.may_have_changed()
+        engine.sharder.access.done_writing()
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -110,6 +112,9 @@ class Saving(ParallelStrategy):
         Raises:
             CheckpointError: on every rank, when it could not be written; what stood there is still there.
         """
+        if isinstance(self._checkpoint_io, BackgroundFileIO) and self._engine is not None:
+            with self._engine.checkpoints.together.busy("waits until the file before is written"):
+                self._checkpoint_io.wait()
         checkpoint = convert_state(self, state, filter or {})
         if self._engine is None:
             if self.is_global_zero:

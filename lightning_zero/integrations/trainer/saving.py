@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file
 from lightning_zero.integrations.folders import as_trainers, parted, read_together
+from lightning_zero.integrations.trainer.bars import bars_of
 from lightning_zero.integrations.trainer.finding import named_by_word, newest_first
 from lightning_zero.integrations.trainer.precision import plain
 
@@ -83,6 +85,9 @@ class Saving(ParallelStrategy):
         # Before it is sharded every rank holds it whole.
         if engine is None:
             return super().lightning_module_state_dict()
+        if isinstance(self._checkpoint_io, BackgroundFileIO):
+            with engine.checkpoints.together.busy("waits until the file before is written"):
+                self._checkpoint_io.wait()
         return engine.checkpoints.model_state(self._sharded)
 
     @override
@@ -110,9 +115,10 @@ class Saving(ParallelStrategy):
         if engine is None:  # every rank holds all of it
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif not self._sharded:
-            engine.checkpoints.together.first(
-                f"save the checkpoint {filepath}", lambda: self._write(checkpoint, filepath, storage_options)
-            )
+            with self._telling():
+                engine.checkpoints.together.first(
+                    f"save the checkpoint {filepath}", lambda: self._write(checkpoint, filepath, storage_options)
+                )
         elif storage_options is not None:
             raise MisconfigurationException(
                 "storage_options are for a CheckpointIO, which sharded checkpoints do not go through. Leave them out, "
@@ -121,7 +127,23 @@ class Saving(ParallelStrategy):
         else:
             mark, again = self._saved_twice(str(filepath), checkpoint)
             state, rest = parted(checkpoint)
-            engine.checkpoints.save(filepath, state, rest, self.saves_beside and self._runs(), mark, again)
+            with self._telling():
+                engine.checkpoints.save(filepath, state, rest, self.saves_beside and self._runs(), mark, again)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Inside, bars are shown of what takes long, where the Trainer shows one."""
+        assert self.lightning_module is not None
+        checkpoints, io = self._require_engine().checkpoints, self.checkpoint_io
+        checkpoints.show = bars_of(self.lightning_module.trainer)
+        if type(io) is FileIO:  # others write beside training, or are users'
+            io.telling = checkpoints.telling
+        try:
+            yield
+        finally:
+            checkpoints.show = None
+            if type(io) is FileIO:
+                io.telling = None
 
     def _write(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -149,10 +171,15 @@ class Saving(ParallelStrategy):
     def _come_to_save(self) -> bool:
         module = self.lightning_module
         engine = (module is not None and engine_of(module)) or self._engine
-        alone = module is None or module.trainer.world_size == 1
+        alone = module is None or (module.trainer.world_size == 1 and not _is_restoring(module.trainer))
         if module is None or alone or engine is None:
             return alone
-        absent = engine.checkpoints.together.absent(f"after step {module.trainer.global_step}")
+        restoring = _is_restoring(module.trainer)
+        word = "while a checkpoint was being loaded" if restoring else f"after step {module.trainer.global_step}"
+        absent = engine.checkpoints.together.absent(word)
+        if restoring and not absent:
+            log.error("No checkpoint is saved after this exception, which came %s.", word)
+            return False
         if absent:
             log.error(
                 "No checkpoint is saved after this exception: %s. Those that were saved before are there.", absent
@@ -208,10 +235,11 @@ class Saving(ParallelStrategy):
     def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         checkpoints = self._require_engine().checkpoints
         checkpoints.saver.finish()  # it may be this one
-        if checkpoints.is_folder(path):
-            found = as_trainers(read_together(checkpoints, path, weights_only))
-        else:
-            found = as_trainers(load_file(self.checkpoint_io, path, weights_only, checkpoints.together))
+        with self._telling():
+            if checkpoints.is_folder(path):
+                found = as_trainers(read_together(checkpoints, path, weights_only))
+            else:
+                found = as_trainers(load_file(self.checkpoint_io, path, weights_only, checkpoints.together))
         if "pytorch-lightning_version" not in found:
             raise CheckpointError(
                 f"{path} was not saved by a Trainer: it says nothing of loops to go on from. Load its weights into the "
@@ -224,7 +252,9 @@ class Saving(ParallelStrategy):
         assert self.lightning_module is not None
         if not self._prepared:
             self._prepare(self.lightning_module.trainer)
-        super().load_model_state_dict(checkpoint, strict=strict)
+        path = self.lightning_module.trainer.ckpt_path
+        with self._telling(), self._require_engine().checkpoints.loading_weights(path):
+            super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -242,10 +272,13 @@ class Saving(ParallelStrategy):
                 "Return the same optimizers in the same order, or load only the weights with load_from_checkpoint()."
             )
         engine = self._require_engine()
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            engine.load_optimizer_state(plain(optimizer), state)
-            if not engine.optimizers.on_host:
-                optimizer_to_device(optimizer, self.root_device)
+        assert self.lightning_module is not None
+        path = self.lightning_module.trainer.ckpt_path
+        with self._telling(), engine.checkpoints.halfway.optimizers(path):
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                engine.load_optimizer_state(plain(optimizer), state)
+                if not engine.optimizers.on_host:
+                    optimizer_to_device(optimizer, self.root_device)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module is a plain one, with whole parameters. Optimizers, schedulers and what observes an
@@ -254,3 +287,8 @@ class Saving(ParallelStrategy):
         state.update(_engine=None, _ask_again=None, _stop=None, _prepared=False, _observers=[])
         state.update(_optimizers=[], lr_scheduler_configs=[])
         return state
+
+
+def _is_restoring(trainer: pl.Trainer) -> bool:
+    """Whether a checkpoint has been read, and is not all in place yet."""
+    return bool(trainer._checkpoint_connector._loaded_checkpoint)

@@ -176,6 +176,9 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             self._prepare(trainer)
         engine = self._require_engine()
         engine.executor.begin_stage()
+        if (left := engine.checkpoints.halfway.left) is not None:
+            engine.checkpoints.halfway.left = None  # once
+            rank_zero_warn(f"{left} This stage goes on with what is there.")
         # Shards must not become inference tensors, which training could not use afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
