@@ -103,6 +103,9 @@ TritonBundler = triton_bundler.TritonBundler
 # Dynamo's settings: calls of loggers that it may leave out (ignore_logging_functions). (torch 2.11+)
 dynamo_config = torch._dynamo.config
 
+# What is noted of the compilation that goes on: why Dynamo compiles again ("recompile_reason"). (torch 2.11+)
+metrics_context = torch._dynamo.utils.get_metrics_context
+
 # Keeps what has been compiled out of AOTAutograd's cache, without a word. (torch 2.11+)
 BypassCache = autograd_cache.BypassAOTAutogradCache
 
@@ -111,6 +114,8 @@ ATTRIBUTES = {
     "torch._inductor.output_code.CompiledFxGraph._triton_bundle",
     # What it was made from. (torch 2.11+)
     "torch._dynamo.OptimizedModule._orig_mod",
+    # The notes themselves. (torch 2.11+)
+    "torch._dynamo.metrics_context.MetricsContext._metrics",
     # A mark on functions that take their inputs as a list which they empty; AOTAutograd asks for it. (torch 2.11+)
     "torch._functorch.aot_autograd._boxed_call",
 }

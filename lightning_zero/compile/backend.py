@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from lightning_zero.compat.choices import choices_by_hints
 from lightning_zero.compat.compiler import (
     BoxedCodeGen,
     CustomGraphPass,
@@ -35,10 +36,12 @@ from lightning_zero.compat.compiler import (
     min_cut_partition,
 )
 from lightning_zero.compat.graphs import SEEN_BY_USERS
+from lightning_zero.compile.again import why_again
 from lightning_zero.compile.attention import drop_causal_masks
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.discover import CallNotes
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
+from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.listener import CompileListener
 from lightning_zero.compile.lowered import Lowered
@@ -140,6 +143,8 @@ class Compiler:
             what = self._describe(names)
             lowered = Lowered(self.notes.called or "a module", self._listener)
             self._listener.compiling(what, True, 0.0)
+            if (why := why_again()) is not None:
+                self._listener.report(f"What was compiled before is for other calls: {why}")
             try:
                 settings: dict[str, Any] = {
                     "activation_memory_budget": self._config.activation_memory_budget,
@@ -151,7 +156,7 @@ class Compiler:
                     # Here, where ranks are told that this one compiles, and these settings hold: not in the first
                     # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
                     settings["force_non_lazy_backward_lowering"] = True
-                with functorch_config.patch(settings):
+                with functorch_config.patch(settings), only_young_searched():
                     compiled = inner(last, lowered, module, inputs, **kwargs)
             finally:
                 self._listener.compiling(lowered.in_words(), False, time.monotonic() - begun)
@@ -191,7 +196,8 @@ class Compiler:
         begun = time.monotonic()
         self._listener.graph("before", graph)
         watch = self._listener.pass_ran if self._listener.wants_passes else None
-        graph = run_passes(graph, self.passes(), watch)
+        # Ours are checked one by one in tests; users' passes, and whatever somebody debugs, here.
+        graph = run_passes(graph, self.passes(), watch, check_each=watch is not None or self._selection.has_own)
         self._listener.graph("after", graph)
         self._listener.spend("passes", time.monotonic() - begun)
         return graph
@@ -211,7 +217,9 @@ class Compiler:
         if self._config.offload_activations:
             options["custom_partitioner_fn"] = _Partitioner(self._partition, uuid)
         compile_fx: Any = lookup_backend("inductor")
-        return compile_fx(module, inputs, config_patches=options, inner_compile=partial(self._lower, lowered), **kwargs)
+        lower = partial(self._lower, lowered)
+        with choices_by_hints():
+            return compile_fx(module, inputs, config_patches=options, inner_compile=lower, **kwargs)
 
     def _lower(self, lowered: Lowered, module: GraphModule, inputs: Any, **settings: Any) -> Any:
         with lowered.of(module.graph):

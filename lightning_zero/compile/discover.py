@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keeps_graph
 from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.tensors import tree_leaves
+from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.surgery import read_given
 
@@ -195,13 +196,18 @@ class CompiledCalls:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
         are."""
         compiled = torch.compile(self._plain_call(module), **self._arguments)
-        notes, shown = self.notes, self._show(name, module)
+        notes, shown, first = self.notes, self._show(name, module), True
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
             notes.called = shown
             # Compiled code cannot run inside a transform.
             run = module._call_impl if inside_functorch() else compiled
-            return run(*args, **kwargs)
+            if not first:
+                return run(*args, **kwargs)
+            first = False
+            with only_young_searched():
+                return run(*args, **kwargs)
 
         module._compiled_call_impl = call
         self.modules[name] = module

@@ -24,6 +24,9 @@ PassObserver = Callable[[PassTrace], None]  # after each pass, between "before" 
 class CompileListener(Protocol):
     """Is told what the compiler does."""
 
+    def report(self, line: str) -> None:
+        """A line for the user."""
+
     def graph(self, what: str, graph: Graph) -> None:
         """A graph, "joint" or "before" or "after" the passes; valid during the call only."""
 

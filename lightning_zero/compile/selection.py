@@ -37,6 +37,11 @@ class PassSelection:
         return [spec for spec in chosen if spec.name not in self._disabled]
 
     @property
+    def has_own(self) -> bool:
+        """Whether a user has made passes known."""
+        return bool(self._registered)
+
+    @property
     def unversioned(self) -> set[str]:
         """Names of users' passes whose results must not come out of a cache: nobody says when they change."""
         return {spec.name for spec in self._registered.values() if spec.version is None}

@@ -36,12 +36,15 @@ class BuildAhead:
         owner: what wants the executor.
         make: builds, see :func:`lightning_zero.native.build.build`.
         needed: whether there is something to build.
+
+    Attributes:
+        waits: whether there was, for this process or another of its host, until :meth:`finish` returns.
     """
 
     def __init__(self, owner: object, make: Build = build, needed: Callable[[], bool] | None = None) -> None:
         self._running: _Running | None = None
-        needed = needed or (lambda: not is_built())
-        if _is_first_of_host() and needed():
+        self.waits = needed() if needed is not None else not is_built()
+        if _is_first_of_host() and self.waits:
             self._running = _Running(make)
             weakref.finalize(owner, self._running.stop)
 
@@ -59,6 +62,7 @@ class BuildAhead:
         # A process that was forked from the one that builds has no such thread, and waits by the cache's lock.
         if running is not None and running.process == os.getpid():
             running.wait()
+        self.waits = False
         return time.monotonic() - begun
 
 

@@ -53,8 +53,9 @@ class StartClock:
         self._over = False
 
     def built(self, seconds: float) -> None:
-        """So long the executor was waited for."""
+        """So long the executor was waited for. What was compiled until then was no part of the model."""
         self._built += seconds
+        self._torch_before = dict(self._of_torch())
 
     def batch(self) -> list[str]:
         """A batch begins. Lines, once: when the batches before it have shown that the start is over."""

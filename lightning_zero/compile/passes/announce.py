@@ -54,9 +54,33 @@ def read_plan(graph: Graph) -> GraphPlan:
     """The plan of a graph that passes have gone over."""
     nodes = [node for node in graph.nodes if _counts(node)]
     position = {node: number for number, node in enumerate(nodes)}
-    gathers = tuple(_gather(node, nodes, position) for node in nodes if is_start(node))
+    before, waits = _users_behind(nodes), _resident_waits(nodes)
+    gathers = tuple(_gather(node, position, before, waits) for node in nodes if is_start(node))
     reduces = tuple(_reduce(node, position) for node in nodes if is_reduce(node))
     return GraphPlan(kind_of(graph), len(nodes), gathers, reduces)
+
+
+def _users_behind(nodes: list[Node]) -> list[str]:
+    """For each node the name of the first one behind it that is the user's."""
+    names, name = [], "the end"
+    for node in reversed(nodes):
+        names.append(name)
+        name = name if _is_ours(node) else node.name
+    return names[::-1]
+
+
+def _resident_waits(nodes: list[Node]) -> dict[tuple[Any, ...], Node]:
+    """The first one for each group of memory."""
+    waits: dict[tuple[Any, ...], Node] = {}
+    for node in nodes:
+        if node.target is ops("resident_wait"):
+            waits.setdefault(_group(node), node)
+    return waits
+
+
+def _group(node: Node) -> tuple[Any, ...]:
+    memory, shards = node.args
+    return tuple(memory), tuple(shards)  # type: ignore[arg-type]
 
 
 def _counts(node: Node) -> bool:
@@ -89,16 +113,17 @@ def _timed(plan: GraphPlan, graph: Graph, costs: Costs) -> GraphPlan:
     return replace(plan, gathers=tuple(gathers), reduces=tuple(reduces), compute_s=clock[-1])
 
 
-def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather:
+def _gather(
+    start: Node, position: dict[Node, int], before: list[str], resident_waits: dict[tuple[Any, ...], Node]
+) -> Gather:
     resident = start.target is ops("resident_start")
     if resident:
-        waits = [node for node in nodes if node.target is ops("resident_wait") and node.args == start.args][:1]
+        waits = [wait] if (wait := resident_waits.get(_group(start))) is not None else []
         values = [memory.meta["val"] for memory in start.args[0]]  # type: ignore[union-attr]
     else:
         waits = [user for user in start.users if user.target is wait_tensor]
         values = [start.meta["val"]]
     waited = position[waits[0]] if waits else position[start]
-    following = (node for node in nodes[position[start] + 1 :] if not _is_ours(node))
     readers = [
         user for wait in waits for memory in (start.all_input_nodes if resident else [wait]) for user in _uses(memory)
     ]
@@ -108,7 +133,7 @@ def _gather(start: Node, nodes: list[Node], position: dict[Node, int]) -> Gather
         dtype=dtype_name(values[0].dtype),
         bytes=nbytes(values),
         started=position[start],
-        before=next((node.name for node in following), "the end"),
+        before=before[position[start]],
         waited=waited,
         used=uses[0].name if uses else "nothing",
         until="step" if resident else start.meta.get("until", "last use"),

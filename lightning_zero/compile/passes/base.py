@@ -64,8 +64,18 @@ def check_contracts(passes: Sequence[PassSpec]) -> set[str]:
     return held
 
 
-def run_passes(graph: Graph, passes: Sequence[PassSpec], watch: Callable[[PassTrace], None] | None = None) -> Graph:
-    """Runs ``passes`` in order and checks the graph after each. ``watch`` is told what each did, which takes time."""
+def run_passes(
+    graph: Graph,
+    passes: Sequence[PassSpec],
+    watch: Callable[[PassTrace], None] | None = None,
+    check_each: bool = True,
+) -> Graph:
+    """Runs ``passes`` in order and checks the graph.
+
+    Args:
+        watch: is told what each did, which takes time.
+        check_each: after each pass, which for a large graph takes as long as the passes themselves; otherwise once.
+    """
     check_contracts(passes)
     for spec in passes:
         if watch is None:
@@ -73,6 +83,7 @@ def run_passes(graph: Graph, passes: Sequence[PassSpec], watch: Callable[[PassTr
         else:
             graph, trace = traced(graph, spec.name, spec.apply)
             watch(trace)
-        graph.lint()
+        if check_each or spec is passes[-1]:
+            graph.lint()
         log.debug("after %s: %s", spec.name, graph)
     return graph

@@ -15,6 +15,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate
 
 from torch.fx import Graph, Node
@@ -67,7 +68,7 @@ def prefetch_schedule(
         large = [0 if now else size for now, size in zip(at_once, budget.sizes, strict=True)]
         room = _room(last, large, budget.window_bytes, begin)
         # Both grow from group to group, so their minimum does.
-        earliest = list(map(min, starts, accumulate(room, max)))
+        earliest = list(map(min, starts, room))
         starts = _just_in_time(node_seconds(graph, budget.costs), waits, earliest, budget)
     return [anchors[start] for start in starts], [anchors[wait] for wait in waits]
 
@@ -106,16 +107,17 @@ def _last_use(node: Node, position: dict[Node, int]) -> int:
 
 
 def _room(last: Sequence[int], sizes: Sequence[int], window_bytes: float, begin: int) -> list[int]:
-    """For each group, the first position at which it fits next to those before it that are still needed."""
-    found = []
-    for number, size in enumerate(sizes):
-        alive = sum(sizes[:number])
-        at = begin
-        for end, freed in sorted(zip(last[:number], sizes[:number], strict=True)):
-            if not size or alive + size <= window_bytes:
-                break
-            at, alive = max(at, end + 1), alive - freed
+    """For each group, the first position, not before that of an earlier one, at which it fits next to those before it
+    that are still needed."""
+    found, at, alive = [], begin, 0
+    ends: list[tuple[int, int]] = []  # of those that are alive
+    for end, size in zip(last, sizes, strict=True):
+        while ends and size and alive + size > window_bytes:
+            over, freed = heappop(ends)
+            at, alive = max(at, over + 1), alive - freed
         found.append(at)
+        heappush(ends, (end, size))
+        alive += size
     return found
 
 

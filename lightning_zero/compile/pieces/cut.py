@@ -7,6 +7,7 @@ for), and behind it where it needs what the piece makes (gradients are handed ov
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -75,7 +76,7 @@ def _assemble(
     slot_of: dict[Node, int] = {}
     handed = 0  # where gradients were handed over last: what concerns them stays in order
     for node, passed in at.items():
-        piece = next(number for number in range(len(bounds) - 1, -1, -1) if bounds[number] <= passed)
+        piece = bisect_right(bounds, passed) - 1
         piece = min(piece, readers.get(node, piece))
         needs = max((number + 1 for number in seen[node]), default=0)
         after = max((slot_of[read] for read in _between(node, kinds)), default=0)

@@ -92,8 +92,10 @@ class _Writer:
         self._steps = steps
         self._last = self._last_reads()
         self.names: dict[str, Any] = {}
+        self._name_of: dict[int, str] = {}  # by the value's id; ``names`` keeps it
         for node in self._graph.find_nodes(op="get_attr"):
-            self.names[node.name] = attrgetter(str(node.target))(module)
+            value = self.names[node.name] = attrgetter(str(node.target))(module)
+            self._name_of.setdefault(id(value), node.name)
 
     def _last_reads(self) -> Mapping[Node, int]:
         last: dict[Node, int] = {}
@@ -142,10 +144,7 @@ class _Writer:
         return [f"del {', '.join(names)}"] if names else []
 
     def _name(self, value: Any, kind: str) -> str:
-        for name, known in self.names.items():
-            if known is value:
-                return name
-        name = f"{kind}_{len(self.names)}"
+        name = self._name_of.setdefault(id(value), f"{kind}_{len(self.names)}")
         self.names[name] = value
         return name
 

@@ -3,6 +3,7 @@ comes before with what comes behind."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,4 +75,5 @@ def _in_run(run: Run, places: _Places, parts: int) -> list[int]:
 def _snapped(between: Sequence[int], places: _Places, begin: int, end: int) -> set[int]:
     """Where nothing repeats: cuts at the places nearest before what runs between pieces."""
     cheap = places.cheap(begin, end)
-    return {max(earlier) for place in between if begin <= place < end and (earlier := [c for c in cheap if c <= place])}
+    behind = (bisect_right(cheap, place) for place in between if begin <= place < end)
+    return {cheap[number - 1] for number in behind if number}

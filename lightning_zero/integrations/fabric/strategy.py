@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import BackwardSyncControl, EmptyInit
 from lightning_zero.compile.listener import GraphObserver, PassObserver
+from lightning_zero.compile.warm_up import warm_up
 from lightning_zero.compile.workers import start_workers
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.arguments import chosen, taking
@@ -112,6 +113,8 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
             )
         config = computing_in(self.precision.precision, self._options)
         start_workers(config.compiled, self.root_device)
+        if self._build.waits:
+            warm_up(config.compiled, self.root_device)
         waited = self._build.finish()
         with nccl_lets_errors_show():
             engine = Engine(self.root_device, config, skip_modules=(Metric,), report=rank_zero_info)

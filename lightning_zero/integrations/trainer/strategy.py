@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import optimizers_to_device
 from lightning_zero.compile.listener import GraphObserver, PassObserver
+from lightning_zero.compile.warm_up import warm_up
 from lightning_zero.compile.workers import start_workers
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
@@ -148,6 +149,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
                     "LightningModule or a callback, while trainer.fit() or another stage is running."
                 )
             start_workers(self._options.compiled, self.root_device)
+            if self._build.waits:
+                warm_up(self._options.compiled, self.root_device)
             self._start.built(self._build.finish())
             self._engine = Engine(self.root_device, self._config(), skip_modules=(Metric,), report=rank_zero_info)
             self._observe_engine(self._engine)

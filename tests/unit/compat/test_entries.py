@@ -63,6 +63,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "torch.UntypedStorage": lambda: torch.zeros(1).untyped_storage(),
     "torch._ops.OpOverload": lambda: torch.ops.aten.add.Tensor,
     "torch._dynamo.OptimizedModule": lambda: torch.compile(nn.Linear(1, 1)),
+    "torch._dynamo.metrics_context.MetricsContext": lambda: torch._dynamo.utils.get_metrics_context(),
     "lightning.pytorch.strategies.ParallelStrategy": lightnings("lightning.pytorch.strategies.DDPStrategy"),
     "lightning.fabric.strategies.ParallelStrategy": lightnings("lightning.fabric.strategies.DDPStrategy"),
     "lightning.pytorch.LightningModule": lightnings("lightning.pytorch.LightningModule"),

@@ -14,6 +14,7 @@ from lightning_zero.compile.passes.trace import PassTrace
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.config import CompileConfig
+from lightning_zero.native import load
 from tests.unit.compile.graphs import named_products
 
 
@@ -28,6 +29,15 @@ class Silent:
 
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
         pass
+
+    def spend(self, what: str, amount: float) -> None:
+        pass
+
+    def report(self, line: str) -> None:
+        self.lines.append(line)
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
 
 
 def test_inputs_are_freed_after_their_last_use() -> None:
@@ -49,6 +59,26 @@ def test_inputs_are_freed_after_their_last_use() -> None:
     assert result.tolist() == [2, 2, 2]
     assert inputs == []
     assert alive == [False]
+
+
+def test_the_guard_that_failed_is_named_where_something_is_compiled_again() -> None:
+    load()
+    told = Silent()
+    for_users = Compiler(PassContext(CompileConfig(backend="aot_eager"), 2), PassSelection(), PlanBook(), told)
+    for _ in range(2):  # other arguments are no guard of Dynamo's
+        doubled = torch.compile(_doubled, **for_users.arguments())
+        assert doubled(torch.ones(4)).tolist() == [2.0] * 4
+    assert told.lines == []
+    doubled(torch.ones(5))
+    (line,) = told.lines
+    assert line.startswith("What was compiled before is for other calls: ")
+    assert "size mismatch at index 0. expected 4, actual 5" in line
+    doubled(torch.ones(6))
+    assert len(told.lines) == 1, "sizes are symbols by now"
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
 
 
 def compiler(**options: object) -> Compiler:

@@ -57,8 +57,10 @@ def test_what_is_built_ahead_is_there_when_it_is_needed(
     with caplog.at_level(logging.WARNING):
         ahead = BuildAhead(owner)
         assert ahead._running is not None
+        assert ahead.waits
         ahead._running._thread.join(60)
         assert ahead.finish() < 5
+        assert not ahead.waits
         assert ahead.finish() < 0.1, "harmless when repeated"
     calls = len(compiler.calls())
     assert build().read_text() == "whole\n"
@@ -101,13 +103,16 @@ def test_errors_come_where_the_executor_is_needed_and_then_it_is_tried_again(
 def test_other_ranks_of_a_host_build_nothing(slowly: Compiler, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "1")
     owner = Owner()
-    assert BuildAhead(owner).finish() < 0.1
+    ahead = BuildAhead(owner)
+    assert ahead.waits, "for the first one"
+    assert ahead.finish() < 0.1
     assert not slowly.calls()
 
 
 def test_what_is_there_is_not_built(slowly: Compiler, tmp_path: Path) -> None:
     build(compiler=Compiler(tmp_path, version="2.0").path)
     owner = Owner()
+    assert not BuildAhead(owner).waits
     assert BuildAhead(owner).finish() < 1
     assert not slowly.calls()
 

@@ -53,6 +53,18 @@ def test_the_line_says_where_each_second_went() -> None:
     assert training.clock.ends() == [], "once is enough"
 
 
+def test_what_was_compiled_while_the_executor_was_built_is_no_part_of_the_model() -> None:
+    training = Training()
+    training.torch["_compile.compile_inner"] += 4.0
+    training.torch["aot_trace_joint_graph"] += 1.0
+    training.passes(5.0)
+    training.clock.built(1.0)
+    training.compiles(2.0, 3.0, 0.0, 1.0)
+    [line] = training.batches(15)
+    assert "build 1.0, until the first step 10.0," in line
+    assert "Dynamo 2.0, joint graph 3.0, passes 0.0, Inductor 1.0" in line
+
+
 def test_it_waits_until_nothing_is_compiled_any_more() -> None:
     training = Training()
     for _ in range(BATCHES + 5):

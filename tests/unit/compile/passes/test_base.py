@@ -220,6 +220,21 @@ def test_a_pass_that_breaks_the_graph_is_noticed_at_once() -> None:
         run_passes(graph, [PassSpec("breaks", breaks)])
 
 
+def test_a_graph_is_checked_after_each_pass_or_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(Graph, "lint", lambda graph: checked.append(len(ran)))
+    ran: list[str] = []
+
+    def noted(name: str) -> PassSpec:
+        return PassSpec(name, lambda graph: ran.append(name) or graph)  # type: ignore[func-returns-value]
+
+    passes = [noted("a"), noted("b"), noted("c")]
+    graph = Graph()
+    run_passes(graph, passes)
+    run_passes(graph, passes, check_each=False)
+    assert checked == [1, 2, 3, 6]
+
+
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_all_passes_together_leave_no_op_that_only_tracing_knows(prefetch: bool) -> None:
     b = Builder()

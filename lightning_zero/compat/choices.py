@@ -1,0 +1,47 @@
+"""Choices of Inductor's that only speed depends on, and that it holds to by guards where sizes are symbols.
+For another length, that makes the other choice, everything would be compiled once more.
+
+Both are made for GPUs only: whether a product is padded (torch 2.11, where neither side of a comparison is a number
+yet: 640 tokens first, 128 later, of a vocabulary that is odd), and whether sums over rows and over columns share a
+kernel (2.11 to 2.13: whether they read more than 5 Mi elements, or 4096 rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._inductor import scheduler
+from torch._inductor.fx_passes import pad_mm
+from torch._inductor.virtualized import V
+
+__all__ = ["choices_by_hints"]
+
+
+@contextmanager
+def choices_by_hints() -> Iterator[None]:
+    """Inside, Inductor makes these choices by the sizes that it sees, for all sizes."""
+    # Whether padding a product can pay. (torch 2.11+)
+    bound = pad_mm.is_mm_compute_bound
+    # Whether two sums share a kernel. (torch 2.11+)
+    fusible = scheduler.MixOrderReduction.can_fuse
+
+    def is_mm_compute_bound(m: Any, k: Any, n: Any, dtype: torch.dtype) -> bool:
+        symbols = [size for size in (m, k, n) if isinstance(size, torch.SymInt)]
+        if not symbols:
+            return bound(m, k, n, dtype)
+        with symbols[0].node.shape_env.suppress_guards():
+            return bool(bound(m, k, n, dtype))
+
+    def can_fuse(one: Any, other: Any) -> bool:
+        with V.graph.sizevars.shape_env.suppress_guards():
+            return fusible(one, other)
+
+    with (
+        patch.object(pad_mm, "is_mm_compute_bound", is_mm_compute_bound),
+        patch.object(scheduler.MixOrderReduction, "can_fuse", staticmethod(can_fuse)),
+    ):
+        yield

@@ -1,0 +1,21 @@
+"""Why Dynamo compiles what it has compiled before: the guard that failed."""
+
+from __future__ import annotations
+
+import re
+
+from lightning_zero.compat.compiler import metrics_context
+
+__all__ = ["why_again"]
+
+LONGEST = 300  # characters: guards over symbols can go on for pages
+
+
+def why_again() -> str | None:
+    """Inside a backend, in Dynamo's words; None where nothing was compiled before, or with other passes or options, of
+    which others tell."""
+    reason = metrics_context()._metrics.get("recompile_reason")
+    if not reason or "BACKEND_MATCH" in reason:
+        return None
+    guard, *_ = re.sub(r"^\d+/\d+(_\d+)?: ", "", reason).splitlines()
+    return guard if len(guard) <= LONGEST else f"{guard[:LONGEST]} ..."

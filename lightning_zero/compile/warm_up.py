@@ -1,0 +1,35 @@
+"""What the first compilation of a process does whatever it compiles: importing the compiler's parts, making its tables
+of ops and patterns, waking the generator of kernels. Done while the C++ executor builds, for which a process waits
+anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from lightning_zero.config import CompileConfig
+
+__all__ = ["warm_up"]
+
+log = logging.getLogger(__name__)
+
+
+def warm_up(config: CompileConfig, device: torch.device) -> None:
+    """Compiles a small function and its derivative. On CPUs without generating code, for which the compilers that build
+    the executor are needed."""
+    if not config.enabled:
+        return
+    backend = config.backend if device.type != "cpu" else "aot_eager"
+    try:
+        with torch.enable_grad():
+            x = torch.ones(16, 16, device=device, requires_grad=True)
+            torch.compile(_small, backend=backend, dynamic=False)(x).backward()
+    except Exception as error:  # what matters will be said when the user's modules are compiled
+        log.info("A small function could not be compiled: %s: %s", type(error).__name__, error)
+
+
+def _small(x: Tensor) -> Tensor:
+    return torch.nn.functional.layer_norm(x @ x, (16,)).relu().sum()

@@ -1,0 +1,47 @@
+"""The first compilation of a process is one that nobody waits for."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.compile.warm_up import warm_up
+from lightning_zero.config import CompileConfig
+
+CPU = torch.device("cpu")
+
+
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    backends: list[Any] = []
+
+    def compile(function: Any, backend: Any, dynamic: bool) -> Any:
+        backends.append(backend)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    return backends
+
+
+def test_on_cpus_nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = asked(monkeypatch)
+    with torch.no_grad():
+        warm_up(CompileConfig(), CPU)
+    assert backends == ["aot_eager"]
+
+
+def test_where_nothing_is_compiled_nothing_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = asked(monkeypatch)
+    warm_up(CompileConfig(enabled=False), CPU)
+    assert backends == []
+
+
+def test_an_error_is_left_to_the_users_own_compilation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    with caplog.at_level("INFO"):
+        warm_up(CompileConfig(), CPU)
+    assert "RuntimeError: no compiler" in caplog.text
