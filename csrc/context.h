@@ -47,6 +47,7 @@ struct Context {
   c10::intrusive_ptr<Watchdog> watchdog;
   std::vector<std::unique_ptr<ParamRecord>> records;
   int64_t epoch = 0;  // changes when shards may have
+  int64_t told = 0;   // changes when somebody who is no optimizer has said that he changes shards
   std::map<std::string, int64_t> counters;
   // Of all owners' state, and held by each of their methods that others than the owners call: what is called
   // from Python, from ops, and from autograd's threads.

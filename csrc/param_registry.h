@@ -29,6 +29,7 @@ struct ShardCopy {
   at::Tensor own;
   std::vector<at::Tensor> of_ranks;  // of every rank of the host, where they can be read from here
   Stamp written;
+  bool by_steps = false;  // see [Note: shards on the host] in compute_copies.h
   // -- of a host shard
   int64_t place = -1;  // in the order of first use; negative: not used yet
   int64_t part = -1;   // of the exchange that was begun last

@@ -45,6 +45,11 @@ class Parameters {
   void set_compute_copy(int64_t index, at::Tensor copy) {
     context_.at(index).compute_copy.own = std::move(copy);
   }
+  // Its shard lies in the host's memory, which the device reads over its link.
+  void lie_on_host(int64_t index) {
+    Lock lock(context_.mutex);
+    context_.at(index).compute_copy.by_steps = true;
+  }
   // Compute copies in one tensor, of the shards in another: written in one kernel.
   void add_compute_copy_memory(at::Tensor copies, at::Tensor shards);
   // The parameter's compute copy on every rank, in memory that this process can read. See [Note: copies from

@@ -22,6 +22,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import fit_for_capture
 from lightning_zero.native.watchdog import Watchdog
+from lightning_zero.offload.masters import masters_away
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.copying import Copies, NotCopied
@@ -82,6 +83,7 @@ class Engine(NotCopied):
         self.mesh = mesh = mesh or Mesh.of(device, chosen.timeout, chosen.tuning.ranks_per_host)
         self.config = chosen.over(mesh.host_count, mesh.inside.size)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
+        away = masters_away(self.config, mesh)
         self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)
         self.executor = Executor(mesh, self.config, self._gradients_came, self._new_plan, self.watchdog)
         self.peers = Peers.of(self.config, mesh)
@@ -93,7 +95,7 @@ class Engine(NotCopied):
         impossible = self.peers.why_not_replayed(self.executor)
         self.replays = Replays(self.executor, device, self.config, ready, self._lasting, report, impossible)
         self.session.begin(self.replays)
-        self.sharder = Sharder(self.executor, mesh, self.peers)
+        self.sharder = Sharder(self.executor, mesh, self.peers, away)
         self.sharder.view.belongs_to(self)
         self._copies = Copies(self.sharder)
         self.module: nn.Module | None = None

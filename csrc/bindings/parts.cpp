@@ -14,6 +14,9 @@ Weights& weights(Executor& executor) {
 Access& access(Executor& executor) {
   return executor.weights().access();
 }
+ComputeCopies& copies(Executor& executor) {
+  return executor.weights().copies();
+}
 Edits& edits(Executor& executor) {
   return executor.weights().edits();
 }
@@ -52,6 +55,7 @@ void bind_parts(torch::Library& m) {
       ("set_resident", &Parameters::set_resident, {arg("index"), arg("memory")})                         //
       ("set_compute_copy", &Parameters::set_compute_copy, {arg("index"), arg("copy")})                   //
       ("add_compute_copy_memory", &Parameters::add_compute_copy_memory, {arg("copies"), arg("shards")})  //
+      ("lie_on_host", &Parameters::lie_on_host, {arg("index")})                                          //
       ("set_peers", &Parameters::set_peers, {arg("index"), arg("peers")})                                //
       ("set_full_precision_copy", &Parameters::set_full_precision_copy,
        {arg("index"), arg("copy"), arg("peers")})  //
@@ -59,18 +63,21 @@ void bind_parts(torch::Library& m) {
        {arg("index"), arg("memory"), arg("whole")})  //
       ("set_shards", &Parameters::set_shards, {arg("index"), arg("shards")});
 
-  Rows<Weights>(m, "Weights", weights)                                    //
-      ("takes_turns", access, &Access::takes_turns)                       //
-      ("begin_writing", &Weights::begin_writing)                          //
-      ("end_writing", &Weights::end_writing)                              //
-      ("expire_compute_copies", &Weights::expire_compute_copies)          //
-      ("refresh_compute_copies", &Weights::refresh_compute_copies)        //
-      ("sync_peers", &Weights::sync_peers, {arg("ahead") = false})        //
-      ("sync_edits", edits, &Edits::sync, {arg("forget") = false})        //
-      ("drop", edits, &Edits::drop)                                       //
-      ("serve_resident", resident, &ResidentWeights::serve, {arg("on")})  //
-      ("find_gathered", edits, &Edits::find_gathered, {arg("tensor")})    //
-      ("epoch", itself, &Executor::epoch);
+  Rows<Weights>(m, "Weights", weights)                                                          //
+      ("takes_turns", access, &Access::takes_turns)                                             //
+      ("begin_writing", &Weights::begin_writing, {arg("stepping") = false})                     //
+      ("end_writing", &Weights::end_writing)                                                    //
+      ("expire_compute_copies", &Weights::expire_compute_copies)                                //
+      ("refresh_compute_copies", &Weights::refresh_compute_copies)                              //
+      ("sync_peers", &Weights::sync_peers, {arg("ahead") = false})                              //
+      ("written", copies, &ComputeCopies::written)                                              //
+      ("mark_written", copies, &ComputeCopies::mark_written, {arg("indices"), arg("written")})  //
+      ("sync_edits", edits, &Edits::sync, {arg("forget") = false})                              //
+      ("drop", edits, &Edits::drop)                                                             //
+      ("serve_resident", resident, &ResidentWeights::serve, {arg("on")})                        //
+      ("find_gathered", edits, &Edits::find_gathered, {arg("tensor")})                          //
+      ("epoch", itself, &Executor::epoch)                                                       //
+      ("told", copies, &ComputeCopies::told);
 
   Rows<Reducer>(m, "Gradients", gradients)                                               //
       ("attached", attached, &AttachedGradients::of_last_backward)                       //

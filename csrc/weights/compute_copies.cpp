@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+
 #include "runtime/tensors.h"
 
 namespace lightning_zero {
@@ -12,12 +14,21 @@ void ComputeCopies::add_memory(at::Tensor copies, at::Tensor shards) {
   memory_.emplace_back(std::move(copies), std::move(shards));
 }
 
+bool ComputeCopies::has_memory() const {
+  return !memory_.empty() || std::any_of(context_.records.begin(), context_.records.end(),
+                                         [](const auto& record) { return record->compute_copy.by_steps; });
+}
+
+Stamp ComputeCopies::now(const ParamRecord& record) const {
+  return record.stamp(record.compute_copy.by_steps ? context_.told : context_.epoch);
+}
+
 bool ComputeCopies::is_stale(const ParamRecord& record) const {
-  return record.compute_copy.written != record.stamp(context_.epoch);
+  return record.compute_copy.written != now(record);
 }
 
 void ComputeCopies::is_written(ParamRecord& record) {
-  record.compute_copy.written = record.stamp(context_.epoch);
+  record.compute_copy.written = now(record);
 }
 
 std::vector<ParamRecord*> ComputeCopies::stale(bool everything) const {
@@ -40,8 +51,31 @@ void ComputeCopies::write(ParamRecord& record) {
 void ComputeCopies::write_all() {
   for (auto& [copies, shards] : memory_) copies.copy_(shards);
   for (auto& record : context_.records) {
-    if (record->compute_copy.own.defined())
+    if (!record->compute_copy.own.defined())
+      continue;
+    if (!record->compute_copy.by_steps)
       is_written(*record);
+    else if (is_stale(*record))
+      write(*record);
+  }
+}
+
+std::vector<int64_t> ComputeCopies::written() const {
+  Lock lock(context_.mutex);
+  std::vector<int64_t> found;
+  for (const auto& record : context_.records) {
+    if (record->compute_copy.by_steps && record->compute_copy.own.defined() && !is_stale(*record))
+      found.push_back(record->index);
+  }
+  return found;
+}
+
+void ComputeCopies::mark_written(std::vector<int64_t> indices, bool written) {
+  Lock lock(context_.mutex);
+  for (const auto index : indices) {
+    auto& record = context_.at(index);
+    TORCH_INTERNAL_ASSERT(record.compute_copy.by_steps && record.compute_copy.own.defined(), record.name);
+    record.compute_copy.written = written ? now(record) : Stamp{};
   }
 }
 

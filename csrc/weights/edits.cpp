@@ -92,6 +92,8 @@ void Edits::copy(const Tracked& weight) {
   if (valid > 0)
     record.shard.narrow(0, 0, valid).copy_(weight.flat.narrow(0, begin, valid));
   record.compute_copy.written = record.full_precision_copy.written = {};
+  if (record.compute_copy.by_steps)
+    ++context_.told;
   resident_.edit(record, weight.flat);
 }
 

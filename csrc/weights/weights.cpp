@@ -104,8 +104,10 @@ void Weights::check_plan(const std::string& digest, const std::string& plan) {
 
 // ---- when shards change
 
-void Weights::begin_writing() {
+void Weights::begin_writing(bool stepping) {
   Lock lock(context_.mutex);
+  if (!stepping)
+    ++context_.told;
   if (!access_.takes_turns())
     return access_.expire();
   if (!access_.is_writing())

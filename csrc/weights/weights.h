@@ -39,8 +39,9 @@ class Weights {
 
   // -- when shards change
   // Something is about to change shards; and it has. Harmless when repeated. Where ranks take no turns, the
-  // first makes compute copies old, and the second does nothing.
-  void begin_writing();
+  // first makes compute copies old, and the second does nothing. `stepping`: an optimizer is, which sees to
+  // the copies of shards on the host.
+  void begin_writing(bool stepping);
   void end_writing();
   // Shards may have changed in ways that leave no trace (a replayed graph): write compute copies again before
   // use. Nothing where ranks take turns, or are those of several hosts: there begin_writing() is what counts.

@@ -15,7 +15,8 @@ from lightning_zero.errors import UnsupportedError
 
 __all__ = ["CAN_LEAVE", "CompileConfig", "EngineConfig", "changed", "refuse_changes"]
 
-# Of what ``offload`` has names for: what can lie on the host. Plans choose of these, see MeasuredBudget.
+# Of what ``offload`` has names for: plans choose of these, see MeasuredBudget. Where master weights lie is settled when
+# the model is sharded, before anything is known that a plan is made from.
 CAN_LEAVE: tuple[str, ...] = ("optimizer", "activations")
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
@@ -75,19 +76,23 @@ class EngineConfig(Options):
             and parameters that are used in it are gathered in it. None without autocast.
 
     Raises:
-        UnsupportedError: a choice that has a name, and nothing yet that does it.
+        UnsupportedError: choices that do not go together.
     """
 
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.offload:
-            if name not in CAN_LEAVE:
-                raise UnsupportedError(
-                    f"offload={self.offload!r}: offloading {name} does not exist yet. Pass offload=('optimizer',), "
-                    "('activations',) or both."
-                )
+        if "parameters" in self.offload and "optimizer" not in self.offload:
+            raise UnsupportedError(
+                f"offload={self.offload!r}: master weights come and go together with the optimizer's state. Pass "
+                "offload=('optimizer', 'parameters')."
+            )
+        if "parameters" in self.offload and not self.compile:
+            raise UnsupportedError(
+                f"offload={self.offload!r}: eager code reads master weights themselves, so with compile=False they "
+                "stay on the device. Leave compile at True, or 'parameters' out."
+            )
         if "activations" in self.offload and not self.compile:
             raise UnsupportedError(
                 f"offload={self.offload!r}: activations leave for the host in compiled code alone, and compile=False "
@@ -127,7 +132,7 @@ def changed(before: Options, now: Options) -> Iterator[tuple[str, Change, Any, A
 def refuse_changes(before: Options, now: Options) -> None:
     """Raises ``UnsupportedError`` where an option differs that nobody could apply any more."""
     for name, change, old, new in changed(before, now):
-        if change is Change.REFUSED:
+        if change is Change.REFUSED or (name == "offload" and ("parameters" in old) != ("parameters" in new)):
             raise settled(name, old, new)
 
 

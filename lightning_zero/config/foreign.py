@@ -9,9 +9,9 @@ _NO_POLICY = (
 )
 _OFFLOAD = (
     "Pass offload=('optimizer',): the optimizer's state lies in pinned memory of the host, and the device steps; "
-    "weights and gradients stay on the device."
+    "with 'parameters' beside it so do the float32 weights of mixed precision. Gradients stay on the device."
 )
-_NO_OFFLOAD = "Only the optimizer's state can lie on the host, by offload=('optimizer',), and nothing on disks."
+_NO_DISKS = "Nothing can lie on disks; in the host's memory what offload= names."
 _BUCKETS = "Sizes of transfers are tuning=Tuning(gather_group_mb=..., reduce_bucket_mb=...), and seldom need to change."
 _COMPUTE = (
     "Pass precision= to the Trainer ('bf16-mixed', 'bf16-true', ...), and reduce_dtype= for gradients on the wire."
@@ -44,10 +44,10 @@ FOREIGN = (
         "cpu_offload": _OFFLOAD,
         "offload_policy": _OFFLOAD,
         "offload_optimizer": _OFFLOAD,
-        "offload_parameters": _NO_OFFLOAD,
-        "offload_params_device": _NO_OFFLOAD,
+        "offload_parameters": _OFFLOAD,
+        "offload_params_device": _OFFLOAD,
         "offload_optimizer_device": _OFFLOAD,
-        "nvme_path": _NO_OFFLOAD,
+        "nvme_path": _NO_DISKS,
         "mixed_precision": _COMPUTE,
         "mp_policy": _COMPUTE,
         "sharding_strategy": _SHARDING,
@@ -93,7 +93,7 @@ FOREIGN = (
             *("params_buffer_count", "params_buffer_size", "max_in_cpu", "optimizer_buffer_count", "block_size"),
             *("queue_depth", "single_submit", "overlap_events", "thread_count", "pin_memory"),
         ),
-        _NO_OFFLOAD,
+        "Where what lies on the host passes through is Tuning(offload_buffer_mb=...), and nothing can lie on disks.",
     )
     | {
         "model_averaging_period": "Models are not averaged: all ranks train one.",

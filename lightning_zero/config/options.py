@@ -85,7 +85,9 @@ class Options:
         "what lies in the host's memory and comes to the device when it is needed. ``'optimizer'``: the state of "
         "optimizers that is as large as the weights (Adam's moments); the step, computed on the device as ever, takes "
         "as long as it takes to copy it there and back. ``'activations'``: what compiled forward saves for backward, "
-        "large tensors, copied beside compute; what eager code saves stays. ``'parameters'`` is refused",
+        "large tensors, copied beside compute; what eager code saves stays. ``'parameters'``, with ``'optimizer'`` and "
+        "mixed precision on one host: the float32 weights that compiled code reads in another dtype, which pass with "
+        "the state; weights then travel by collectives, and what still reads the float32 ones does so over the link",
         default=(),
         check=offloaded,
         change=Change.APPLIED,

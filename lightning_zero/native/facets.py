@@ -49,6 +49,10 @@ class Parameters(Protocol):
         """Compute copies that are neighbours in memory, and their shards likewise:
         :meth:`Weights.refresh_compute_copies` writes them in one kernel."""
 
+    def lie_on_host(self, index: int) -> None:
+        """The parameter's shard lies in the host's memory, which the device reads over its link: who changes it says
+        so, and optimizers write its compute copy."""
+
     def set_peers(self, index: int, peers: list[Tensor]) -> None:
         """The parameter's compute copy on each rank, in memory that this process can read. Compiled code then copies
         from there instead of gathering. The same parameters on every rank."""
@@ -67,9 +71,10 @@ class Weights(Protocol):
     def takes_turns(self) -> bool:
         """Whether a gather needs no other rank."""
 
-    def begin_writing(self) -> None:
+    def begin_writing(self, stepping: bool = False) -> None:
         """Must come before shards change, on every rank: whoever still reads them is waited for. Harmless when
-        repeated."""
+        repeated. ``stepping``: an optimizer changes them, which says itself what it does to copies of shards that lie
+        on the host."""
 
     def end_writing(self) -> None:
         """Should come once they have changed: other ranks, which may want to read, wait for it. The next gather on this
@@ -90,8 +95,19 @@ class Weights(Protocol):
         """
         ...
 
+    def told(self) -> int:
+        """Changes whenever somebody who is no optimizer has said that shards change."""
+        ...
+
     def epoch(self) -> int:
         """Changes whenever shards may have changed."""
+
+    def written(self) -> list[int]:
+        """Indices of the parameters with a shard on the host whose compute copy is as it should be."""
+        ...
+
+    def mark_written(self, indices: list[int], written: bool) -> None:
+        """The compute copies of these, whose shards lie on the host, are as they should be; or are not."""
 
     def sync_edits(self, forget: bool = False) -> None:
         """Copies in-place edits of weights read outside compiled code into their shards.

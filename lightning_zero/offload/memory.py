@@ -24,6 +24,7 @@ from lightning_zero.offload.nearby import cpus_near
 __all__ = ["HostMemory", "free_bytes"]
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+MAPPED = 2  # cudaHostRegisterMapped
 TOUCHED_BYTES = 256 << 20  # by a thread at a time
 MOST_THREADS = 8
 INSTEAD = "Leave out offload=, give each process more memory of its host, or shard over more hosts."
@@ -44,17 +45,37 @@ class HostMemory:
         nbytes = numel * dtype.itemsize
         if self._device.type != "cuda" or not nbytes:
             return torch.empty(numel, dtype=dtype)
+        return torch.frombuffer(self._pinned(nbytes), dtype=dtype, count=numel)  # holds the mapping
+
+    def mapped(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same memory twice, 1-D zeros: as a tensor of the device, whose kernels read and write it over the link,
+        and as one of the host, which copy engines do. Each knows nothing of the other's version. On a CPU both are one.
+
+        Raises:
+            HostMemoryError: likewise.
+        """
+        nbytes = numel * dtype.itemsize
+        if self._device.type != "cuda" or not nbytes:
+            both = torch.zeros(numel, dtype=dtype)
+            return both.to(self._device), both
+        memory = self._pinned(nbytes, MAPPED)
+        with torch.cuda.device(self._device):
+            seen = torch.as_tensor(_Seen(memory, nbytes), device=self._device)
+        assert seen.data_ptr() == memory.address, "the device has made a copy"
+        return seen.view(dtype), torch.frombuffer(memory, dtype=dtype, count=numel)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies where :meth:`empty` allocates."""
+        return tensor.device.type == "cpu" and (self._device.type != "cuda" or tensor.is_pinned())
+
+    def _pinned(self, nbytes: int, flags: int = 0) -> _Pinned:
         left = free_bytes()
         if left is not None and nbytes > left:
             raise HostMemoryError(
                 f"{_gib(nbytes)} of what is offloaded from {self._device} are to lie in the host's memory, which has "
                 f"{_gib(left)} left for this process. {INSTEAD}"
             )
-        return torch.frombuffer(_Pinned.of(nbytes, self._device), dtype=dtype, count=numel)  # holds the mapping
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies where :meth:`empty` allocates."""
-        return tensor.device.type == "cpu" and (self._device.type != "cuda" or tensor.is_pinned())
+        return _Pinned.of(nbytes, self._device, flags)
 
     def settle(self) -> None:
         """The host waits until all copies are there: it may read now."""
@@ -69,7 +90,7 @@ class _Pinned(mmap.mmap):
     address = 0
 
     @classmethod
-    def of(cls, nbytes: int, device: torch.device) -> _Pinned:
+    def of(cls, nbytes: int, device: torch.device, flags: int = 0) -> _Pinned:
         try:
             memory = cls(-1, nbytes)
         except OSError as error:
@@ -83,7 +104,7 @@ class _Pinned(mmap.mmap):
         _touch(memory.address, nbytes, cpus_near(device))
         try:
             with torch.cuda.device(device):
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.address, nbytes, 0))
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.address, nbytes, flags))
         except RuntimeError as error:
             raise HostMemoryError(
                 f"{_gib(nbytes)} of the host's memory could not be pinned for copies from and to {device} ({error}). "
@@ -98,6 +119,19 @@ class _Pinned(mmap.mmap):
             with suppress(RuntimeError), torch.cuda.device(self.device):
                 torch.cuda.synchronize()
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.address))
+
+
+class _Seen:
+    """Such memory, as a device sees it: bytes, for ``torch.as_tensor``, which holds this object."""
+
+    def __init__(self, memory: _Pinned, nbytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "version": 3,
+        }
 
 
 def _touch(address: int, nbytes: int, cpus: frozenset[int]) -> None:

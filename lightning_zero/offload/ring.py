@@ -20,7 +20,8 @@ Copies of one direction keep their order, so that a wait for the last one is a w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class Ring:
         device: where.
         nbytes: of all buffers together. The memory is allocated with the first pass.
         lanes: for copies; by default the device's.
+        stamp: is another one once loads may have been written to otherwise than through their tensors.
 
     Attributes:
         slots: number of the buffers.
@@ -52,8 +54,15 @@ class Ring:
         current: the pass whose loads the buffers have.
     """
 
-    def __init__(self, device: torch.device, nbytes: int, lanes: Lanes | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        nbytes: int,
+        lanes: Lanes | None = None,
+        stamp: Callable[[], Any] = lambda: None,
+    ) -> None:
         self._device = device
+        self.stamp = stamp
         self.lanes = lanes or lanes_of(device)
         self.slot_bytes = max(min(nbytes // LEAST_SLOTS, MOST_BYTES) // ALIGNMENT, LEAST) * ALIGNMENT
         self.slots = max(nbytes // self.slot_bytes, LEAST_SLOTS)
@@ -105,7 +114,7 @@ class Pass:
         self._came: dict[int, Event] = {}  # by load, until compute has waited for it
         self._changed: dict[int, Load] = {}  # loads in the place of those that came
         self._left: Event = None
-        self._versions: list[int] = []
+        self._versions: list[Any] = []
 
     def ahead(self) -> None:
         """The first loads come, once all that was to leave is on the host."""
@@ -120,8 +129,9 @@ class Pass:
         """Whether what has come ahead is still there, and what it was brought from has not been written to since."""
         return self._ring.current is self and self._versions == self._look()
 
-    def _look(self) -> list[int]:
-        return [tensor._version for load in self._loads[: self._ring.slots] for tensor in load.values()]
+    def _look(self) -> list[Any]:
+        coming = self._loads[: self._ring.slots]
+        return [self._ring.stamp(), *(tensor._version for load in coming for tensor in load.values())]
 
     def join(self) -> None:
         """Compute waits for all that comes ahead. What follows on it may be captured up to :meth:`rejoin`."""

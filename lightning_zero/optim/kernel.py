@@ -19,9 +19,9 @@ from lightning_zero.optim.clip import clip_factor
 from lightning_zero.optim.formulas import Rule, rule_for
 from lightning_zero.optim.graphed import GraphedSequence
 from lightning_zero.optim.narrow import NARROW, ROUNDINGS
-from lightning_zero.optim.rounding import Places, keys_of, noise_at, rounded
+from lightning_zero.optim.rounding import keys_of, noise_at, rounded
 from lightning_zero.optim.segments import Segment
-from lightning_zero.optim.stretches import MOMENTS, Parts
+from lightning_zero.optim.stretches import MOMENTS, Part, Parts
 
 __all__ = ["StepKernel"]
 
@@ -37,7 +37,7 @@ class StepKernel:
         segments: what is stepped; their state must exist, and their counts be on the device.
         device: of all tensors.
         compile: turn each segment's update into one kernel with inductor.
-        ring: through which the state passes that lies on the host; None: it lies on the device.
+        ring: through which passes what lies on the host; None: all lies on the device.
         capture: replay, on devices that can; otherwise kernels are launched one by one, each time.
     """
 
@@ -123,11 +123,14 @@ class StepKernel:
                     tensor.fill_(value)
                     floats[name] = value
         if variant not in self._sequences:
-            used = [t for s in self._segments for t in (s.param, s.grad, *s.state.values()) if isinstance(t, Tensor)]
+            lasting = (t for s in self._segments for t in (s.param, s.grad, s.copy, *s.state.values()))
+            used = [tensor for tensor in lasting if isinstance(tensor, Tensor)]
             warmups = 1 if self._capture else math.inf
             self._sequences[variant] = GraphedSequence(self._update, self._device, warmups, watch=used)
         with self._parts.passing():
             self._sequences[variant]()
+        for segment in self._segments:
+            segment.copied = segment.copy is not None
         return self._sequences[variant].captured
 
     def bring_ahead(self) -> None:
@@ -136,10 +139,9 @@ class StepKernel:
 
     def _update(self) -> None:
         numbers = {id(segment): self._numbers(self._rule(segment), segment) for segment in self._segments}
-        for part, state, places in self._parts.with_state():
-            segment = part.segment
-            tensors = part.of(segment.param), part.of(segment.grad), state
-            self._apply(self._rule(segment), tensors, numbers[id(segment)], places)
+        for part in self._parts.with_state():
+            segment = part.stretch.segment
+            self._apply(self._rule(segment), part, numbers[id(segment)])
 
     def _rule(self, segment: Segment) -> Rule:
         rule = self._rules[segment.group]
@@ -175,16 +177,11 @@ class StepKernel:
         key = (rule, self._variant, shapes, len(segment.members) if salts else None)
         return self._run_compiled(key, compute, arguments) | ({"skip": self._skip} if skip else {})
 
-    def _apply(
-        self,
-        rule: Rule,
-        tensors: tuple[Tensor, Tensor, dict[str, Tensor]],
-        numbers: dict[str, Tensor],
-        places: Places | None,
-    ) -> None:
-        param, grad, state = tensors
-        names, keys = list(state), list(numbers)
+    def _apply(self, rule: Rule, part: Part, numbers: dict[str, Tensor]) -> None:
+        param, grad, places = part.param, part.stretch.of(part.stretch.segment.grad), part.places
+        names, keys = list(part.state), list(numbers)
         where: tuple[Tensor, ...] = () if places is None else (places.owners, places.shifts, places.begin)
+        copies = () if part.copy is None else (part.copy,)
 
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             old = dict(zip(names, rest, strict=False))
@@ -200,8 +197,10 @@ class StepKernel:
                 after = torch.where(keep, after, before[0])
                 new = {k: torch.where(keep, v, before[1][k]) for k, v in new.items()}
             param.copy_(after)
+            if copies:
+                rest[-1].copy_(after)
             if places is not None:
-                owners, shifts, begin = rest[-len(where) :]
+                owners, shifts, begin = rest[len(names) + len(keys) :][: len(where)]
                 noise = noise_at(owners, shifts, begin, scalar["keys"])
                 new = {k: rounded(v, noise, names.index(k)) if old[k].dtype is NARROW else v for k, v in new.items()}
             for k, v in new.items():
@@ -209,8 +208,8 @@ class StepKernel:
             return {}
 
         members = 0 if places is None else len(places.shifts)
-        key = (rule, param.numel(), param.dtype, tuple(keys), members)
-        self._run_compiled(key, change, (param, grad, *state.values(), *numbers.values(), *where))
+        key = (rule, param.numel(), param.dtype, tuple(keys), members, *(copy.dtype for copy in copies))
+        self._run_compiled(key, change, (param, grad, *part.state.values(), *numbers.values(), *where, *copies))
 
     def _run_compiled(
         self, key: Any, fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]

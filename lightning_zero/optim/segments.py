@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.memory import HostMemory
 from lightning_zero.optim.narrow import NARROW, ROUNDINGS
-from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.record import Role, ShardedParameter
 
 __all__ = ["Segment", "State", "cut"]
 
@@ -36,6 +36,9 @@ class Segment:
         counts: by name, the members' 0-dim state tensors (such as step counts), as one 1-D tensor.
         state: the optimizer's state for ``param``.
         narrow: names of the state that is kept in bfloat16, in the rule's order.
+        on_host: of ``param``, where that lies in the host's memory: as the host sees it.
+        copy: compute copies of such members, which are written with them; None where there are none.
+        copied: whether the last step has written all of ``copy``.
     """
 
     group: int
@@ -45,6 +48,9 @@ class Segment:
     counts: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     narrow: tuple[str, ...] = ()
+    on_host: Tensor | None = None
+    copy: Tensor | None = None
+    copied: bool = False
     _shown: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -227,4 +233,11 @@ def _segment(group: int, members: list[ShardedParameter], narrow: Mapping[int, t
     shape = (1,) * (dims.pop() - 1) + (flat.numel(),) if len(dims) == 1 else (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
     param.grad = grad.view(shape)
-    return Segment(group, members, param, param.grad, narrow=narrow.get(members[0].index, ()))
+    found = Segment(group, members, param, param.grad, narrow=narrow.get(members[0].index, ()))
+    on_host = [record.on_host for record in members if record.on_host is not None]
+    if len(on_host) == len(members):
+        found.on_host = _joined(on_host)
+        assert found.on_host is not None
+        copies = [record.memory[Role.COMPUTE_COPY] for record in members if Role.COMPUTE_COPY in record.memory]
+        found.copy = _joined(copies) if len(copies) == len(members) else None
+    return found

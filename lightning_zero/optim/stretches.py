@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,9 +15,10 @@ from lightning_zero.offload.ring import Load, Pass, Ring
 from lightning_zero.optim.rounding import Places
 from lightning_zero.optim.segments import Segment
 
-__all__ = ["MOMENTS", "InPlace", "Parts", "StateOnHost", "Stretch", "stretches"]
+__all__ = ["MASTER", "MOMENTS", "InPlace", "Part", "Parts", "StateOnHost", "Stretch", "itemsizes_of", "stretches"]
 
 MOMENTS = 1 << 22  # elements whose narrow state is float32 for a moment at once
+MASTER = "master shard"  # among the names of a state, which are words of code
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,38 @@ class Stretch:
         return flat.detach().view(-1)[self.begin : self.end]
 
     def load(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The part of the segment's state, by name."""
-        return {name: self.of(self.segment.state[name]) for name in names}
+        """The part of the segment's state, by name; and of the master shards, where they lie on the host. These come
+        first, so that they are at one place of a buffer, whatever state there is."""
+        master = {} if self.segment.on_host is None else {MASTER: self.of(self.segment.on_host)}
+        return master | {name: self.of(self.segment.state[name]) for name in names}
 
     def places(self, whole: Mapping[int, Places]) -> Places | None:
         """Where its elements stand, if that is known of its segment, by id."""
         places = whole.get(id(self.segment))
         return None if places is None else places.part(self.begin, self.end)
+
+
+class Part(NamedTuple):
+    """A stretch on the device, as it is stepped.
+
+    Attributes:
+        stretch: which.
+        param: its elements of the master shards.
+        copy: their compute copies, where these are to be written; otherwise None.
+        state: by name.
+        places: where its elements stand, if some of the state is narrow.
+    """
+
+    stretch: Stretch
+    param: Tensor
+    copy: Tensor | None
+    state: dict[str, Tensor]
+    places: Places | None
+
+
+def itemsizes_of(segment: Segment, state: Sequence[int]) -> list[int]:
+    """Bytes of an element of each tensor that comes from the host, where those of the state are given."""
+    return [*state, *([] if segment.on_host is None else [segment.on_host.itemsize])]
 
 
 def stretches(segment: Segment, most: int) -> list[Stretch]:
@@ -72,12 +99,16 @@ class InPlace:
     def open(self, number: int) -> dict[str, Tensor]:
         return dict(self._loads[number])
 
-    def close(self, number: int, load: Load, values: Load) -> None:
-        for name, value in values.items():
-            if value.data_ptr() != load[name].data_ptr():
-                load[name].copy_(value.reshape(-1))
+    def close(self, number: int, load: Load | None = None, values: Load | None = None) -> None:
+        to = self._loads[number] if load is None else load
+        for name, value in (values or {}).items():
+            if value.data_ptr() != to[name].data_ptr():
+                to[name].copy_(value.reshape(-1))
 
     def leave(self) -> None:
+        pass
+
+    def rejoin(self) -> None:
         pass
 
 
@@ -102,9 +133,10 @@ class Parts:
         most: int | None = None,
     ) -> None:
         self._ring = ring
+        self._masters = any(segment.on_host is not None for segment in segments)
         self._parts: list[Stretch] = []
         for segment in segments:
-            itemsizes = [segment.state[name].itemsize for name in names(segment)]
+            itemsizes = itemsizes_of(segment, [segment.state[name].itemsize for name in names(segment)])
             numel = ring.elements(itemsizes) if ring and itemsizes else segment.param.numel()
             self._parts += stretches(segment, min(numel, most) if segment.narrow and most else numel)
         self.places = {id(s): Places.of(s.members, s.param.device) for s in segments if s.narrow}
@@ -129,15 +161,17 @@ class Parts:
         yield
         if through is not None:
             through.leave(range(len(self._loads)))
+            if self._masters:  # which anybody may read from here on, as a tensor of the device
+                through.rejoin()
 
-    def with_state(self) -> Iterator[tuple[Stretch, dict[str, Tensor], Places | None]]:
-        """Each stretch with its state on the device, and where its elements stand if some of that is narrow; what is
-        written to the state until the next one is asked for goes back to where it came from."""
-        if self._ring is None:
-            yield from zip(self._parts, self._loads, self._places, strict=True)
-            return
-        through = Pass(self._ring, self._loads)
+    def with_state(self) -> Iterator[Part]:
+        """Each stretch with its state on the device; what is written to that, and to the parameter, until the next one
+        is asked for goes back to where it came from."""
+        through = InPlace(self._loads) if self._ring is None else Pass(self._ring, self._loads)
         for number, part in enumerate(self._parts):
-            yield part, through.open(number), self._places[number]
+            state, segment = through.open(number), part.segment
+            param = state.pop(MASTER) if segment.on_host is not None else part.of(segment.param)
+            copy = None if segment.copy is None else part.of(segment.copy)
+            yield Part(part, param, copy, state, self._places[number])
             through.close(number)
         through.rejoin()

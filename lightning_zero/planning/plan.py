@@ -19,7 +19,7 @@ from lightning_zero.planning.buckets import bucket_bytes
 from lightning_zero.planning.result import Passes, TrainingPlan
 from lightning_zero.planning.seconds import step_seconds
 from lightning_zero.planning.states import Kept
-from lightning_zero.planning.static import Cut, cut, memory_that_stays
+from lightning_zero.planning.static import Cut, cut, masters_away, memory_that_stays
 from lightning_zero.planning.training import Precision, StepOnPaper, Trace, run_step
 from lightning_zero.planning.user_code import UserCode
 from lightning_zero.planning.within import within_budget
@@ -132,7 +132,8 @@ def _assembled(
     inside = ceil(ranks / hosts)
     roles = memory_that_stays(cuts, config, hosts, how.accumulate)
     away = "optimizer" in config.offload
-    ring = min(config.tuning.offload_buffer_mb * 2**20, kept.states) if away else 0
+    moved = (kept.states if away else 0) + masters_away(cuts, config)
+    ring = min(config.tuning.offload_buffer_mb * 2**20, moved)
     roles["optimizer_state"] = 0 if away else kept.states
     roles["offload_buffers"] = int(ring)
     roles["reduce_buckets"] = bucket_bytes(cuts, config, inside, copied=ranks > 1 and inside > 1)
@@ -150,5 +151,4 @@ def _assembled(
     if step is None:
         return found
     seconds = step_seconds(step, cuts, config, where)
-    moved = kept.states / HOST_BYTES_PER_S if away else 0.0
-    return replace(found, seconds=replace(seconds, optimizer=seconds.optimizer + moved))
+    return replace(found, seconds=replace(seconds, optimizer=seconds.optimizer + moved / HOST_BYTES_PER_S))

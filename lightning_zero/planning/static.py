@@ -14,7 +14,7 @@ from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.config import EngineConfig
 from lightning_zero.sharding.layout import ShardLayout
 
-__all__ = ["Cut", "cut", "memory_that_stays"]
+__all__ = ["Cut", "cut", "masters_away", "memory_that_stays"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1,
     computed = config.compute_dtype if config.compile else None
     several = hosts > 1 and config.compile and config.tuning.shard_compute_copy == "host"
     found = {
-        "master_shard": sum(c.elements * c.dtype.itemsize for c in cuts),
+        "master_shard": sum(c.elements * c.dtype.itemsize for c in cuts) - masters_away(cuts, config),
         "gradient": sum(c.elements * c.dtype.itemsize for c in cuts if c.trained),
         "deferred_gradient": 0,
         "compute_copy": 0,
@@ -86,6 +86,12 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1,
             parts = _parts_that_wait(c, config, hosts)
             found["deferred_gradient"] += c.elements * parts * torch.promote_types(c.dtype, torch.float32).itemsize
     return found
+
+
+def masters_away(cuts: Sequence[Cut], config: EngineConfig) -> int:
+    """Bytes of master shards that lie on the host."""
+    away = [c for c in cuts if "parameters" in config.offload and not c.stays_wide]
+    return sum(c.elements * c.dtype.itemsize for c in away if c.used_in(config.compute_dtype) != c.dtype)
 
 
 def _parts_that_wait(cut: Cut, config: EngineConfig, hosts: int) -> int:

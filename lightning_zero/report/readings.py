@@ -17,19 +17,22 @@ FORWARD_BACKWARD, OPTIMIZER = "forward_backward", "optimizer_step"
 
 def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, int]:
     """Bytes of this rank. What peers read is also counted by what it is for, and ``peers`` is memory that the device's
-    allocator knows nothing of; ``optimizer_state_on_host`` and
-    ``activations_on_host`` are memory of the host."""
+    allocator knows nothing of; what ends in ``_on_host`` is
+    memory of the host."""
     memory = engine.sharder.memory
     with plainly():
         found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.holds(role)) for role in Role}
         copies = {t.data_ptr() for what in (Role.COMPUTE_COPY, Role.FULL_PRECISION_COPY) for t in memory.holds(what)}
         own = [tensor for tensor in memory.holds(Role.RESIDENT) if tensor.data_ptr() not in copies]
         found["resident_weight"] = _bytes(own)  # others are host shards
+        away = memory.on_host.nbytes if memory.on_host is not None else 0
+        found["master_shard"] -= away
+        found["master_shard_on_host"] = away
         kept = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         states = [value for value in kept if isinstance(value, torch.Tensor)]
-        away = [value for value in states if engine.optimizers.on_host and value.device.type == "cpu"]
-        found["optimizer_state"] = _bytes(states) - _bytes(away)
-        found["optimizer_state_on_host"] = _bytes(away)
+        states_away = [value for value in states if engine.optimizers.on_host and value.device.type == "cpu"]
+        found["optimizer_state"] = _bytes(states) - _bytes(states_away)
+        found["optimizer_state_on_host"] = _bytes(states_away)
     found["reduce_buckets"] = engine.executor.counters().get("bucket_bytes", 0)
     found["activations_on_host"] = engine.executor.activations.nbytes
     found["captures"] = engine.replays.nbytes

@@ -29,17 +29,17 @@ class ShardAccess:
         """Likewise; and what is still done to copies given out so far does not count any more."""
         self._executor.weights.sync_edits(forget=True)
 
-    def before_overwriting(self) -> None:
-        """Shards are about to get values that win over copies given out before."""
+    def before_overwriting(self, stepping: bool = False) -> None:
+        """Shards are about to get values that win over copies given out before. ``stepping``: from an optimizer."""
         self.settle()
-        self.before_writing()
+        self.before_writing(stepping)
 
-    def before_writing(self) -> None:
+    def before_writing(self, stepping: bool = False) -> None:
         """Shards are about to change: ranks that still read them are waited for. Harmless when repeated. The next
         gather on this rank ends it, if :meth:`done_writing` does not."""
         if self.beside is not None:
             self.beside()
-        self._executor.weights.begin_writing()
+        self._executor.weights.begin_writing(stepping)
 
     def done_writing(self) -> None:
         """Other ranks may read what this one has written. Harmless where nothing was."""

@@ -4,7 +4,8 @@
 role                 allocated                                 dtype                   given back
 ===================  ========================================  ======================  ================================
 master shard         by ``place``, when the model is sharded;  the parameter's         with the engine; the memory
-                     again by ``arrange``, for the optimizers                          before, once another is placed
+                     again by ``arrange``, for the optimizers;                         before, once another is placed
+                     some on the host, see ``away.py``
 gradient             by ``allocate_gradients``, in the first   the parameter's         with the engine
                      training step that trains the parameter
 deferred gradient    by ``allocate_deferred_gradients``, once  float32 or wider        with the engine, or once
@@ -32,15 +33,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain, compress
+from operator import not_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.sharding.access import ShardAccess
 from lightning_zero.sharding.arena import Arena
+from lightning_zero.sharding.away import Away, stays_wide, used_in
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.peers import PeerMemory, Peers
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
@@ -59,19 +63,25 @@ class ShardMemory:
         mesh: of the ranks.
         records: of the parameters; more may come.
         peers: where memory that other ranks reach comes from, if there is any.
+        away: which master shards lie on the host; None: none.
 
     Attributes:
-        shards: the arena of the master shards, once the model is sharded.
+        shards: the arena of the master shards on the device, once the model is sharded.
+        on_host: that of the others; None where there are none.
         gradients: that of the gradients of the parameters that were trained first, once they are.
     """
 
-    def __init__(self, executor: Executor, mesh: Mesh, records: Records, peers: Peers | None = None) -> None:
+    def __init__(
+        self, executor: Executor, mesh: Mesh, records: Records, peers: Peers | None = None, away: Away | None = None
+    ) -> None:
         self.executor = executor
         self._access = ShardAccess(executor)
         self._mesh = mesh
         self._records = records
         self._peers = peers
+        self._away = away
         self.shards: Arena | None = None
+        self.on_host: Arena | None = None
         self.gradients: Arena | None = None
         self._resident: Arena | None = None
         self._resident_for: tuple[torch.dtype | None, int, float] | None = None  # the arguments of keep_resident()
@@ -85,11 +95,15 @@ class ShardMemory:
 
     def place(self, order: Sequence[ShardedParameter]) -> None:
         """Moves the shards into an arena of their own, neighbours in this order. Collective."""
-        pieces = [(record.layout, record.param.dtype) for record in order]
+        goes = [self._away is not None and self._away.takes(record) for record in order]
+        here, away = list(compress(order, map(not_, goes))), list(compress(order, goes))
+        pieces = _pieces(here)
         everywhere = self._peers.allocate_shards(self.executor, Arena.sizes(pieces)) if self._peers else {}
         self._access.before_writing()
         arena = Arena(pieces, self._mesh.device, {dtype: mine for dtype, (mine, _) in everywhere.items()})
-        for record, view in zip(order, arena.views, strict=True):
+        self.on_host = self._place_away(away)
+        views = chain(arena.views, self.on_host.views if self.on_host is not None else ())
+        for record, view in zip([*here, *away], views, strict=True):
             view.copy_(record.shard)
             record.memory[Role.MASTER_SHARD] = view
             self.executor.parameters.move(record.index, view)
@@ -98,6 +112,18 @@ class ShardMemory:
                 self.executor.parameters.set_shards(record.index, _parts(view, everywhere[view.dtype][1]))
         self.shards = arena
         self._access.done_writing()
+
+    def _place_away(self, order: Sequence[ShardedParameter]) -> Arena | None:
+        """Memory of the host for these shards; the executor is told, and the records, how the host sees it."""
+        if self._away is None or not order:
+            return None
+        pieces = _pieces(order)
+        both = {dtype: self._away.allocate(size, dtype) for dtype, size in Arena.sizes(pieces).items()}
+        arena = Arena(pieces, self._mesh.device, {dtype: seen for dtype, (seen, _) in both.items()})
+        for record, view in zip(order, arena.views, strict=True):
+            [record.on_host] = _parts(view, [both[view.dtype][1]])
+            self.executor.parameters.lie_on_host(record.index)
+        return arena
 
     def arrange(
         self, groups: Sequence[Sequence[Tensor]], kind: Callable[[ShardedParameter], Any] = lambda record: 0
@@ -108,10 +134,10 @@ class ShardMemory:
         if self.shards is None or begun or self._resident is not None:
             return
         number = {id(param): n for n, group in enumerate(groups) for param in group}
-        before = sorted(self._records.live, key=lambda record: record.shard.data_ptr())
+        before = sorted(self._records.live, key=lambda record: (*_arena_of(record), record.shard.data_ptr()))
         order = sorted(
             before,
-            key=lambda record: (number.get(id(record.param), len(groups)), kind(record)),
+            key=lambda record: (*_arena_of(record), number.get(id(record.param), len(groups)), kind(record)),
         )
         if [record.index for record in order] != [record.index for record in before]:
             self.place(order)
@@ -162,22 +188,23 @@ class ShardMemory:
         Collective."""
         if self.shards is None or self.holds(Role.COMPUTE_COPY):
             return
-        wide = [t for t in self.shards.flat.values() if t.is_floating_point() and t.dtype.itemsize > dtype.itemsize]
-        copies: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
-        for masters in wide:
+        wide = [t for t in self.shards.flat.values() if used_in(t.dtype, dtype) != t.dtype]
+        away = list(self.on_host.flat.values()) if self.on_host is not None else []
+        copies: dict[tuple[bool, str], tuple[Tensor, list[Tensor]]] = {}
+        for is_away, masters in chain(((False, t) for t in wide), ((True, t) for t in away)):
             if peers is not None:
-                copies[masters.dtype] = peers.empty(masters.numel(), dtype)
+                copies[is_away, str(masters.dtype)] = peers.empty(masters.numel(), dtype)
             else:
-                copies[masters.dtype] = torch.empty_like(masters, dtype=dtype), []
-        copied = [record for record in self._records.live if record.param.dtype in copies]
+                copies[is_away, str(masters.dtype)] = torch.empty_like(masters, dtype=dtype), []
+        copied = [record for record in self._records.live if _arena_of(record) in copies]
         full_precision = (
             _full_precision(copied, peers) if peers is not None and not self.executor.weights.takes_turns() else []
         )
         # Made known only now that there is memory for all: half of it would be worse than none.
         for masters in wide:
-            self.executor.parameters.add_compute_copy_memory(copies[masters.dtype][0], masters)
+            self.executor.parameters.add_compute_copy_memory(copies[False, str(masters.dtype)][0], masters)
         for record in copied:
-            copy, all_ranks = copies[record.param.dtype]
+            copy, all_ranks = copies[_arena_of(record)]
             [record.memory[Role.COMPUTE_COPY]] = _parts(record.shard, [copy])
             self.executor.parameters.set_compute_copy(record.index, record.memory[Role.COMPUTE_COPY])
             if all_ranks:
@@ -195,10 +222,10 @@ class ShardMemory:
             return
         wanted: list[tuple[ShardedParameter, Role, torch.dtype]] = []
         for record in self._records.live:
-            own, used = record.param.dtype, _used_in(record.param.dtype, dtype)
+            own, used = record.param.dtype, used_in(record.param.dtype, dtype)
             if used != own:
                 wanted.append((record, Role.COMPUTE_COPY, used))
-            if used == own or _stays_wide(record):
+            if used == own or stays_wide(record):
                 wanted.append((record, Role.FULL_PRECISION_COPY, own))
         pieces = [(self._on_host(record), kind) for record, _, kind in wanted]
         sizes = Arena.sizes(pieces) if peers is not None else {}
@@ -284,27 +311,25 @@ def _whole(record: ShardedParameter) -> ShardLayout:
     return ShardLayout(layout.stored_shape, layout.shard_numel * layout.world_size, 1)
 
 
+def _pieces(order: Sequence[ShardedParameter]) -> list[tuple[ShardLayout, torch.dtype]]:
+    return [(record.layout, record.param.dtype) for record in order]
+
+
+def _arena_of(record: ShardedParameter) -> tuple[bool, str]:
+    """In which of the arenas' tensors its shard lies."""
+    return record.is_away, str(record.param.dtype)
+
+
 def _parts(shard: Tensor, memory: Sequence[Tensor]) -> list[Tensor]:
     """Of each of these, laid out like the arena that ``shard`` is a piece of, the same piece."""
     begin = shard.storage_offset()
     return [tensor[begin : begin + shard.numel()] for tensor in memory]
 
 
-def _used_in(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """In which dtype compiled code uses a parameter of its ``own``, where wider floating point ones are computed in
-    ``dtype``."""
-    return dtype if dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize else own
-
-
 def _dtype_of(record: ShardedParameter, dtype: torch.dtype | None) -> torch.dtype:
     """The same, for one that may stay as it is."""
     own: torch.dtype = record.param.dtype
-    return own if _stays_wide(record) else _used_in(own, dtype)
-
-
-def _stays_wide(record: ShardedParameter) -> bool:
-    """Whether autocast leaves the parameter in full precision, as norms and embeddings."""
-    return len(record.layout.shape) < 2 or any(isinstance(owner, nn.Embedding) for owner, _ in record.owners)
+    return own if stays_wide(record) else used_in(own, dtype)
 
 
 def _full_precision(
@@ -314,7 +339,7 @@ def _full_precision(
     each: memory on this rank, and on each."""
     by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
     for record in copied:
-        if _stays_wide(record):
+        if stays_wide(record):
             by_dtype.setdefault(record.param.dtype, []).append(record)
     found = []
     for dtype, records in by_dtype.items():

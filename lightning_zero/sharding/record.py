@@ -42,6 +42,7 @@ class ShardedParameter:
         owners: the (module, name) pairs that read it: several when it is tied, none when it is dropped.
         copied: by a module that may have been no more than a pattern.
         shown_gradient: the object that is ``param.grad`` once a backward has brought one.
+        on_host: the shard as the host sees it, where it lies in the host's memory.
     """
 
     index: int
@@ -53,11 +54,17 @@ class ShardedParameter:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     copied: bool = False
     shown_gradient: Tensor | None = None
+    on_host: Tensor | None = None
 
     @property
     def shard(self) -> Tensor:
         """This rank's elements and padding, 1-D, in the parameter's dtype: what optimizers step."""
         return self.memory[Role.MASTER_SHARD]
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the shard lies in the host's memory."""
+        return self.on_host is not None
 
     @property
     def gradient(self) -> Tensor | None:

@@ -19,6 +19,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Lane
 from lightning_zero.sharding.access import ShardAccess
+from lightning_zero.sharding.away import Away
 from lightning_zero.sharding.checks import check_parameter, check_same_model
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 from lightning_zero.sharding.materialise import Materialiser
@@ -39,6 +40,7 @@ class Sharder:
         executor: where shards are registered.
         mesh: of the ranks that hold a shard each; initial values are rank 0's.
         peers: lays the shards out where other ranks can read them, if that is possible.
+        away: which of them lie on the host; None: none.
 
     Attributes:
         access: says when shards may be read and written.
@@ -48,12 +50,12 @@ class Sharder:
         view: what eager code reads of these.
     """
 
-    def __init__(self, executor: Executor, mesh: Mesh, peers: Peers | None = None) -> None:
+    def __init__(self, executor: Executor, mesh: Mesh, peers: Peers | None = None, away: Away | None = None) -> None:
         self.executor = executor
         self.access = ShardAccess(executor)
         self.mesh = mesh
         self.records = Records()
-        self.memory = ShardMemory(executor, mesh, self.records, peers)
+        self.memory = ShardMemory(executor, mesh, self.records, peers, away)
         self.classes = ClassCache()
         self.view = self.classes.view
         self._materialiser = Materialiser(self.records, mesh.device)

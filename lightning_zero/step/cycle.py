@@ -218,12 +218,12 @@ class StepCycle:
         self.gradients_are_final()
         self._sharder.memory.forget_deferred_gradients()
 
-    def before_step(self) -> None:
+    def before_step(self, stepping: bool = False) -> None:
         """Must come before shards are overwritten, by an optimizer or by whatever does the same (an exchange with
-        averages): edits of gathered weights reach them first."""
+        averages): edits of gathered weights reach them first. ``stepping``: by an optimizer of ours."""
         self._compiled.stepped()
         self._buffers.stepped()
-        self._sharder.access.before_overwriting()
+        self._sharder.access.before_overwriting(stepping)
 
     def begin_step(self, step: UnderWay) -> None:
         """Gradients are final, and the optimizer's own ``step`` is next.
@@ -236,7 +236,7 @@ class StepCycle:
         self._step = step
         self._enter(State.STEP, Phase.STEP)
         self.gradients_are_final()
-        self.before_step()
+        self.before_step(stepping=True)
 
     def end_step(self, step: UnderWay, changed: bool) -> None:
         """After the optimizer's ``step``, whether it succeeded or not. Harmless when repeated.

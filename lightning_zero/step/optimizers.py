@@ -180,8 +180,8 @@ class OptimizerSteps:
 
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:
-            device = self._sharder.executor.device
-            ring = Ring(device, int(self.config.tuning.offload_buffer_mb * 2**20))
+            device, told = self._sharder.executor.device, self._sharder.executor.weights.told
+            ring = Ring(device, int(self.config.tuning.offload_buffer_mb * 2**20), stamp=told)
             self._on_host = StateOnHost(HostMemory(device), ring)
         return self._on_host
 
@@ -235,7 +235,7 @@ class OptimizerSteps:
             def announced() -> Any:
                 self.end(optimizer)
                 result = closure()
-                self._cycle.before_step()
+                self._cycle.before_step(stepping=True)
                 return result
 
             return announced

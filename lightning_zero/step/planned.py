@@ -78,7 +78,8 @@ class PlannedMemory:
         with plainly():
             states = sum(size for optimizer in optimizers for size in self._states(optimizer))
             trained = sum(record.shard.nbytes for record in live if record.param.requires_grad)
-        fixed = masters + trained + self._copies(live, used)
+        here = sum(record.shard.nbytes for record in live if not record.is_away)
+        fixed = here + trained + self._copies(live, used)
         fixed += int(min(2 * tuning.gather_group_mb * MIB, whole) + min(2 * tuning.reduce_bucket_mb * MIB, whole))
         return Known(
             fixed=max(fixed - self._peers.nbytes, 0),  # which the device has given already

@@ -63,6 +63,7 @@ class OptimizerStepper:
         device = sharder.executor.device
         self._sharder = sharder
         self._group = group
+        self._may_be_away = host is not None  # master shards are where state is
         self._substitute = Substitute(optimizer)
         self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, narrow)
         self.why_eager = why_not_captured(optimizer, device, capture, emulate)
@@ -155,6 +156,7 @@ class OptimizerStepper:
         clip, self._clip = self._clip, None
         layout, max_norm = clip or (self._layouts.current(own), None)
         runner = self.runner = self._runner_of(layout, own)
+        self._mark_written(layout, False)
         shown = runner.begin(layout, own, max_norm, skip)
         self._substitute.show(shown, lambda own: runner.end(layout, own))
 
@@ -167,8 +169,25 @@ class OptimizerStepper:
         # Flat parameters were written, which no parameter's version shows: a backward that needs the old values would
         # take the new ones, and nobody would know.
         own = self._substitute.own
-        torch.autograd.graph.increment_version([param for group in own.groups for param in group["params"]])
+        params = [param for group in own.groups for param in group["params"]]
+        if not self._may_be_away or self.layout is None:
+            torch.autograd.graph.increment_version(params)
+            return True
+        others = self._sharder.executor.weights.written()  # of which this was no step
+        torch.autograd.graph.increment_version(params)
+        self._sharder.executor.weights.mark_written(others, True)
+        self._mark_written(self.layout, True)
         return True
+
+    def _mark_written(self, layout: StepLayout, written: bool) -> None:
+        """Compute copies of shards on the host: the runner is about to write them, and those that it has written."""
+        indices = []
+        for segment in layout.segments:
+            segment.copied = segment.copied and written
+            if segment.copy is not None and (segment.copied or not written):
+                indices += [record.index for record in segment.members]
+        if indices:
+            self._sharder.executor.weights.mark_written(indices, written)
 
     @on_plain_tensors
     def may_skip(self) -> bool:

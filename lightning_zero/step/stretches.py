@@ -19,7 +19,7 @@ from lightning_zero.optim.formulas import rule_for
 from lightning_zero.optim.narrow import ROUNDINGS
 from lightning_zero.optim.rounding import Places, keys_of, noise_at, rounded
 from lightning_zero.optim.segments import Segment
-from lightning_zero.optim.stretches import MOMENTS, InPlace, StateOnHost, Stretch, stretches
+from lightning_zero.optim.stretches import MASTER, MOMENTS, InPlace, StateOnHost, Stretch, itemsizes_of, stretches
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
 from lightning_zero.step.substitute import Own, Shown
@@ -64,6 +64,7 @@ class StretchesRunner:
         rule = rule_for(self._optimizer, own.groups[segment.group])
         if not itemsizes and rule is not None:  # they are still to be made
             itemsizes = [max(segment.param.itemsize, torch.float32.itemsize)] * len(rule.state)
+        itemsizes = itemsizes_of(segment, itemsizes)
         numel = self._host.ring.elements(itemsizes) if self._host and itemsizes else segment.param.numel()
         return stretches(segment, min(numel, MOMENTS) if segment.narrow else numel)
 
@@ -90,6 +91,7 @@ class _Turns:
         self._numbers = {id(param): number for number, param in enumerate(self.params)}
         self._names = {id(part.segment): part.segment.elementwise for part in parts}  # of what there was before
         self._after: dict[int, tuple[Segment, dict[str, Any]]] = {}  # the state that the last stretch of each had
+        self._copied: set[int] = set()  # numbers of stretches whose compute copies were written
         self._places: dict[int, Places] = {}  # of the segments with narrow state, by their ids
         self._through: Pass | InPlace | None = None
         self._first = 0  # stretch of that pass
@@ -117,8 +119,11 @@ class _Turns:
     def end(self) -> None:
         """All that has come leaves; segments have the state that the optimizer keeps."""
         self._leave()
-        if self._through is not None:
-            self._through.leave()
+        self._all_leaves()
+        for part in self._parts:
+            part.segment.copied = part.segment.copy is not None
+        for number, part in enumerate(self._parts):
+            part.segment.copied = part.segment.copied and number in self._copied
         for segment, state in self._after.values():
             kept = {}
             for key, value in state.items():
@@ -128,17 +133,23 @@ class _Turns:
             segment.state = kept
 
     def _begin_at(self, number: int) -> None:
-        if self._through is not None:
-            self._through.leave()
+        self._all_leaves()
         self._first = number
         loads = [part.load(self._names[id(part.segment)]) for part in self._parts[number:]]
         self._through = Pass(self._host.ring, loads) if self._host else InPlace(loads)
         self._through.ahead()
 
+    def _all_leaves(self) -> None:
+        if self._through is not None:
+            self._through.leave()
+            self._through.rejoin()  # master shards may be read from here on, as tensors of the device
+
     def _open(self, number: int) -> dict[str, Any]:
         assert self._through is not None
         here = self._through.open(number - self._first)
         segment, found = self._parts[number].segment, {}
+        if MASTER in here:
+            self.params[number].data = here.pop(MASTER).view(self.params[number].shape)
         for key, value in segment.state.items():
             if key in here:
                 wide = here[key].to(segment.param.dtype) if key in segment.narrow else here[key]
@@ -160,9 +171,19 @@ class _Turns:
             if key not in segment.state:
                 memory = segment.empty(segment.kept_in(key, value), self._host.memory if self._host else None)
                 segment.state[key] = memory.view(segment.param.shape)
+        if segment.on_host is not None:
+            self._write_copy(number)
         self._through.close(number - self._first, part.load(list(large)), large | self._rounded(part, large))
         if state:
             self._after[id(segment)] = segment, state
+
+    def _write_copy(self, number: int) -> None:
+        """Of the master shards that were stepped in a buffer."""
+        part, param = self._parts[number], self.params[number]
+        if part.segment.copy is not None:
+            part.of(part.segment.copy).copy_(param.data.view(-1))
+            self._copied.add(number)
+        param.data = part.of(part.segment.param).view(param.shape)
 
     def _rounded(self, part: Stretch, large: Load) -> dict[str, Tensor]:
         """The narrow state of a stretch, as it is kept."""

@@ -41,13 +41,18 @@ class OneRank:
                     sight=SimpleNamespace(number=rank),
                     gradient=grads.views[index],
                     shown_gradient=None,
+                    on_host=None,
                 )
             )
         self.params = [record.param for record in self.live]
         self.key = 0
         self.collectives: list[str] = []
         self.executor: Any = SimpleNamespace(
-            device=CPU, gradients=SimpleNamespace(key=lambda: self.key), collective=self._collective, waiting=None
+            device=CPU,
+            gradients=SimpleNamespace(key=lambda: self.key),
+            weights=SimpleNamespace(written=list, mark_written=lambda indices, written: None),
+            collective=self._collective,
+            waiting=None,
         )
 
     def _collective(self, what: str, lane: Any, start: Callable[..., Any]) -> None:

@@ -92,9 +92,11 @@ def test_a_step_that_is_skipped_changes_nothing_on_the_host(ranks: Ranks, kind: 
 
 
 @pytest.mark.parametrize("strategy", [ZeroStrategy, FabricZeroStrategy])
-def test_what_does_not_exist_yet_is_refused_by_name(strategy: Any) -> None:
-    with pytest.raises(MisconfigurationException, match="offloading parameters does not exist yet"):
-        strategy(offload=("optimizer", "parameters"))
+def test_what_does_not_go_together_is_refused_by_name(strategy: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"Pass offload=\('optimizer', 'parameters'\)"):
+        strategy(offload=("parameters",))
+    with pytest.raises(MisconfigurationException, match="with compile=False they stay on the device"):
+        strategy(offload=("optimizer", "parameters"), compile=False)
     assert strategy(offload=["optimizer"])._options.offload == ("optimizer",)
     with pytest.raises(ValueError, match=r"offload='optimizer' must be a tuple of .* Try \('optimizer',\)"):
         strategy(offload="optimizer")

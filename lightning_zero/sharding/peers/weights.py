@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
+from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.sharding.peers.memory import PeerMemory
 from lightning_zero.sharding.peers.way import Way, wanted
@@ -20,8 +21,17 @@ class WeightWay(Way):
 
     what, option = "weights", "gather_transport"
 
+    def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
+        super().__init__(config, mesh)
+        self._away = "parameters" in config.offload
+
     def copies(self, config: EngineConfig) -> bool:
+        if "parameters" in config.offload:
+            return False
         return wanted(config.tuning.gather_transport, self.mesh.device, usable=config.compile, on_cpu=True)
+
+    def use(self, memory: PeerMemory | None, reason: str) -> None:
+        super().use(memory, "master weights lie on the host, by offload" if self._away else reason)
 
     def allocate_shards(
         self,

@@ -1,7 +1,9 @@
 """Memory of the host: how much there is, which of it is near, and what is said where there is too little."""
 
+import ctypes
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -47,10 +49,11 @@ class Driver:
     """CUDA's runtime, as far as it registers memory."""
 
     def __init__(self, refuses: bool = False) -> None:
-        self.refuses, self.registered, self.released = refuses, [], []
+        self.refuses, self.registered, self.released, self.flags = refuses, [], [], []
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.registered.append((address, nbytes))
+        self.flags.append(flags)
         return 2 if self.refuses else 0
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -89,6 +92,33 @@ def test_memory_is_registered_as_long_as_somebody_holds_it() -> None:
         address = part.data_ptr() - 20
         del part
     assert driver.released == ["waited", address]
+
+
+def test_memory_that_a_device_sees_is_registered_for_that_and_held_by_either_view() -> None:
+    driver = Driver()
+
+    def as_tensor(seen: Any, device: torch.device) -> torch.Tensor:
+        (nbytes,), (address, read_only) = seen.__cuda_array_interface__["shape"], seen.__cuda_array_interface__["data"]
+        assert (device, read_only, seen.__cuda_array_interface__["typestr"]) == (GPU, False, "|u1")
+        buffer = (ctypes.c_char * nbytes).from_address(address)
+        buffer.held = seen
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    near = patch.object(memory, "cpus_near", lambda device: frozenset())
+    with driver.instead(), near, patch.object(torch, "as_tensor", as_tensor):
+        seen, host = HostMemory(GPU).mapped(3000, torch.float32)
+        assert driver.registered == [(seen.data_ptr(), 12000)]
+        assert driver.flags == [2]  # cudaHostRegisterMapped
+        seen[7:] = 3
+        assert host.tolist() == [0.0] * 7 + [3.0] * 2993
+        del host
+        assert driver.released == []
+        address = seen.data_ptr()
+        del seen
+    assert driver.released == ["waited", address]
+    both = HostMemory(torch.device("cpu")).mapped(5, torch.bfloat16)
+    assert [(view.dtype, view.tolist()) for view in both] == [(torch.bfloat16, [0.0] * 5)] * 2
+    assert both[0].data_ptr() == both[1].data_ptr()
 
 
 def test_memory_that_cannot_be_pinned_is_an_error_with_bytes_and_what_to_do() -> None:

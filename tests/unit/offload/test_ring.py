@@ -128,6 +128,16 @@ def test_what_came_ahead_is_good_until_it_is_written_to_or_another_pass_comes() 
     assert not through.is_good
 
 
+def test_what_came_ahead_is_not_good_once_somebody_says_so() -> None:
+    """Of memory that a device writes to as well, no version tells."""
+    told = [0]
+    through = Pass(Ring(CPU, SMALL, stamp=lambda: told[0]), host())
+    through.ahead()
+    assert through.is_good
+    told[0] += 1
+    assert not through.is_good
+
+
 def test_a_load_goes_out_with_what_was_not_there_when_it_came() -> None:
     ring = Ring(CPU, SMALL)
     count = LEAST_SLOTS + 2

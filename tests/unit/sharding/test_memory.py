@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.sharding.away import Away
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.memory import ShardMemory
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
@@ -105,6 +106,59 @@ def test_other_ranks_shards_are_told_where_they_can_be_read(records: Records, ex
         assert all(part.numel() == record.layout.shard_numel for part in told)
 
 
+def away_of(records: Records, executor: Any) -> tuple[ShardMemory, list[tuple[Tensor, Tensor]]]:
+    """With masters on the host, which a device and the host see as two tensors."""
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def allocate(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        seen = torch.zeros(numel, dtype=dtype)
+        given.append((seen, seen.detach()))
+        return given[-1]
+
+    memory = ShardMemory(executor, MagicMock(device=CPU, host_count=1), records, away=Away(BF16, allocate))
+    memory.place(records.live)
+    return memory, given
+
+
+def test_masters_leave_that_compiled_code_reads_in_another_dtype(records: Records, executor: Any) -> None:
+    add(records, nn.Linear(1, 1), 6, 9)
+    memory, given = away_of(records, executor)
+    [(seen, _)] = given
+    assert [record.index for record in records if record.is_away] == [0, 7], "matrices, in float32, but no embedding"
+    assert are_neighbours([records[0].shard, records[7].shard])
+    assert [c.args[0] for c in executor.parameters.lie_on_host.mock_calls] == [0, 7]
+    assert memory.on_host is not None
+    assert memory.shards is not None
+    assert memory.on_host.flat[FP32] is seen
+    assert memory.shards.flat[FP32].data_ptr() == records[1].shard.data_ptr()
+    for record in records.live:
+        assert record.shard.eq(record.index + 1).all()
+        assert record.param.data_ptr() == record.shard.data_ptr()
+    for record in (records[0], records[7]):
+        assert record.on_host is not None
+        assert record.on_host.data_ptr() == record.shard.data_ptr()
+        assert record.on_host is not record.shard
+    memory.arrange([[records[7].param, records[1].param], [records[0].param]])
+    assert are_neighbours([records[7].shard, records[0].shard])
+    assert len(given) == 2
+    memory.arrange([[records[7].param, records[1].param], [records[0].param]])
+    assert len(given) == 2, "they lie as they should"
+    memory.allocate_gradients()
+    assert are_neighbours([records[index].memory[Role.GRADIENT] for index in (7, 0)])
+
+
+def test_copies_of_masters_that_left_lie_like_them_and_are_written_by_steps(records: Records, executor: Any) -> None:
+    add(records, nn.Linear(1, 1), 6, 9)
+    memory, _ = away_of(records, executor)
+    memory.allocate_compute_copies(BF16)
+    assert having(records, Role.COMPUTE_COPY) == [0, 1, 2, 4, 7]
+    assert are_neighbours([records[index].memory[Role.COMPUTE_COPY] for index in (0, 7)])
+    assert memory.shards is not None
+    [((_, masters), _)] = executor.parameters.add_compute_copy_memory.call_args_list
+    assert masters is memory.shards.flat[FP32], "those on the host are not read over the link at each step"
+    assert [c.args[0] for c in executor.parameters.set_compute_copy.mock_calls] == [0, 1, 2, 4, 7]
+
+
 def test_optimizers_arrange_shards_until_training_begins(records: Records, executor: Any) -> None:
     memory = memory_of(records, executor)
     memory.arrange([[records[1].param], [records[2].param, records[0].param]])
@@ -169,7 +223,7 @@ def test_peers_read_compute_copies_and_in_full_precision_what_autocast_leaves(re
         assert (mine.dtype, mine.numel()) == (FP32, records[index].layout.shard_numel)
         begin = mine.data_ptr() - full_precision[0].data_ptr()
         assert [part.data_ptr() for part in everyone] == [whole.data_ptr() + begin for whole in full_precision]
-    assert executor.mock_calls[-1] == call.weights.begin_writing(), "what is read first must be written"
+    assert executor.mock_calls[-1] == call.weights.begin_writing(False), "what is read first must be written"
 
 
 def test_nothing_is_known_of_copies_for_which_there_is_not_enough(records: Records, executor: Any) -> None:

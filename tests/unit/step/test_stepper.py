@@ -260,7 +260,7 @@ def test_inside_flat_there_are_a_few_parameters_with_their_gradients() -> None:
 class Cycle(SimpleNamespace):
     def __init__(self, log: list[Any]) -> None:
         super().__init__(
-            before_step=lambda: log.append("before"),
+            before_step=lambda stepping: log.append("before"),
             gradients_are_final=lambda: log.append("final"),
             begin_step=lambda step: log.append("begin"),
             end_step=lambda step, changed: log.append(("end", changed)),
