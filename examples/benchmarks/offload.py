@@ -91,7 +91,7 @@ class Ours:
         from lightning_zero.report.readings import memory_by_role
 
         roles = memory_by_role(self.engine, [self.optimizer])
-        return roles["optimizer_state_on_host"] + roles["activations_on_host"]
+        return sum(nbytes for role, nbytes in roles.items() if role.endswith("_on_host"))
 
     def counters(self) -> dict[str, int]:
         found = self.engine.executor.counters()

@@ -17,6 +17,7 @@ OTHERS = {
     "reduce_buckets": "reduce buckets",
     "captures": "captured graphs",
     "optimizer_state_on_host": "optimizer state on the host",
+    "master_shard_on_host": "master weights on the host",
     "activations_on_host": "activations on the host",
 }
 
