@@ -12,12 +12,23 @@ Seconds are estimates that serve to compare, as those of :mod:`lightning_zero.pr
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 
 from lightning_zero.budget.facts import Chosen, Facts, Freedom, Speed
 from lightning_zero.budget.knapsack import Item, Variant
 from lightning_zero.config.option import OFFLOADED
 
-__all__ = ["ACTIVATIONS", "HOST", "WEIGHTS", "chosen_of", "gather_seconds", "items_of", "recomputed_share", "size_of"]
+__all__ = [
+    "ACTIVATIONS",
+    "HOST",
+    "WEIGHTS",
+    "carried_out",
+    "chosen_of",
+    "gather_seconds",
+    "items_of",
+    "recomputed_share",
+    "size_of",
+]
 
 ACTIVATIONS, WEIGHTS, HOST = "activations", "whole weights", "on the host"
 
@@ -55,6 +66,15 @@ def size_of(chosen: Chosen, facts: Facts) -> float:
         + chosen.weights
         + _optimizer_bytes(chosen.offload, facts)
     )
+
+
+def carried_out(facts: Facts, chosen: Chosen, peak: float) -> Facts:
+    """What is known once ``chosen`` holds in place of ``facts.now``, and the peak was measured: of activations that
+    leave, those that stay."""
+    budget = max(chosen.activation_memory_budget, 0.01)
+    away = "activations" in chosen.offload and "activations" not in facts.now.offload
+    gone = _leaving(facts.activations * budget, facts.speed) / budget if away else 0.0
+    return replace(facts, now=chosen, peak=peak, activations=facts.activations - gone)
 
 
 def recomputed_share(budget: float) -> float:

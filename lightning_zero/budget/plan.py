@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom
+from lightning_zero.budget.facts import Chosen, Facts, Freedom
 from lightning_zero.budget.items import ACTIVATIONS, HOST, WEIGHTS, chosen_of, gather_seconds, items_of, size_of
 from lightning_zero.budget.knapsack import Item, Pick, Variant, pick
+from lightning_zero.config.text import gib
 
 __all__ = ["Line", "MemoryPlan", "decide"]
 
@@ -47,6 +48,7 @@ class MemoryPlan:
         chosen: the way in which memory is spent.
         lines: what that is, one by one.
         measured: the peak as it was later; None until then.
+        first_step: the peak of the first step, which runs eagerly; None where nobody knows.
     """
 
     source: str
@@ -55,11 +57,17 @@ class MemoryPlan:
     chosen: Chosen
     lines: tuple[Line, ...] = ()
     measured: int | None = None
+    first_step: int | None = None
+
+    @property
+    def steady(self) -> int:
+        """The peak of steps behind the first one: as it was measured, or as it is expected."""
+        return self.peak if self.measured is None else self.measured
 
     @property
     def missing(self) -> int:
-        """Bytes by which the limit cannot be held."""
-        return max(self.peak - self.limit, 0)
+        """Bytes by which the limit cannot be held, or was not."""
+        return max(self.steady - self.limit, (self.first_step or 0) - self.limit, 0)
 
     @property
     def fits(self) -> bool:
@@ -88,19 +96,22 @@ class MemoryPlan:
         """Of what JSON can hold."""
         return asdict(self) | {"missing": self.missing, "fits": self.fits}
 
+    def in_words(self) -> str:
+        """The peaks beside the limit."""
+        word = "expected" if self.measured is None else "measured"
+        first = "" if self.first_step is None else f", of the first step, which runs eagerly, {gib(self.first_step)}"
+        more = "" if self.fits else f", {gib(self.missing)} more than the {gib(self.limit)} allowed"
+        limit = f" of {gib(self.limit)} GiB" if self.fits and not first else " GiB"
+        return f"{word} peak {gib(self.steady)}{limit}{first}{more}"
+
     def __str__(self) -> str:
         rows = [("", "choice", "GiB", "GiB saved", "ms lost")]
         for line in self.lines:
             choice = f"{line.choice} (by hand)" if line.by_hand else line.choice
-            rows.append((line.what, choice, _gib(line.nbytes), _gib(line.saved), f"{line.seconds * 1e3:.1f}"))
+            rows.append((line.what, choice, gib(line.nbytes), gib(line.saved), f"{line.seconds * 1e3:.1f}"))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        held = (
-            f"expected peak {_gib(self.peak)} of {_gib(self.limit)} GiB"
-            if self.fits
-            else f"expected peak {_gib(self.peak)} GiB, {_gib(self.missing)} more than the {_gib(self.limit)} allowed"
-        )
-        return "\n".join([f"Memory plan, {self.source}: {held}.", *(f"  {line.rstrip()}" for line in shown)])
+        return "\n".join([f"Memory plan, {self.source}: {self.in_words()}.", *(f"  {line.rstrip()}" for line in shown)])
 
 
 def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan:
@@ -154,11 +165,7 @@ def _in_words(name: str, chosen: Variant) -> str:
         kept = "all saved" if budget == 1.0 else f"activation_memory_budget={budget:g}"
         return f"{kept}, on the host" if away else kept
     if name == WEIGHTS:
-        return f"{_gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
+        return f"{gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
     assert name == HOST
     words = {"optimizer": "optimizer state", "parameters": "master weights"}
     return " and ".join(words[one] for one in chosen.value) or "nothing"
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f}"

@@ -1,63 +1,48 @@
 """``memory=`` and ``reshard_after_forward="auto"``: what a training needs is measured once it runs, and what is left is
 spent by plan.
 
-Training starts with little kept. Where there is a limit, the first step, which runs eagerly, is looked at before
-anything is compiled: what would not fit is planned away. Once no rank has compiled anything for a few optimizer steps,
-the ranks agree on what the fullest of them has left, and everything is compiled once more if that changes anything.
-Afterwards it is looked once more whether the limit was held. Ranks meet before passes, which are collective anyway, and
-never while one of them compiles: whatever they have compiled, and when, they have all taken as many steps.
-
-A budget of weights is for one pass forward and backward, in which graphs may run several times (layers that look alike
-share one), and how often is not known when they are compiled. So it is handed to graphs as the share of their own
-weights that they keep: the budget over the bytes that a pass gathers twice, of which half the bytes that it gathers are
-an upper bound.
+Training starts with little kept. Where there is a limit, the first step, which runs eagerly, is held within it (see
+``first_step.py``) and looked at before anything is compiled: what would not fit is planned away. Once no rank has
+compiled anything for a few optimizer steps, the ranks agree on what the fullest of them has left, and everything is
+compiled once more if that changes anything. Afterwards it is looked whether the limit was held: where it was not, what
+the allocator keeps is given back, and where that does not help, it is planned and compiled once more, and that is all.
+Ranks meet before passes, which are collective anyway, and never while one of them compiles: whatever they have
+compiled, and when, they have all taken as many steps.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from lightning_zero.budget.facts import Chosen
-from lightning_zero.budget.items import ACTIVATIONS, WEIGHTS
+from lightning_zero.budget.facts import Chosen, Facts, Freedom
+from lightning_zero.budget.items import ACTIVATIONS, WEIGHTS, carried_out
 from lightning_zero.budget.options import as_set, freedom
 from lightning_zero.budget.plan import MemoryPlan, decide
 from lightning_zero.compile.context import small_weight_bytes
+from lightning_zero.compile.course import Course, Decided
+from lightning_zero.compile.first_step import FirstStep
 from lightning_zero.compile.known import Agreed, Known, after_first_step, before_training, measured
 from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.measuring import Measuring
-from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.shares import another_fits, saved_share
 from lightning_zero.config import CompileConfig, EngineConfig
+from lightning_zero.config.text import gib
 from lightning_zero.native import Executor
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, limit_of
+from lightning_zero.profiling.headroom import MemoryGauge, limit_of
 
-__all__ = ["Decided", "MeasuredBudget", "another_fits", "saved_share"]
+__all__ = ["MeasuredBudget"]
 
 MEASURED_STEPS = 3
 # Where every other batch has a new length, compiling may go on for long.
 MOST_STEPS = 40
 # Code runs a few times before it is captured; what captures hold is seen after that.
 WATCHED_STEPS = 6
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What holds from now on.
-
-    Attributes:
-        chosen: all of it.
-        share: of its weights, that each graph is to keep for backward, for which all is compiled again; None for as
-            much as before.
-    """
-
-    chosen: Chosen
-    share: float | None = None
 
 
 class MeasuredBudget:
@@ -75,6 +60,7 @@ class MeasuredBudget:
         captured: tells whether what is compiled will be replayed, from memory of its own; whoever knows sets it.
         apply: is told the options, with what was chosen in their places, for all that does not compile; likewise.
         plan: the last one that was made; None where there is no limit, or nothing is known yet.
+        first_step: holds the first step within the limit.
     """
 
     def __init__(
@@ -91,19 +77,17 @@ class MeasuredBudget:
         self.plan: MemoryPlan | None = None
         self._now: Chosen | None = None  # None: as the options say
         self._wanted = False
-        self._done = False
         self.reset()
 
     def reset(self, forget: bool = False) -> None:
         """Measures again; for other options, with which everything is compiled again anyway. Memory that is laid out
         for weights until the step stays, unless it is to be forgotten, too."""
         laid_out = self._now is not None and self._now.until == "step" and self._now.weights > 0
-        self._done = laid_out and self.plan is None and not forget
-        if not self._done:
+        done = laid_out and self.plan is None and not forget
+        if not done:
             self._now = self.plan = None
-        self._watching = False
-        self._began: tuple[DeviceMemory, float] | None = None  # the first pass
-        self._looked = False  # at that
+        self._course = Course(done)
+        self.first_step = FirstStep(self._gauge)
         self._measuring.reset()
 
     def until_step(self, config: CompileConfig) -> float:
@@ -114,22 +98,27 @@ class MeasuredBudget:
 
     def settled(self) -> bool:
         """Whether nothing is going to be compiled again for a budget."""
-        return self._done or not self._wanted
+        return self._course.done or not self._wanted
 
     def now(self, config: EngineConfig) -> Chosen:
         """How memory is spent."""
         return self._now or as_set(config)
+
+    def give_back(self) -> None:
+        """What the allocator keeps, and no tensor lies in."""
+        self._gauge.empty()
 
     # -- what an engine tells
 
     def optimizer_steps(self) -> None:
         """Must come with each step of an optimizer; harmless when repeated."""
         self._measuring.stepped = True
+        self.first_step.optimizer_steps()
 
     def backward_begins(self) -> None:
         """Should come where a forward is over: what is there then has been saved."""
         # Once all is decided nobody asks, and reading a device in each backward would take time for ever.
-        if (self.plan is not None or self._looked) and not self.settled():
+        if (self.plan is not None or self._course.looked) and not self.settled():
             self._measuring.backward_begins()
 
     def before_training(self, config: EngineConfig, known: Known) -> Decided | None:
@@ -140,7 +129,7 @@ class MeasuredBudget:
             return None
         host, link = self._least(known.host or 0.0, known.host_bytes_per_s or 0.0)
         self.known = replace(known, host=host or None, host_bytes_per_s=link or None)
-        if self._began is not None or (not self._gauge.exists and config.memory == "auto"):
+        if self.first_step.before is not None or (not self._gauge.exists and config.memory == "auto"):
             return None
         now, memory = as_set(config), self._gauge.read() if self._gauge.exists else None
         facts = before_training(self.known, config, memory, now)
@@ -157,23 +146,22 @@ class MeasuredBudget:
         Collective, if an optimizer has stepped since the last time, and before the second pass."""
         auto = config.compile and config.resident_mb == "auto"
         self._wanted = config.memory is not None or auto
-        if self.settled() and not self._watching:
+        if self.settled() and not self._course.watching:
             return None
         if not self._gauge.exists:
             self._blind(config, auto)
             return None
         self._measuring.compiles = config.compile
-        early = None if self._looked or config.memory is None else self._look(config)
+        early = None if self._course.looked or config.memory is None else self._look(config)
         stepped = self._measuring.pass_begins()
         if early is not None or not stepped:
             return early
         quiet = self._agreed(config)
-        if self._watching:
-            self._watch(config, quiet)
-            return None
+        if self._course.watching:
+            return self._watch(config, quiet)
         if quiet.steps < MEASURED_STEPS and self._measuring.steps < MOST_STEPS:
             return None
-        self._done = True
+        self._course.done = True
         if quiet.steps < MEASURED_STEPS:
             what, instead = ("nothing", "") if config.memory is not None else ("no parameters", "Set resident_mb")
             self._progress.report(
@@ -184,7 +172,7 @@ class MeasuredBudget:
         return self._decide(config, quiet)
 
     def _blind(self, config: EngineConfig, auto: bool) -> None:
-        self._done = True
+        self._course.done = True
         why = "this device does not tell how much memory it has"
         if auto:
             self._progress.report(f"reshard_after_forward='auto' keeps no parameters: {why}.")
@@ -195,28 +183,34 @@ class MeasuredBudget:
 
     def _look(self, config: EngineConfig) -> Decided | None:
         """Before the first pass and before the second: what would not fit once it is compiled is planned away."""
-        if self._began is None:
-            self._gauge.start()
-            self._began = self._gauge.read(), time.perf_counter()
+        if self.first_step.before is None:
+            self.first_step.begin(limit_of(config.memory, self._gauge.read().total))
             return None
-        self._looked = True
-        before, begun = self._began
-        after, now = self._gauge.read(), self.now(config)
-        self._gauge.start(anew=True)
-        facts = after_first_step(
-            self.known, limit_of(config.memory, after.total), before, after, time.perf_counter() - begun, now
-        )
+        self._course.looked = True
+        shown, now = self.first_step.end(), self.now(config)
+        limit = limit_of(config.memory, shown.memory.total)
+        facts = after_first_step(self.known, limit, shown, now)
+        (most,) = self._least(limit - shown.memory.taken)
+        self._course.first_peak = int(limit - most)
+        if shown.left:
+            self._progress.report(
+                f"{_option(config)}: {gib(shown.left)} GiB of what the first step, which ran eagerly, saved for its "
+                "backward were on the host meanwhile."
+            )
         room, saved, pass_s = self._least(facts.limit - facts.peak, -facts.activations, -facts.speed.pass_s)
         speed = replace(facts.speed, pass_s=-pass_s)
         facts = replace(facts, peak=facts.limit - room, activations=-saved, speed=speed)
         # How many activations can leave is seen only once it is measured how long a pass takes.
         may_leave = tuple(name for name in self.known.may_leave if name != ACTIVATIONS)
-        plan = decide(facts, freedom(config, may_leave), later=(WEIGHTS,))
+        plan = self._decided(facts, freedom(config, may_leave), later=(WEIGHTS,))
         if plan.chosen == now and plan.fits:
             return None
         self.plan, self._now = plan, plan.chosen
         self._show(config)
         return Decided(plan.chosen)
+
+    def _decided(self, facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan:
+        return replace(decide(facts, free, later), first_step=self._course.first_peak)
 
     def _agreed(self, config: EngineConfig) -> Agreed:
         quiet = self._measuring.quiet
@@ -239,49 +233,74 @@ class MeasuredBudget:
         if not limited:  # a budget for weights alone, however many these are
             weights = max(quiet.room, 0.0) if until_step else quiet.traffic / 2
             facts = replace(facts, weights=weights, speed=replace(facts.speed, passes=1.0))
-        free = freedom(config, self.known.may_leave)
-        plan = decide(facts, free)
-        fits = self._another_fits(plan.chosen, quiet, config)
-        if limited and not fits:
-            plan = decide(facts, free, later=(WEIGHTS,))
-        chosen = plan.chosen
-        share = saved_share(chosen.weights, quiet.traffic) if chosen.until == "backward" else 0.0
         if limited:
-            self.plan, self._watching = plan, True
-            self._now = chosen
-            self._show(config)
-            self._measuring.again()
-            again = fits or chosen.activation_memory_budget != now.activation_memory_budget
-            return None if chosen == now else Decided(chosen, share if again else None)
+            self._course.facts, self._course.traffic, self._course.watching = facts, quiet.traffic, True
+            return self._spend(facts, config, quiet.traffic)
+        plan = decide(facts, freedom(config, self.known.may_leave))
+        fits, share = self._another_fits(plan.chosen, quiet.traffic, config), self._share(plan.chosen, quiet.traffic)
         self._report(quiet.room, now.until, fits)
-        self._now = chosen if fits else None
-        return Decided(chosen, share) if fits else None
+        self._now = plan.chosen if fits else None
+        return Decided(plan.chosen, share) if fits else None
 
-    def _another_fits(self, chosen: Chosen, quiet: Agreed, config: EngineConfig) -> bool:
+    def _spend(self, facts: Facts, config: EngineConfig, traffic: float) -> Decided | None:
+        """Within a limit, by what was measured."""
+        free, now = freedom(config, self.known.may_leave), self.now(config)
+        plan = self._decided(facts, free)
+        fits = self._another_fits(plan.chosen, traffic, config)
+        if not fits and facts.now.weights == 0:
+            plan = self._decided(facts, free, later=(WEIGHTS,))
+        self.plan, self._now = plan, plan.chosen
+        self._show(config)
+        self._measuring.again()
+        again = fits or (plan.chosen.activation_memory_budget, plan.chosen.weights) != (
+            now.activation_memory_budget,
+            now.weights,
+        )
+        if plan.chosen == now:
+            return None
+        return Decided(plan.chosen, self._share(plan.chosen, traffic) if again else None)
+
+    @staticmethod
+    def _share(chosen: Chosen, traffic: float) -> float:
+        return saved_share(chosen.weights, traffic) if chosen.until == "backward" else 0.0
+
+    def _another_fits(self, chosen: Chosen, traffic: float, config: EngineConfig) -> bool:
         until_step = chosen.until == "step"
-        share = 0.0 if until_step else saved_share(chosen.weights, quiet.traffic)
+        share = self._share(chosen, traffic)
         small_bytes = small_weight_bytes(config.compiled)
         fits = another_fits(self._plans.agreed, share, chosen.weights if until_step else 0.0, small_bytes)
         # Ranks have agreed on these plans; should one hold others all the same, it does what the rest do.
         return self._least(-fits)[0] < 0
 
-    def _watch(self, config: EngineConfig, quiet: Agreed) -> None:
-        """Whether what was planned is held."""
+    def _watch(self, config: EngineConfig, quiet: Agreed) -> Decided | None:
+        """Whether what was planned is held; once, what holds instead."""
         if quiet.steps < WATCHED_STEPS and self._measuring.steps < MOST_STEPS:
-            return
-        self._watching = False
+            return None
+        self._course.watching = False
         if self.plan is None or not quiet.steps:
-            return
+            return None
         memory = self._measuring.quiet.memory
         assert memory is not None
         limit = limit_of(config.memory, memory.total)
-        self.plan = replace(self.plan, measured=int(limit - quiet.room))
+        if quiet.room < 0 and not self._course.emptied:
+            # Code that ran before it was captured has left memory with the allocator that graphs cannot use.
+            self._course.emptied = self._course.watching = True
+            self._measuring.again()
+            return None
+        self.plan = plan = replace(self.plan, measured=int(limit - quiet.room))
         self._progress.report(
-            f"{_option(config)}: the peak is {_gib(limit - quiet.room)}, of {_gib(limit)}; "
-            f"{_gib(self.plan.peak)} were expected."
+            f"{_option(config)}: the peak is {gib(plan.steady)} GiB, of {gib(limit)}; {gib(plan.peak)} were expected."
         )
-        if quiet.room < 0:
-            self._warn(f"{_option(config)} is not held: {_gib(-quiet.room)} more are taken. {self.plan.instead()}")
+        if quiet.room >= 0:
+            return None
+        if not self._course.replanned and self._course.facts is not None:
+            self._course.replanned = True
+            self._course.facts = carried_out(self._course.facts, plan.chosen, plan.steady)
+            if decide(self._course.facts, freedom(config, self.known.may_leave)).chosen != plan.chosen:
+                self._course.watching, self._course.emptied = True, False
+                return self._spend(self._course.facts, config, self._course.traffic)
+        self._warn(f"{_option(config)} is not held: {gib(-quiet.room)} GiB more are taken. {plan.instead()}")
+        return None
 
     def next_plan(self, config: EngineConfig, requested: int) -> MemoryPlan | None:
         """After this rank's device had no memory for so many bytes: what would fit, by this rank's numbers alone. None
@@ -306,17 +325,22 @@ class MeasuredBudget:
         how_long = "until the optimizer steps" if until == "step" else "from forward to backward"
         done = f"keeping weights {how_long} within that; compiling once more" if fits else "no further weight fits in"
         self._progress.report(
-            f"reshard_after_forward='auto': {_gib(memory.reserved)} reserved at the peak of {MEASURED_STEPS} "
-            f"steps and {_gib(memory.others)} taken by others, of {_gib(memory.total)}; {_gib(max(budget, 0.0))} "
+            f"reshard_after_forward='auto': {gib(memory.reserved)} GiB reserved at the peak of {MEASURED_STEPS} "
+            f"steps and {gib(memory.others)} GiB taken by others, of {gib(memory.total)}; {gib(max(budget, 0.0))} "
             f"left on every rank; {done}."
         )
 
     def _show(self, config: EngineConfig) -> None:
         assert self.plan is not None
         self._progress.report(str(self.plan))
-        if not self.plan.fits:
+        first, self._course.told_first = (
+            self._course.told_first,
+            self._course.told_first or (self.plan.first_step or 0) > self.plan.limit,
+        )
+        if self.plan.steady > self.plan.limit or self._course.told_first > first:
             self._warn(
-                f"{_option(config)} cannot be held: {_gib(self.plan.missing)} more are needed. {self.plan.instead()}"
+                f"{_option(config)} cannot be held: {gib(self.plan.missing)} GiB more are needed "
+                f"({self.plan.in_words()}). {self.plan.instead()}"
             )
 
     def _warn(self, line: str) -> None:
@@ -335,31 +359,3 @@ class MeasuredBudget:
 
 def _option(config: EngineConfig) -> str:
     return f"memory={config.memory!r}" if config.memory is not None else "reshard_after_forward='auto'"
-
-
-def saved_share(budget: float, traffic: float) -> float:
-    """The share of the weights that it gathers twice that each graph may keep, where a pass forward and backward
-    gathers ``traffic`` bytes."""
-    return min(2 * budget / traffic, 1.0) if traffic > 0 else 0.0
-
-
-def another_fits(plans: Iterable[GraphPlan], share: float, budget: float, small_bytes: int) -> bool:
-    """Whether a weight would stay that does not stay now: within a share of what each backward gathers, or within a
-    budget of bytes until the optimizer steps, for which small weights do not count.
-
-    Plans know the bytes of groups; the smallest weight of a group is at most as large as their mean.
-    """
-    for plan in plans:
-        room = share * sum(gather.bytes for gather in plan.gathers) if plan.kind == "backward" else 0.0
-        for mean in map(_mean_bytes, plan.gathers):
-            if mean <= room or small_bytes < mean <= budget:
-                return True
-    return False
-
-
-def _mean_bytes(gather: Gather) -> float:
-    return gather.bytes / len(gather.weights)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_zero.compat.autograd import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.offload.saved import SavedOnHost, SavedTensor
 from lightning_zero.sharding.full import gather_full
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
@@ -32,22 +33,24 @@ class _Note(NamedTuple):
     offset: int
 
 
-def regather_saved_weights(sharder: Sharder) -> AbstractContextManager[Any]:
-    """Within the context autograd saves no gathered weight."""
+def regather_saved_weights(sharder: Sharder, rest: SavedOnHost | None = None) -> AbstractContextManager[Any]:
+    """Within the context autograd saves no gathered weight; ``rest`` packs what else it saves."""
     find = sharder.executor.weights.find_gathered
 
-    def pack(tensor: Tensor) -> Tensor | _Note:
+    def pack(tensor: Tensor) -> Tensor | _Note | SavedTensor:
         index = find(tensor)
         record = sharder.records[index] if index >= 0 else _record_of_cast(tensor, sharder)
         if record is None or not _covers(tensor, record):
-            return tensor
+            return tensor if rest is None else rest.pack(tensor)
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         with plainly():
             return _Note(record, record.param._version, tensor.dtype, *view)
 
-    def unpack(saved: Tensor | _Note) -> Tensor:
+    def unpack(saved: Tensor | _Note | SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, SavedTensor):
+            return saved.unpack()
         with plainly():
             version = saved.record.param._version
         if version != saved.version:

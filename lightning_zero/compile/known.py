@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_zero.budget.facts import GAPS, HOST_BYTES_PER_S, Chosen, Facts, Speed
+from lightning_zero.compile.first_step import Shown
 from lightning_zero.config import EngineConfig
 from lightning_zero.profiling.headroom import DeviceMemory, limit_of
 
@@ -24,6 +25,7 @@ class Known:
         fixed: bytes that stay from step to step besides what optimizers keep, and what is on its way, as computed
             before there is all of it.
         states: of optimizers, as large as shards.
+        to_come: of these, that were not there before the first step.
         masters: of the shards that optimizers step.
         whole: of all weights, whole, in the dtype they are used in.
         ring: of the device's buffers for what lies on the host.
@@ -35,6 +37,7 @@ class Known:
 
     fixed: int = 0
     states: int = 0
+    to_come: int = 0
     masters: int = 0
     whole: int = 0
     ring: int = 0
@@ -65,14 +68,14 @@ def before_training(known: Known, config: EngineConfig, memory: DeviceMemory | N
     )
 
 
-def after_first_step(
-    known: Known, limit: float, before: DeviceMemory, after: DeviceMemory, seconds: float, now: Chosen
-) -> Facts:
+def after_first_step(known: Known, limit: float, shown: Shown, now: Chosen) -> Facts:
     """One pass has run, eagerly; the optimizer may have stepped, or not."""
-    least = before.resident + (0 if "optimizer" in now.offload else known.states)
-    took = max(after.allocated - max(after.resident, before.resident), 0)
-    facts = known.facts("estimated after the first step", limit, after.others + max(after.resident, least) + took, now)
-    return replace(facts, activations=EAGER_SAVED * took, speed=replace(facts.speed, pass_s=seconds * LATER))
+    to_come = 0 if shown.stepped or "optimizer" in now.offload else known.to_come
+    peak = shown.memory.here + to_come + shown.took
+    facts = known.facts("estimated after the first step", limit, peak, now)
+    return replace(
+        facts, activations=EAGER_SAVED * shown.took, speed=replace(facts.speed, pass_s=shown.seconds * LATER)
+    )
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from lightning_zero.budget.options import applied
 from lightning_zero.compile.agreement import Agreement
 from lightning_zero.compile.backend import Compiler
-from lightning_zero.compile.budget import Decided, MeasuredBudget
+from lightning_zero.compile.budget import MeasuredBudget
 from lightning_zero.compile.context import PassContext
+from lightning_zero.compile.course import Decided
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.passes import PassSpec, default_passes
@@ -152,7 +153,11 @@ class CompileSession:
         )
 
     def _compile_again(self, saved_share: float | None = None) -> None:
-        """Compiles the same modules again, with other passes, or with another share of weights that are kept."""
+        """Compiles the same modules again, with other passes, or with another share of weights that are kept. What is
+        captured of graphs that were made otherwise gives its memory back first."""
+        assert self._replays is not None
+        self._replays.drop()
+        self.budget.give_back()  # nothing but a graph could use it
         self._arguments = self._compiler.arguments(saved_share)
         if self.calls is not None:
             self.calls.compile_again(self._arguments)
@@ -202,8 +207,6 @@ class CompileSession:
 
     def _reselected(self, changed: bool) -> bool:
         if changed:
-            assert self._replays is not None
-            self._replays.drop()  # of graphs that other passes made
             self._compile_again()
         return changed
 

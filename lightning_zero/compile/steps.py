@@ -57,7 +57,8 @@ class CompiledSteps:
             stack.enter_context(self._session.step())
             # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
             if first or self._eager_reads != 0:
-                stack.enter_context(regather_saved_weights(self._sharder))
+                rest = self._session.budget.first_step.saves if first else None
+                stack.enter_context(regather_saved_weights(self._sharder, rest))
             stack.callback(setattr, self._replays, "in_step", False)
             self._replays.in_step = True
             stack.callback(self._sharder.executor.weights.serve_resident, False)

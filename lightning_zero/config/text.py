@@ -1,4 +1,4 @@
-"""What is written about options: docstrings, and the README's tables."""
+"""What is written about options: docstrings, and the README's tables. And how bytes are written for people."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any, TypeVar
 
 from lightning_zero.config.option import option_fields
 
-__all__ = ["arguments", "documented", "table"]
+__all__ = ["arguments", "documented", "gib", "table"]
 
 C = TypeVar("C", bound=type)
 WIDTH = 116
+
+
+def gib(nbytes: float) -> str:
+    """In GiB, without the unit."""
+    return f"{nbytes / 2**30:.2f}"
 
 
 def arguments(cls: type) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_zero.config.text import gib
 from lightning_zero.errors import HostMemoryError
 from lightning_zero.offload.nearby import cpus_near
 
@@ -72,8 +73,8 @@ class HostMemory:
         left = free_bytes()
         if left is not None and nbytes > left:
             raise HostMemoryError(
-                f"{_gib(nbytes)} of what is offloaded from {self._device} are to lie in the host's memory, which has "
-                f"{_gib(left)} left for this process. {INSTEAD}"
+                f"{_both(nbytes)} of what is offloaded from {self._device} are to lie in the host's memory, which has "
+                f"{_both(left)} left for this process. {INSTEAD}"
             )
         return _Pinned.of(nbytes, self._device, flags)
 
@@ -95,7 +96,7 @@ class _Pinned(mmap.mmap):
             memory = cls(-1, nbytes)
         except OSError as error:
             raise HostMemoryError(
-                f"The host gave no memory for {_gib(nbytes)} that are to be offloaded from {device} ({error}). "
+                f"The host gave no memory for {_both(nbytes)} that are to be offloaded from {device} ({error}). "
                 f"{INSTEAD}"
             ) from error
         with suppress(OSError, AttributeError):
@@ -107,7 +108,7 @@ class _Pinned(mmap.mmap):
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.address, nbytes, flags))
         except RuntimeError as error:
             raise HostMemoryError(
-                f"{_gib(nbytes)} of the host's memory could not be pinned for copies from and to {device} ({error}). "
+                f"{_both(nbytes)} of the host's memory could not be pinned for copies from and to {device} ({error}). "
                 "Containers and cgroups may limit pinned memory: raise that limit (ulimit -l, --ulimit memlock=-1). "
                 f"{INSTEAD}"
             ) from error
@@ -161,5 +162,5 @@ def free_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
     return min(found, default=None)
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB ({nbytes:,} bytes)"
+def _both(nbytes: int) -> str:
+    return f"{gib(nbytes)} GiB ({nbytes:,} bytes)"

@@ -23,6 +23,7 @@ class DeviceMemory:
         reserved: by the allocator, at the peak since the gauge was started.
         allocated: in tensors, at that peak.
         resident: in tensors, now.
+        cached: by the allocator, now, and in no tensor.
     """
 
     total: int
@@ -30,11 +31,12 @@ class DeviceMemory:
     reserved: int
     allocated: int
     resident: int
+    cached: int = 0
 
     @property
-    def spare(self) -> int:
-        """What may be taken on top of the peak, with a margin left; 0 where the margin is used up already."""
-        return max(int(limit_of(None, self.total)) - self.taken, 0)
+    def here(self) -> int:
+        """Of the whole device, now, but for what the allocator can give back."""
+        return self.others + self.resident
 
     @property
     def taken(self) -> int:
@@ -55,6 +57,10 @@ class MemoryGauge:
         self._device = device
 
     @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
     def exists(self) -> bool:
         """Whether the device says how much memory it has; a CPU does not."""
         return self._device.type != "cpu"
@@ -63,17 +69,24 @@ class MemoryGauge:
         """Peaks count from now on. ``anew``: what the allocator has cached from before is given back first, so that
         what it reserves later was needed later. Torch's own peak statistics are reset."""
         if anew:
-            torch.accelerator.empty_cache()
+            self.empty()
         torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def empty(self) -> None:
+        """What the allocator has cached, and no tensor lies in, is given back. Waits for the device."""
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def read(self) -> DeviceMemory:
         """Does not wait for the device."""
         stats = torch.accelerator.memory_stats(self._device)
         free, total = torch.accelerator.get_memory_info(self._device)
+        reserved, resident = stats["reserved_bytes.all.current"], stats["allocated_bytes.all.current"]
         return DeviceMemory(
             total,
-            max(total - free - stats["reserved_bytes.all.current"], 0),
+            max(total - free - reserved, 0),
             stats["reserved_bytes.all.peak"],
             stats["allocated_bytes.all.peak"],
-            stats["allocated_bytes.all.current"],
+            resident,
+            reserved - resident,
         )

@@ -76,14 +76,15 @@ class PlannedMemory:
         masters = sum(record.shard.nbytes for record in live)
         tuning = config.tuning
         with plainly():
-            states = sum(size for optimizer in optimizers for size in self._states(optimizer))
+            sizes = [size for optimizer in optimizers for size in self._states(optimizer)]
             trained = sum(record.shard.nbytes for record in live if record.param.requires_grad)
         here = sum(record.shard.nbytes for record in live if not record.is_away)
         fixed = here + trained + self._copies(live, used)
         fixed += int(min(2 * tuning.gather_group_mb * MIB, whole) + min(2 * tuning.reduce_bucket_mb * MIB, whole))
         return Known(
             fixed=max(fixed - self._peers.nbytes, 0),  # which the device has given already
-            states=states,
+            states=sum(size for size, _ in sizes),
+            to_come=sum(size for size, there in sizes if not there),
             masters=masters,
             whole=whole if self._mesh.world_size > 1 else 0,
             ring=int(tuning.offload_buffer_mb * MIB),
@@ -93,8 +94,8 @@ class PlannedMemory:
             host_bytes_per_s=self._link,
         )
 
-    def _states(self, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-        """Bytes that it keeps for each element of its shards, there already or not."""
+    def _states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, bool]]:
+        """Bytes that it keeps for each element of its shards, and whether they are there already."""
         for group in optimizer.param_groups:
             rule = rule_for(optimizer, group)
             for param in group["params"]:
@@ -105,7 +106,8 @@ class PlannedMemory:
                 there = sum(value.nbytes for value in held)
                 small = self._optimizers.narrow and is_narrow(record.layout.numel, param.dtype)
                 itemsize = NARROW.itemsize if small else param.dtype.itemsize
-                yield there or (len(rule.state) * record.shard.numel() * itemsize if rule is not None else 0)
+                expected = len(rule.state) * record.shard.numel() * itemsize if rule is not None else 0
+                yield there or expected, there > 0
 
     def _copies(self, live: Sequence[ShardedParameter], used: torch.dtype | None) -> int:
         if used is None:

@@ -1,6 +1,8 @@
 """``memory=``: what is planned for a device of which the tests say how much it has, and how much is taken."""
 
+import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph
 
+from lightning_zero.offload.saved import SavedOnHost
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches
@@ -33,7 +36,7 @@ class Gauge(MemoryGauge):
     """Of that device."""
 
     exists = True
-    device: Device
+    simulated: Device
     engine: Any = None
 
     def start(self, anew: bool = False) -> None:
@@ -42,10 +45,10 @@ class Gauge(MemoryGauge):
     def read(self) -> DeviceMemory:
         session = Gauge.engine.session if Gauge.engine is not None else None
         if session is None or not session.plans.count:
-            took = self.device.eager
+            took = self.simulated.eager
         else:
             took = int(session._compiler.context().config.activation_memory_budget * SAVED)
-        others = self.device.fuller * dist.get_rank()
+        others = self.simulated.fuller * dist.get_rank()
         return DeviceMemory(TOTAL, others, HELD + took, HELD + took, HELD)
 
 
@@ -65,7 +68,7 @@ def train(device: Device | None, steps: int = 7, again: dict[str, Any] | None = 
     with (
         gauge,
         patch("lightning_zero.step.planned.CAN_LEAVE", (device or Device()).may_leave),
-        patch.object(Gauge, "device", device, create=True),
+        patch.object(Gauge, "simulated", device, create=True),
         engine_for(model, "aot_eager", observe=count, gather_group_mb=0.001, **options) as engine,
     ):
         Gauge.engine, engine.session.progress._report = engine, said.append
@@ -187,6 +190,23 @@ def warned() -> list[str]:
 def test_a_budget_that_cannot_be_held_is_a_warning_that_says_what_to_do(ranks: Ranks) -> None:
     (messages,) = ranks.run(1, warned)
     assert any("torch.utils.checkpoint" in message for message in messages)
+
+
+def held() -> tuple[Any, Any]:
+    memory = (HELD - 1) / GIB  # nothing is free when the first step begins
+    with (
+        warnings.catch_warnings(),
+        patch("lightning_zero.compile.first_step.SavedOnHost", partial(SavedOnHost, least_bytes=1)),
+    ):
+        warnings.simplefilter("ignore")  # that it cannot be held
+        return train(Device(), 3, memory=memory), train(None, 3, activation_memory_budget=0.2)
+
+
+def test_what_a_first_step_saves_is_on_the_host_until_its_backward(ranks: Ranks) -> None:
+    for found, by_hand in ranks.run(2, held):
+        assert "were on the host meanwhile" in "".join(found["said"])
+        assert found["losses"] == by_hand["losses"]
+        assert same(found["params"], by_hand["params"])
 
 
 @pytest.mark.slow

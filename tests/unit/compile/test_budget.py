@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.compile.budget import MEASURED_STEPS, MOST_STEPS, MeasuredBudget, another_fits, saved_share
+from lightning_zero.compile.budget import MEASURED_STEPS, MOST_STEPS, MeasuredBudget
 from lightning_zero.compile.plan import Gather, GraphPlan
+from lightning_zero.compile.shares import another_fits, saved_share
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.profiling.headroom import DeviceMemory
 from tests.helpers.options import config as options
@@ -154,10 +155,10 @@ def test_a_device_is_not_read_in_backward_once_all_is_decided() -> None:
         return budget._read()
 
     budget._gauge.read = read  # type: ignore[method-assign]
-    budget._wanted = budget._looked = True  # a limit was given, and a first step has been looked at
+    budget._wanted = budget._course.looked = True  # a limit was given, and a first step has been looked at
     budget._measuring.quiet.steps = 1
     budget.backward_begins()
     assert reads == 1, "what forward saves is measured"
-    budget._done = True
+    budget._course.done = True
     budget.backward_begins()
     assert reads == 1

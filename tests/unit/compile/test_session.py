@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import Graph
 
 from lightning_zero.budget.facts import Chosen
-from lightning_zero.compile.budget import Decided
+from lightning_zero.compile.course import Decided
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec
 from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.compile.session import CompileSession

@@ -3,14 +3,17 @@
 import pytest
 import torch
 
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, limit_of
 
 
-@pytest.mark.parametrize(
-    ("others", "reserved", "spare"), [(0, 0, 90), (10, 50, 30), (0, 89, 1), (0, 90, 0), (60, 60, 0)]
-)
-def test_a_margin_of_the_whole_device_is_left(others: int, reserved: int, spare: int) -> None:
-    assert DeviceMemory(100, others, reserved, allocated=1, resident=1).spare == spare
+def test_what_is_here_is_all_but_what_the_allocator_can_give_back() -> None:
+    memory = DeviceMemory(100, others=10, reserved=60, allocated=50, resident=20, cached=30)
+    assert (memory.here, memory.taken) == (30, 70)
+
+
+@pytest.mark.parametrize(("memory", "limit"), [(None, 90), ("auto", 90), (50 / 2**30, 50), (200 / 2**30, 100)])
+def test_a_limit_is_the_number_or_all_but_a_margin(memory: float | str | None, limit: float) -> None:
+    assert limit_of(memory, 100) == pytest.approx(limit)
 
 
 def test_a_cpu_does_not_tell() -> None:

@@ -1,0 +1,50 @@
+"""How far the decisions about one training's memory are, and what they come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_zero.budget.facts import Chosen, Facts
+
+__all__ = ["Course", "Decided"]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What holds from now on.
+
+    Attributes:
+        chosen: all of it.
+        share: of its weights, that each graph is to keep for backward, for which all is compiled again; None for as
+            much as before.
+    """
+
+    chosen: Chosen
+    share: float | None = None
+
+
+@dataclass
+class Course:
+    """How far the decisions of one training are.
+
+    Attributes:
+        done: nothing is going to be compiled again but for what was watched.
+        looked: at the first step.
+        first_peak: of that one, on the fullest rank; None until then.
+        told_first: that it was too much.
+        watching: whether what was planned is held.
+        emptied: what the allocator kept was given back since.
+        replanned: since it was not held.
+        facts: that the last plan within a limit was made from.
+        traffic: bytes that a pass gathered then.
+    """
+
+    done: bool = False
+    looked: bool = False
+    first_peak: int | None = None
+    told_first: bool = False
+    watching: bool = False
+    emptied: bool = False
+    replanned: bool = False
+    facts: Facts | None = None
+    traffic: float = 0.0

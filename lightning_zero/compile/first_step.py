@@ -1,0 +1,102 @@
+"""Holds the first step within a limit of memory.
+
+It runs eagerly, to show what to compile, and nothing has been planned for it but what is known without activations. It
+saves what compiled code computes again; and what it has let go of, the allocator keeps for its next tensors of those
+sizes, while the optimizer is about to make its state. So what setup has left with the allocator is given back before
+it, what it saves goes to the host while there would be too little left, and what it has let go of is given back before
+an optimizer steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from lightning_zero.offload.saved import SavedOnHost
+from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+
+__all__ = ["FirstStep", "Shown"]
+
+# Of what is free when it begins, so much may be taken by what is saved for backward: the rest is for what lives for a
+# moment, of which nobody is told before it is asked for.
+SAVED_SHARE = 0.7
+# Of the limit: so much has to come together before the allocator is asked once more to give back what it keeps.
+WORTH = 1 / 64
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a first step has shown.
+
+    Attributes:
+        memory: of the device, now; peaks count from its beginning.
+        took: bytes that its pass took beside what was there when it was over; with what was on the host meanwhile.
+        left: bytes that were.
+        seconds: since it began.
+        stepped: an optimizer has stepped.
+    """
+
+    memory: DeviceMemory
+    took: int
+    left: int
+    seconds: float
+    stepped: bool
+
+
+class FirstStep:
+    """Of one engine.
+
+    Args:
+        gauge: reads this rank's device.
+
+    Attributes:
+        before: the device, when it began; None until then.
+        saves: packs what its forward saves; None before it begins, and once it is over.
+    """
+
+    def __init__(self, gauge: MemoryGauge) -> None:
+        self._gauge = gauge
+        self._limit = 0.0
+        self._begun = 0.0
+        self._useless = 0  # bytes that the allocator could not give back
+        self._passed: DeviceMemory | None = None  # when an optimizer was about to step
+        self.before: DeviceMemory | None = None
+        self.saves: SavedOnHost | None = None
+
+    def begin(self, limit: float) -> None:
+        """Before its forward."""
+        self._gauge.start(anew=True)
+        self._limit, self._begun = limit, time.perf_counter()
+        self.before = self._gauge.read()
+        self.saves = SavedOnHost(self._gauge.device, self._excess)
+
+    def optimizer_steps(self) -> None:
+        """State is about to be made, which may not find room in what activations have left. Harmless when repeated."""
+        if self.saves is not None and self._passed is None:
+            self._passed = self._gauge.read()
+            self._gauge.empty()
+
+    def end(self) -> Shown:
+        """Before anything else is trained: what it has taken. Peaks count anew."""
+        seconds, saves = time.perf_counter() - self._begun, self.saves
+        assert saves is not None
+        self.saves = None
+        now = self._gauge.read()
+        passed = self._passed or now
+        self._gauge.start(anew=True)
+        took = max(passed.allocated - passed.resident, 0) + saves.nbytes
+        return Shown(now, took, saves.nbytes, seconds, self._passed is not None)
+
+    def _excess(self) -> float:
+        """Bytes by which more is saved than should be. What the allocator keeps is given back where the device would
+        hold more than it may."""
+        assert self.before is not None
+        now = self._gauge.read()
+        if now.here + now.cached > self._limit and now.cached > self._useless + WORTH * self._limit:
+            self._gauge.empty()
+            self._useless = self._gauge.read().cached
+        free = self._limit - self.before.here
+        if free <= 0:
+            return math.inf
+        return now.here - self.before.here - SAVED_SHARE * free

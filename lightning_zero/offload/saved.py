@@ -1,0 +1,118 @@
+"""What eager code saves for backward, of which the oldest goes to the host while the device has too little left.
+
+A first training step runs eagerly, before anything is known that could be planned, and saves what compiled code would
+compute again. Nobody knows beforehand what comes: so everything stays where it is at first, and what was saved first,
+which backward needs last, is copied to the host once there is more than there should be, and back when it is asked for.
+Copies are plain ones, of memory that is not pinned: pinning takes longer than a step, and nobody does this twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.offload.memory import free_bytes
+
+__all__ = ["SavedOnHost", "SavedTensor"]
+
+LEAST_BYTES = 1 << 20  # what is smaller stays
+
+
+class _Memory:
+    """Of saved tensors that share it, as it was when the first of them was saved: on the device, or on the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.source = weakref.ref(storage)
+        self.version = tensor._version
+        self.device = tensor.device
+        self.flat: Tensor = _over(storage, torch.uint8, (storage.nbytes(),), (1,), 0)  # keeps the storage
+
+    def leave(self) -> int:
+        host = torch.empty(self.flat.numel(), dtype=torch.uint8)
+        host.copy_(self.flat)
+        self.flat = host
+        return host.numel()
+
+
+class SavedTensor(NamedTuple):
+    """Stands for a tensor that autograd has saved."""
+
+    memory: _Memory
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def unpack(self) -> Tensor:
+        """The tensor, on its device."""
+        there = self.memory.flat.to(self.memory.device)
+        return _over(there.untyped_storage(), self.dtype, self.size, self.stride, self.offset)
+
+
+class SavedOnHost:
+    """Packs what autograd saves in one forward.
+
+    Args:
+        device: whose memory it is.
+        excess: bytes of it by which there is too much now; below 0 where there is room.
+        least_bytes: smaller memory stays.
+
+    Attributes:
+        nbytes: that have left so far.
+    """
+
+    def __init__(self, device: torch.device, excess: Callable[[], float], least_bytes: int = LEAST_BYTES) -> None:
+        self.nbytes = 0
+        self._device = device
+        self._excess = excess
+        self._least_bytes = least_bytes
+        self._known: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
+        self._here: deque[weakref.ref[_Memory]] = deque()  # the oldest first
+
+    def pack(self, tensor: Tensor) -> Tensor | SavedTensor:
+        """What is to be saved in the tensor's place."""
+        if not self._may_leave(tensor):
+            return tensor
+        memory = self._memory(tensor)
+        self._make_room()
+        return SavedTensor(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _may_leave(self, tensor: Tensor) -> bool:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == self._device
+        return plain and tensor.untyped_storage().nbytes() >= self._least_bytes and not tensor.is_conj()
+
+    def _memory(self, tensor: Tensor) -> _Memory:
+        # Layers that read the same activation save it once each: copies of it would be memory that nobody has.
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage.data_ptr())
+        if known is not None and known.source() is storage and known.version == tensor._version:
+            return known
+        memory = self._known[storage.data_ptr()] = _Memory(tensor)
+        self._here.append(weakref.ref(memory))
+        return memory
+
+    def _make_room(self) -> None:
+        excess = self._excess()
+        while excess > 0 and self._here:
+            memory = self._here.popleft()()
+            if memory is None:
+                continue
+            free = free_bytes()
+            if free is not None and free < 2 * memory.flat.numel():
+                self._here.clear()  # a host that is full would end the process
+                return
+            left = memory.leave()
+            self.nbytes += left
+            excess -= left
+
+
+def _over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

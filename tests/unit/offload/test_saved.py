@@ -1,0 +1,110 @@
+"""What eager code saves goes to the host, the oldest first, and comes back as it was."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.offload import saved
+from lightning_zero.offload.saved import SavedOnHost, SavedTensor
+
+CPU = torch.device("cpu")
+
+
+def unpack(value: Tensor | SavedTensor) -> Tensor:
+    return value.unpack() if isinstance(value, SavedTensor) else value
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 48), nn.GELU(), nn.LayerNorm(48), nn.Dropout(0.3), nn.Linear(48, 16), nn.Sigmoid()]
+    return nn.Sequential(*layers)
+
+
+def trained(saves: SavedOnHost | None) -> list[Tensor]:
+    """Gradients, with views (a chunk, a transposed tensor), what is saved twice and what is changed after it was."""
+    module, x = net(), torch.randn(32, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    torch.manual_seed(2)
+
+    def loss() -> Tensor:
+        q, k = module(x).chunk(2, dim=1)
+        y = (q.sin() * k.cos()).t() @ (q * k)
+        return torch.softmax(y, 0).square().sum()
+
+    if saves is None:
+        loss().backward()
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(saves.pack, unpack):
+            value = loss()
+        value.backward()
+    return [p.grad.clone() for p in (x, *module.parameters()) if p.grad is not None]
+
+
+@pytest.mark.parametrize("excess", [lambda: -1.0, lambda: 1.0, lambda: 1e9])
+def test_gradients_are_the_same_to_the_last_bit(excess: Callable[[], float]) -> None:
+    saves = SavedOnHost(CPU, excess, least_bytes=0)
+    for mine, theirs in zip(trained(saves), trained(None), strict=True):
+        assert torch.equal(mine, theirs)
+    assert (saves.nbytes > 0) == (excess() > 0)
+
+
+def big(n: int, value: float) -> Tensor:
+    return torch.full((n,), value)
+
+
+def test_the_oldest_leave_first_and_no_more_than_is_too_much() -> None:
+    room = [-1.0, -1.0, 900.0, -1.0]
+    saves = SavedOnHost(CPU, lambda: room.pop(0), least_bytes=1)
+    tensors = [big(100, value) for value in (1.0, 2.0, 3.0, 4.0)]
+    packed: list[Any] = [saves.pack(tensor) for tensor in tensors]
+    assert saves.nbytes == 3 * 400
+    here = [value.memory.flat.data_ptr() == tensor.data_ptr() for value, tensor in zip(packed, tensors, strict=True)]
+    assert here == [False, False, False, True]
+    for value, tensor in zip(packed, tensors, strict=True):
+        assert torch.equal(unpack(value), tensor)
+
+
+def test_memory_that_left_is_let_go_of() -> None:
+    saves, tensor = SavedOnHost(CPU, lambda: 1e9, least_bytes=1), big(100, 1.0)
+    gone = weakref.ref(tensor.untyped_storage())
+    packed = saves.pack(tensor)
+    del tensor
+    assert gone() is None
+    assert torch.equal(unpack(packed), big(100, 1.0))
+
+
+def test_what_shares_memory_leaves_once() -> None:
+    saves, tensor = SavedOnHost(CPU, lambda: 1e9, least_bytes=1), torch.arange(100.0)
+    packed = [saves.pack(tensor), saves.pack(tensor.view(10, 10).t()), saves.pack(tensor[50:])]
+    assert saves.nbytes == 400
+    for value, expected in zip(packed, (tensor, tensor.view(10, 10).t(), tensor[50:]), strict=True):
+        assert torch.equal(unpack(value), expected)
+        assert unpack(value).stride() == expected.stride()
+    before = tensor.clone()
+    tensor.add_(1)
+    again = saves.pack(tensor)
+    assert torch.equal(unpack(again), before + 1)
+    assert torch.equal(unpack(packed[0]), before), "as it was when it was saved"
+
+
+def test_what_is_small_or_lies_elsewhere_stays_as_it_is() -> None:
+    saves = SavedOnHost(CPU, lambda: 1e9, least_bytes=1000)
+    for tensor in (
+        big(10, 1.0),
+        torch.empty(1000, device="meta"),
+        torch.eye(1000).to_sparse(),
+        nn.Parameter(big(1000, 1.0)),
+    ):
+        assert saves.pack(tensor) is tensor
+    assert saves.nbytes == 0
+
+
+def test_a_host_that_is_full_takes_nothing() -> None:
+    saves = SavedOnHost(CPU, lambda: 1e9, least_bytes=1)
+    with patch.object(saved, "free_bytes", lambda: 100):
+        assert torch.equal(unpack(saves.pack(big(100, 1.0))), big(100, 1.0))
+    assert saves.nbytes == 0
