@@ -8,7 +8,9 @@ had measured by then counts. All plans are made beside the trainings, by process
 
 "peak" is what tensors held at most in steady steps, and for graphs all memory that is theirs; "reserved" what torch had
 taken of the device, the first, eager step among the rest; "device" that and all that others had taken. With `--memory`
-the plan on paper is one of what would be chosen; what was chosen in training stands in the JSON line, as "chosen".
+the plan on paper is one of what would be chosen; what was chosen in training stands in the JSON line, as "chosen", and
+what the device had taken at most by the end of each of the first steps, or since peaks were last counted anew, as
+"first_steps".
 """
 
 import argparse
@@ -150,6 +152,7 @@ class Meter(Clock):
     def __init__(self, warm: int) -> None:
         super().__init__(warm)
         self.reserved_ever = self.others = 0
+        self.first_steps: list[float] = []  # GiB
         self.started = time.perf_counter()
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -161,6 +164,8 @@ class Meter(Clock):
         free, total = torch.cuda.mem_get_info()
         self.others = max(self.others, total - free - torch.cuda.memory_reserved())
         self.reserved_ever = max(self.reserved_ever, torch.cuda.max_memory_reserved())
+        if len(self.first_steps) < self.warm:
+            self.first_steps.append(round((torch.cuda.max_memory_reserved() + self.others) / GIB, 2))
         super().on_train_batch_end(trainer, module, outputs, *rest)
         steps = len(self.marks)
         if steps <= 4 or steps == self.warm:
@@ -177,6 +182,7 @@ class Meter(Clock):
             "reserved": self.reserved_ever + peers,
             "device": self.reserved_ever + self.others,
             "others": self.others,
+            "first_steps": self.first_steps,
             "steps": len(self.marks),
             "seconds": round(time.perf_counter() - self.started, 1),
         }

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_zero.config.nominal import HOST_BYTES_PER_S
+
 __all__ = ["GAPS", "Chosen", "Facts", "Freedom", "Speed"]
 
 GIB = 2**30
 
-# Host memory that a process can copy to and from while both go on, in bytes per second each way: measured with pinned
-# memory beside one H200 (examples/benchmarks/2026-11-23-offload-1xh200.md). Used where nothing was measured.
-HOST_BYTES_PER_S = 49e9
 # Memory of a captured graph that lies between its tensors, as a share of what they take: measured on two H200s.
 GAPS = 0.04
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_zero.compat.autograd import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.offload.reach import reach
 from lightning_zero.offload.saved import SavedOnHost, SavedTensor
 from lightning_zero.sharding.full import gather_full
 from lightning_zero.sharding.record import ShardedParameter
@@ -112,7 +113,7 @@ def _record_of_cast(tensor: Tensor, sharder: Sharder) -> ShardedParameter | None
 def _covers(tensor: Tensor, record: ShardedParameter) -> bool:
     """Whether the saved view lies within the weight's own elements, in their order; a copy may be laid out
     otherwise."""
-    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    last = tensor.storage_offset() + reach(tensor.size(), tensor.stride()) - 1
     base = tensor._base if tensor._base is not None else tensor
     whole = base.shape == record.layout.shape and record.layout.stored(base).is_contiguous()
     return tensor.numel() > 0 and last < record.layout.numel and (tensor.dtype == record.param.dtype or whole)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_zero.budget.facts import GAPS, HOST_BYTES_PER_S, Chosen, Facts, Speed
+from lightning_zero.budget.facts import GAPS, Chosen, Facts, Speed
 from lightning_zero.compile.first_step import Shown
 from lightning_zero.config import EngineConfig
+from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.profiling.headroom import DeviceMemory, limit_of
 
 __all__ = ["Agreed", "Known", "after_first_step", "before_training", "measured"]

@@ -34,7 +34,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.offload.activations import HostActivations
-from lightning_zero.offload.bandwidth import measure_host
+from lightning_zero.offload.bandwidth import BESIDE_COMPUTE, measure_host
 from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
 from lightning_zero.profiling.headroom import MemoryGauge
 from lightning_zero.sharding.peers import Peers
@@ -136,7 +136,8 @@ class CompileSession:
             self._costs = measure_costs(self._mesh, self._peers.for_weights is not None)
         costs, nominal = self._costs or NOMINAL, NOMINAL.host_bytes_per_s
         if compile.offload_activations and costs.host_bytes_per_s == nominal:
-            self._costs = replace(costs, host_bytes_per_s=measure_host(self._mesh, nominal))
+            measured = measure_host(self._mesh)
+            self._costs = replace(costs, host_bytes_per_s=BESIDE_COMPUTE * measured if measured else nominal)
         context = self._context(compile)
         self._selection.check(default_passes(context))
         assert self._replays is not None

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_zero.offload.blocks import Held, HostBlocks
 from lightning_zero.offload.lanes import Event, Lanes, lanes_of
+from lightning_zero.offload.reach import reach
 
 __all__ = ["HostActivations"]
 
@@ -126,7 +127,4 @@ def _ended(under_way: dict[int, UnderWay], tensor: Tensor) -> UnderWay:
 
 def _flat(tensor: Tensor) -> Tensor:
     """All memory from its first to its last element, which is itself where there are no gaps."""
-    reach = 0
-    if tensor.numel():
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.as_strided((reach,), (1,))
+    return tensor.as_strided((reach(tensor.size(), tensor.stride()),), (1,))

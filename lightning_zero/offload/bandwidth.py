@@ -1,42 +1,51 @@
-"""How fast copies between a device and pinned memory of its host are, while all ranks copy: hosts share it."""
+"""How fast copies between a device and pinned memory of its host are, while both directions and all ranks copy: hosts
+share it."""
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lightning_zero.errors import HostMemoryError
 from lightning_zero.mesh import Mesh
+from lightning_zero.offload.lanes import lanes_of
 from lightning_zero.offload.memory import HostMemory
 
-__all__ = ["measure_host"]
+__all__ = ["BESIDE_COMPUTE", "measure_host"]
 
 NBYTES = 64 << 20  # of a copy
 REPETITIONS = 4
 BESIDE_COMPUTE = 0.9  # the share that is expected there; copies take no part of the device but its memory's bandwidth
 
 
-def measure_host(mesh: Mesh, nominal: float) -> float:
-    """Bytes per second that a copy is expected to reach, in the slower direction, on the slowest rank; on a CPU,
-    where there is nothing to measure, the ``nominal`` ones. Takes some milliseconds. Collective."""
+def measure_host(mesh: Mesh) -> float | None:
+    """Bytes per second in each direction, on the slowest rank, in some hundredths of a second; None on a CPU, where
+    there is nothing to measure, and where a host pins no memory: whoever offloads is told by name. Gives all memory
+    back. Collective."""
     if mesh.device.type == "cpu":
-        return nominal
-    host = HostMemory(mesh.device).empty(NBYTES, torch.uint8)
-    device = torch.empty(NBYTES, dtype=torch.uint8, device=mesh.device)
-    seconds = [0.0, 0.0]
-    for direction, (to, source) in enumerate(((host, device), (device, host))):
-        dist.barrier(group=mesh.control_group)
-        seconds[direction] = min(_seconds(to, source, mesh.device) for _ in range(REPETITIONS))
-    slowest = torch.tensor(max(seconds), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=mesh.control_group)
-    return BESIDE_COMPUTE * NBYTES / slowest.item()
+        return None
+    host = HostMemory(mesh.device)
+    try:
+        ends = host.empty(NBYTES, torch.uint8), host.empty(NBYTES, torch.uint8)
+    except HostMemoryError:
+        ends = None
+    dist.barrier(group=mesh.control_group)
+    slowest = torch.tensor(0.0 if ends is None else _bytes_per_s(*ends, mesh.device), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN, group=mesh.control_group)
+    return slowest.item() or None
 
 
-def _seconds(to: Tensor, source: Tensor, device: torch.device) -> float:
-    torch.accelerator.synchronize(device)
-    begun = time.perf_counter()
-    to.copy_(source, non_blocking=True)
-    torch.accelerator.synchronize(device)
-    return max(time.perf_counter() - begun, 1e-9)
+def _bytes_per_s(there: torch.Tensor, back: torch.Tensor, device: torch.device) -> float:
+    sent, came = (torch.empty(NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    lanes, best = lanes_of(device), 0.0
+    for number in range(REPETITIONS + 1):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record(torch.cuda.current_stream(device))
+        both = [lanes.bring([(sent, there)], [begun]), lanes.take([(back, came)], [begun])]
+        for copy in both:
+            lanes.wait(copy)
+        ended.record(torch.cuda.current_stream(device))
+        ended.synchronize()
+        if number:  # the first one wakes the device up
+            best = max(best, NBYTES / (begun.elapsed_time(ended) * 1e-3))
+    return best

@@ -31,6 +31,7 @@ from lightning_zero.compile.passes import leaving, saved_for_backward
 from lightning_zero.compile.passes.leaving import leave
 from lightning_zero.compile.passes.offload import place_offloads
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
+from lightning_zero.offload.reach import reach
 from lightning_zero.planning.ledger import Ledger
 from lightning_zero.planning.lifetimes import graph_peak, leave_narrow
 from lightning_zero.planning.weights import insert_gathers, on_host, on_paper
@@ -243,7 +244,4 @@ def _results(graph: Graph, args: Sequence[Any]) -> list[Any]:
 
 def _reach(value: Tensor) -> int:
     """Elements of the memory that a tensor lies in."""
-    if not value.numel():
-        return 0
-    last = sum((int(size) - 1) * int(stride) for size, stride in zip(value.shape, value.stride(), strict=True))
-    return int(value.storage_offset()) + last + 1
+    return int(value.storage_offset()) + reach(value.shape, value.stride()) if value.numel() else 0

@@ -42,6 +42,10 @@ class Ledger(TorchDispatchMode):
         for weight in weights:
             self._weights.add(weight.untyped_storage())
 
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Or a cast, or a copy of one."""
+        return tensor.untyped_storage() in self._weights
+
     def adopt(self, value: Any) -> None:
         """What was made where nobody counted is alive from now on."""
         for tensor in _tensors(value):

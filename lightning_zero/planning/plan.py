@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.budget.facts import HOST_BYTES_PER_S
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.known import Known
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine import CAN_LEAVE
+from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.planning.buckets import bucket_bytes
 from lightning_zero.planning.result import Passes, TrainingPlan
 from lightning_zero.planning.seconds import step_seconds
@@ -22,7 +22,7 @@ from lightning_zero.planning.states import Kept
 from lightning_zero.planning.static import Cut, cut, masters_away, memory_that_stays
 from lightning_zero.planning.training import Precision, StepOnPaper, Trace, run_step
 from lightning_zero.planning.user_code import UserCode
-from lightning_zero.planning.within import within_budget
+from lightning_zero.planning.within import with_first_step, within_budget
 from lightning_zero.profiling.devices import LINKS, Device, device_called
 from lightning_zero.profiling.estimate import NOMINAL
 
@@ -84,8 +84,11 @@ def plan(
         buffers = sum(b.nbytes for b in module.buffers())
         eager: list[tuple[StepOnPaper | None, str]] = []
 
+        def how_traced(config: EngineConfig) -> Trace:
+            return Trace(PassContext(config.compiled, world_size, costs), kind, card.speed, True, code.loss)
+
         def estimate(config: EngineConfig) -> TrainingPlan:
-            trace = Trace(PassContext(config.compiled, world_size, costs), kind, card.speed, True, code.loss)
+            trace = how_traced(config)
             compiled, why = _step(module, batch, trace, True) if config.compile else (None, "")
             eager[:] = eager or [_step(module, batch, trace, False)]  # which no plan changes
             passes = Passes(compiled, eager[0][0], why or eager[0][1], buffers)
@@ -93,7 +96,9 @@ def plan(
 
         if config.memory is None:
             return estimate(config)
-        return within_budget(config, estimate, _known(cuts, kept, config, card, world_size), how.accumulate)
+        known = _known(cuts, kept, config, card, world_size)
+        found = within_budget(config, estimate, known, how.accumulate)
+        return with_first_step(found, lambda: _step(module, batch, how_traced(config), False, away=True)[0])
 
 
 def _config(kind: Precision, options: dict[str, Any]) -> EngineConfig:
@@ -103,10 +108,12 @@ def _config(kind: Precision, options: dict[str, Any]) -> EngineConfig:
     return replace(config, compute_dtype=kind.autocast)
 
 
-def _step(module: nn.Module, batch: Any, trace: Trace, compiles: bool) -> tuple[StepOnPaper | None, str]:
+def _step(
+    module: nn.Module, batch: Any, trace: Trace, compiles: bool, away: bool = False
+) -> tuple[StepOnPaper | None, str]:
     """A step, or why there is none."""
     try:
-        return run_step(module, batch, trace, compiles), ""
+        return run_step(module, batch, trace, compiles, away), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
 

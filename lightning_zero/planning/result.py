@@ -78,7 +78,10 @@ class TrainingPlan:
 
     @property
     def first_peak(self) -> int | None:
-        """The most bytes of the first step, which runs eagerly; None where that is not known."""
+        """The most bytes of the first step, which runs eagerly; None where that is not known. Without a limit it counts
+        what the allocator keeps of the pass while the optimizer makes its state."""
+        if self.memory is not None and self.memory.first_step is not None:
+            return int(self.memory.first_step - self.device.context)
         eager = self.passes.eager
         return None if eager is None else self.stays + max(eager.peak, self.temporary)
 

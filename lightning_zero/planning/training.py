@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,8 +88,11 @@ class StepOnPaper:
     graphs: GraphsOnPaper = field(default_factory=GraphsOnPaper)
 
 
-def run_step(module: nn.Module, batch: Any, trace: Trace, compiles: bool) -> StepOnPaper:
+def run_step(module: nn.Module, batch: Any, trace: Trace, compiles: bool, away: bool = False) -> StepOnPaper:
     """One pass, compiled or eagerly. The module is as before afterwards.
+
+    Args:
+        away: all that eager code saves for backward is on the host until then.
 
     Raises:
         Exception: whatever code raises that cannot run without values.
@@ -107,7 +110,8 @@ def run_step(module: nn.Module, batch: Any, trace: Trace, compiles: bool) -> Ste
         stack.enter_context(_calls_compiled(module, compiler) if compiles else nullcontext())
         stack.enter_context(mode)
         stack.enter_context(ledger)
-        with torch.autocast("cpu", precision.autocast, precision.autocast is not None, cache_enabled=False):
+        autocast = torch.autocast("cpu", precision.autocast, precision.autocast is not None, cache_enabled=False)
+        with autocast, _saved_elsewhere(ledger) if away else nullcontext():
             loss = trace.loss(module, inputs)
         graphs = found.graphs = compiler.found
         before = ledger.flops, ledger.moved
@@ -134,6 +138,18 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _saved_elsewhere(ledger: Ledger) -> AbstractContextManager[Any]:
+    """Inside, what autograd saves takes no memory until backward asks for it, weights aside."""
+
+    def pack(tensor: Tensor) -> Any:
+        return tensor if ledger.is_weight(tensor) else (tensor.size(), tensor.stride(), tensor.dtype)
+
+    def unpack(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else torch.empty_strided(saved[0], saved[1], dtype=saved[2])
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from lightning_zero.budget.plan import decide
 from lightning_zero.compile.known import Known
 from lightning_zero.config import EngineConfig
 from lightning_zero.planning.result import TrainingPlan
+from lightning_zero.planning.training import StepOnPaper
 from lightning_zero.profiling.headroom import limit_of
 
-__all__ = ["within_budget"]
+__all__ = ["with_first_step", "within_budget"]
 
 # A choice is estimated once it is made, and what the estimate then says may ask for another one.
 TRIES = 3
@@ -46,6 +47,27 @@ def within_budget(
     kept = int(chosen.chosen.weights)
     roles = found.roles | {"resident_weight": found.roles.get("resident_weight", 0) + kept}
     return replace(found, roles=roles, memory=replace(chosen, source="estimated"))
+
+
+def with_first_step(found: TrainingPlan, held: Callable[[], StepOnPaper | None]) -> TrainingPlan:
+    """What a limit makes of the first step, too, before which optimizers have made no state: as much of what it saves
+    as has to is on the host until its backward.
+
+    Args:
+        held: gives an eager pass with all of that on the host; None where it could not be traced.
+    """
+    plan, eager = found.memory, found.passes.eager
+    if plan is None or eager is None:
+        return found
+    most = _first(found, eager)
+    if most > plan.limit and (least := held()) is not None:
+        most = max(_first(found, least), plan.limit)
+    return replace(found, memory=replace(plan, first_step=int(most)))
+
+
+def _first(found: TrainingPlan, eager: StepOnPaper) -> float:
+    fresh = found.stays - found.roles.get("optimizer_state", 0)
+    return found.device.context + max(fresh + eager.peak, found.stays + found.temporary)
 
 
 def _same(chosen: Chosen, now: Chosen) -> bool:

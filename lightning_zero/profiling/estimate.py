@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.fx import Graph
 
 from lightning_zero.compat.distributed import all_gather_into
+from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.bandwidth import BandwidthTable, Samples, check_samples, seconds_between
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
@@ -26,8 +27,6 @@ __all__ = ["NOMINAL", "Costs", "measure_costs"]
 # alone, and beside compute they reach less (180 of 305 GB/s on four H200); and compute may be faster than estimated.
 BESIDE_COMPUTE = 0.5
 COPIED_BESIDE_COMPUTE = 0.8  # copy engines compete for memory only
-
-HOST_BYTES_PER_S = 40e9  # where nobody has measured: somewhat less than PCIe 5 with 16 lanes reaches
 
 SIZES = (1 << 18, 1 << 20, 1 << 23, 1 << 25, 1 << 27)
 REPETITIONS = 4

@@ -16,11 +16,12 @@ from lightning_zero.compile.known import Known
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine import CAN_LEAVE
+from lightning_zero.config.text import gib
 from lightning_zero.mesh import Mesh
+from lightning_zero.offload.bandwidth import measure_host
 from lightning_zero.offload.memory import free_bytes
 from lightning_zero.optim.formulas import rule_for
 from lightning_zero.optim.narrow import NARROW, is_narrow
-from lightning_zero.profiling.host_link import measure_host_link
 from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
@@ -69,7 +70,7 @@ class PlannedMemory:
         needs = {"optimizer": all(rules), "parameters": all(rules), "activations": config.compile}
         may_leave = tuple(name for name in CAN_LEAVE if needs[name])
         if config.memory is not None and may_leave and self._link is None:
-            self._link = measure_host_link(self._mesh.device)
+            self._link = measure_host(self._mesh)
         free, costs = free_bytes(), self._session.costs_or_nominal
         live, used = self._sharder.live, config.compute_dtype if config.compile else None
         whole = self._sharder.memory.whole_bytes(used)
@@ -139,11 +140,10 @@ class PlannedMemory:
         if not plan.fits or not options:
             return f"lightning_zero: nothing that may be chosen is estimated to fit. {plan.instead()}"
         arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        peak, limit = (f"{nbytes / 2**30:.1f}" for nbytes in (plan.peak, plan.limit))
         planned = "" if config.memory is not None else " memory='auto' has this planned from the beginning."
         return (
-            f"lightning_zero: ZeroStrategy({arguments}) is estimated to fit, with {peak} GiB of {limit} at the "
-            f"peak.{planned}"
+            f"lightning_zero: ZeroStrategy({arguments}) is estimated to fit, with {gib(plan.peak)} GiB of "
+            f"{gib(plan.limit)} at the peak.{planned}"
         )
 
 

@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compile.graph import gathers, is_view_or_cast, ops, output_node, readers, reduces, results, shard_of
 from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD, FindOp, HostCosts
 from lightning_zero.compile.passes.prefetch_schedule import node_seconds
+from lightning_zero.offload.reach import reach
 from lightning_zero.profiling.tensors import Storage, size_hint, storages, viewed
 
 __all__ = ["LeavingLimits", "leave"]
@@ -169,8 +170,7 @@ def _reach(node: Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    last = sum((size_hint(n) - 1) * size_hint(s) for n, s in zip(value.shape, value.stride(), strict=True))
-    return (last + 1) * value.dtype.itemsize
+    return reach(map(size_hint, value.shape), map(size_hint, value.stride())) * value.dtype.itemsize
 
 
 def _within(found: Sequence[_Activation], budget_bytes: float) -> list[_Activation]:

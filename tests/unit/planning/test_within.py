@@ -15,7 +15,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.planning.plan import Training, plan
 from lightning_zero.planning.result import Passes, TrainingPlan
 from lightning_zero.planning.training import StepOnPaper
-from lightning_zero.planning.within import within_budget
+from lightning_zero.planning.within import with_first_step, within_budget
 from lightning_zero.profiling.devices import Device, device_called
 
 GIB = 2**30
@@ -80,6 +80,35 @@ def test_what_is_said_to_fit_does(memory: float) -> None:
     assert found.as_dict()["memory"]["fits"] == found.memory.fits
 
 
+def first_step(memory: float, eager: float, least: float) -> tuple[float, bool, int]:
+    """GiB of the first step, whether all fits, and how often it was asked what an eager pass takes at least."""
+    found, _ = within(memory)
+    passes = replace(found.passes, eager=StepOnPaper(peak=int(eager * GIB)))
+    asked: list[None] = []
+
+    def held() -> StepOnPaper:
+        asked.append(None)
+        return StepOnPaper(peak=int(least * GIB))
+
+    told = with_first_step(replace(found, passes=passes), held)
+    assert told.memory is not None
+    assert told.memory.first_step is not None
+    assert told.first_peak == told.memory.first_step
+    return told.memory.first_step / GIB, told.memory.fits, len(asked)
+
+
+def test_a_first_step_has_no_state_of_optimizers_beside_its_activations() -> None:
+    # 4 GiB of masters and 1 of weights that stay; 8 more of state once the pass is over.
+    assert first_step(33, 27, 3) == (32, True, 0)
+    assert first_step(33, 2, 2) == (13, True, 0)
+
+
+def test_what_a_first_step_saves_leaves_as_far_as_there_is_no_room() -> None:
+    assert first_step(33, 40, 3) == (33, True, 1)
+    most, fits, _ = first_step(33, 40, 30)
+    assert (most, fits) == (35, False)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +133,10 @@ def test_a_module_is_planned_within_less_than_it_takes() -> None:
     assert less.passes.compiled is not None
     assert whole.passes.compiled is not None
     assert less.passes.compiled.saved < whole.passes.compiled.saved
+    # Eagerly it saves more than that. Six pairs of activations of 1 MiB, of which backward needs a few at a time.
+    assert less.passes.eager is not None
+    assert less.memory.first_step is not None
+    assert less.memory.first_step <= less.memory.limit < less.stays + less.passes.eager.peak
 
 
 SCRIPT = """
