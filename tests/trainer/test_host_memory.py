@@ -34,12 +34,14 @@ ON_THE_WAY = 3 * WEIGHT + MARGIN  # gloo's threads hold what was gathered a mome
 class Few(Regression):
     """Large weights, each cut as soon as it is built."""
 
+    layers = LAYERS
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential()
 
     def configure_model(self) -> None:
-        for _ in range(LAYERS - len(self.net)):
+        for _ in range(self.layers - len(self.net)):
             self.net.append(nn.Linear(WIDTH, WIDTH, bias=False))
 
     def loss(self, batch: Any) -> Tensor:
@@ -56,7 +58,7 @@ class Parallel(Few):
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
 
-def _fit(path: str | None = None, steps: int = 1, module: Any = None, **arguments: Any) -> tuple[Any, Any]:
+def fit(path: str | None = None, steps: int = 1, module: Any = None, **arguments: Any) -> tuple[Any, Any]:
     """One step; from a checkpoint on, which was saved after that, none."""
     module = module or Few()
     trainer = make_trainer("eager", max_steps=steps, max_epochs=-1, **arguments)
@@ -73,7 +75,7 @@ def _held(do: Callable[..., Any], *args: Any, **options: Any) -> Held:
 
 def _loading(path: str) -> Held:
     with holding() as held:
-        module, trainer = _fit(path)
+        module, trainer = fit(path)
     [optimizer] = trainer.optimizers
     assert all(entries["exp_avg"].any() for entries in optimizer.state.values())
     close(module)
@@ -92,7 +94,7 @@ def _assert_loaded(held: Held, world_size: int, more: int = 0) -> None:
 def _both_kinds(home: str) -> dict[str, Held]:
     found = {}
     for kind in ("full", "sharded"):
-        module, trainer = _fit(state_dict_type=kind)
+        module, trainer = fit(state_dict_type=kind)
         found[f"save {kind}"] = _held(trainer.save_checkpoint, f"{home}/{kind}.ckpt")
         close(module)
         del module, trainer
@@ -127,7 +129,7 @@ def _beside_training(home: str) -> dict[str, Held]:
     found = {}
     for kind in ("full", "sharded"):
         saves = SavesTwice(f"{home}/{kind}")
-        module, _ = _fit(state_dict_type=kind, async_save=True, callbacks=[saves])
+        module, _ = fit(state_dict_type=kind, async_save=True, callbacks=[saves])
         found[kind] = saves.held
         close(module)
     return found
@@ -155,11 +157,11 @@ class Moments(Callback):
 
 
 def _stepped_on(path: str) -> list[list[int]]:
-    module, trainer = _fit(state_dict_type="sharded")
+    module, trainer = fit(state_dict_type="sharded")
     trainer.save_checkpoint(path)
     close(module)
     moments = Moments()
-    module, trainer = _fit(path, steps=2, callbacks=[moments])
+    module, trainer = fit(path, steps=2, callbacks=[moments])
     close(module)
     return moments.places
 
@@ -177,7 +179,7 @@ def test_what_is_loaded_stays_where_it_was_put(ranks: Ranks, tmp_path: Path, wor
 def _write(home: str) -> None:
     """By two ranks: both of our kinds, FSDP2's and DeepSpeed's."""
     for kind in ("full", "sharded"):
-        module, trainer = _fit(state_dict_type=kind)
+        module, trainer = fit(state_dict_type=kind)
         trainer.save_checkpoint(f"{home}/{kind}.ckpt")
         if kind == "sharded":
             held = _held(export_safetensors, module.net, f"{home}/files", max_shard_size=2 * WEIGHT)
@@ -186,7 +188,7 @@ def _write(home: str) -> None:
             assert held.most <= WEIGHT // 2 + MARGIN, held
         close(module)
         del module, trainer
-    _, trainer = _fit(module=Parallel(), strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
+    _, trainer = fit(module=Parallel(), strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
     trainer.save_checkpoint(f"{home}/fsdp2.ckpt")
     if dist.get_rank() == 0:
         found = torch.load(f"{home}/full.ckpt", weights_only=True)
