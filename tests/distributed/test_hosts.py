@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.models import TinyTransformer, build, make_batches
+from tests.helpers.models import Batch, Case, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, shard_batch, train_reference
 from tests.helpers.sharded import (
     BACKENDS,
@@ -31,20 +31,31 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": (EAGER, {}),
     "compiled": ("aot_eager", {}),
     "by collectives": ("aot_eager", {"gather_transport": "collective", "reduce_transport": "collective"}),
-    "gradients by copies": ("aot_eager", {"reduce_transport": "copy"}),
+    "kept, gradients by copies": ("aot_eager", {"reduce_transport": "copy", "reshard_after_forward": False}),
     "no copy per host": ("aot_eager", {"shard_compute_copy": "all"}),
-    "kept": ("aot_eager", {"reshard_after_forward": False}),
     "poisoned": ("aot_eager", {"poison": True}),
     "replayed": ("aot_eager", {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}),
 }
 HOSTS = [(4, 2), (2, 1), (3, 1), (4, 1)]  # ranks, and those of each host
 
 
-class Wide(TinyTransformer):
-    """Every one of four ranks holds a good part."""
+class Wide(Case):
+    """Every one of four ranks holds a good part of each matrix; there is little to compile."""
 
     def __init__(self) -> None:
-        super().__init__(dim=32, blocks=1)
+        super().__init__()
+        self.first = nn.Linear(23, 41)
+        self.norm = nn.LayerNorm(41)
+        self.middle = nn.Linear(41, 43, bias=False)
+        self.head = nn.Linear(43, 37)
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        rng = torch.Generator().manual_seed(seed)
+        return torch.randn(n, 23, generator=rng), 3 * torch.randn(n, 37, generator=rng)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.norm(torch.tanh(self.first(x))))))
 
 
 @cache
@@ -88,10 +99,10 @@ def check(out: Reference, expected: Reference) -> None:
 @pytest.mark.parametrize(
     ("world_size", "ranks_per_host", "way"),
     [
-        *((4, 2, way) for way in WAYS),
-        *((2, 1, way) for way in ("eager", "compiled", "replayed")),
+        # "poisoned" is "compiled" and more, and "replayed" begins as it; micro-batches of it alone cross below
+        *((4, 2, way) for way in WAYS if way != "compiled"),
+        *((2, 1, way) for way in ("eager", "replayed")),
         (3, 1, "compiled"),
-        pytest.param(3, 1, "replayed", marks=pytest.mark.slow),
         pytest.param(4, 1, "no copy per host", marks=pytest.mark.slow),
     ],
 )
@@ -124,17 +135,21 @@ def test_what_crosses_hosts_in_a_step(ranks: Ranks, options: dict[str, Any], gat
     assert counters["reduce_bytes_across"] == reductions * nbytes // 2
     if gathers == 1:
         assert counters["gather_bytes_across"] == nbytes // 2
-    else:  # small weights stay from forward to backward
-        assert 0.7 * gathers < counters["gather_bytes_across"] / (nbytes // 2) <= gathers
+    else:  # in backward the middle one: what is small stays, and the last one; the first one's input needs no gradient
+        middle = 4 * 4 * 448  # bytes, with the padding of four ranks
+        assert counters["gather_bytes_across"] == MICRO * (nbytes + middle) // 2
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), (3, 1)])
-@pytest.mark.parametrize("way", ["eager", "compiled", "replayed", "gradients by copies"])
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_host", "way"),  # "compiled" on two hosts of two: see what crosses once per step
+    [
+        *((4, 2, way) for way in ("eager", "replayed", "kept, gradients by copies")),
+        *((3, 1, way) for way in ("eager", "replayed")),
+    ],
+)
 def test_accumulated_micro_batches_are_reduced_across_hosts_once(
     ranks: Ranks, world_size: int, ranks_per_host: int, way: str
 ) -> None:
-    if way == "gradients by copies" and ranks_per_host == 1:
-        pytest.skip("a host of one rank has nobody to copy to")
     backend, options = WAYS[way]
     steps = 5 * MICRO if way == "replayed" else STEPS  # each of three micro-batches is captured in its second turn
     out, counters, nbytes = ranks.run(
@@ -155,7 +170,7 @@ def timed(gbs: float) -> tuple[Reference, float, float]:
 
 
 def test_an_emulated_network_is_as_slow_as_asked_and_changes_nothing(ranks: Ranks) -> None:
-    for out, taken, least in ranks.run(2, timed, 1e-4):
+    for out, taken, least in ranks.run(2, timed, 1e-5):
         check(out, reference(2, steps=2))
         assert least > 0.3
         assert taken > least
@@ -165,7 +180,7 @@ def zeroed(set_to_none: bool) -> Tensor | None:
     """A first micro-batch's gradients are dropped; what the second one brings."""
     model = build(Wide)
     first, second = make_batches(Wide, 2, SAMPLES)
-    with engine_for(model, ranks_per_host=1, reduce_across="step") as engine:
+    with engine_for(model, EAGER, ranks_per_host=1, reduce_across="step") as engine:
         for batch, more in ((first, True), (second, False)):
             with engine.cycle.accumulating() if more else nullcontext():
                 with engine.train_step():
@@ -265,13 +280,13 @@ def evaluated(ranks_per_host: int) -> tuple[list[float], list[int]]:
 def test_an_evaluation_exchanges_weights_once_and_once_more_after_an_edit(ranks: Ranks) -> None:
     plain = build(Wide)
     batches, expected = make_batches(Wide, 3, SAMPLES), []
-    train_plain(plain, batches, sgd(plain), world=3)
+    train_plain(plain, batches, sgd(plain), world=2)
     with torch.no_grad():
         for edited in (False, True):
             if edited:
                 next(plain.parameters()).mul_(1.5)
             expected += [plain.loss(batch).item() for batch in batches]
     assert min(abs(a - b) for a, b in zip(expected[:3], expected[3:], strict=True)) > 1e-4
-    for losses, exchanges in ranks.run(3, evaluated, 1):
+    for losses, exchanges in ranks.run(2, evaluated, 1):
         assert_close_relative(losses, expected, 1e-5)
         assert exchanges == [1, 2]
