@@ -103,9 +103,10 @@ class Engine(NotCopied):
         self.buffers.configure(self.config)
         self.checkpoints = Checkpoints(self.sharder, self.watchdog, self._sharded_module, report)
         compiled = CompiledSteps(self.session, self.replays, self.sharder, self.peers)
-        self.cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
+        self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, mesh.reduce_group, self.cycle, self.config)
         self.memory = PlannedMemory(self.session, self.optimizers, self.sharder, self.peers)
+        self.session.budget.accumulates = lambda: cycle.accumulates
 
     @property
     def device(self) -> torch.device:

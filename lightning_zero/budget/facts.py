@@ -24,12 +24,14 @@ class Chosen:
         offload: likewise.
         weights: bytes of whole weights that are not gathered again.
         until: how long they stay.
+        reduce_once: gradients of accumulated micro-batches stay whole until the last one's backward, as with stage 1.
     """
 
     activation_memory_budget: float = 1.0
     offload: tuple[str, ...] = ()
     weights: float = 0.0
     until: Literal["backward", "step"] = "backward"
+    reduce_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,13 @@ class Freedom:
         activations: how many are computed again.
         weights: how many stay whole.
         offload: what may go to the host, in addition to what is there now; None where the user has chosen.
+        gradients: whether those of micro-batches stay whole.
     """
 
     activations: bool = True
     weights: bool = True
     offload: tuple[str, ...] | None = ()
+    gradients: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Speed:
     Attributes:
         pass_s: of one forward and backward. Where nobody has measured it, some number: it puts choices in order.
         passes: of them in a step of the optimizer.
-        gather_s: of gathering one byte of weights, with nothing beside it.
+        gather_s: of gathering one byte of weights, with nothing beside it; and of reducing one of gradients.
         host_bytes_per_s: that go to the host and come from it, at once.
     """
 
@@ -77,6 +81,8 @@ class Facts:
         weights: whole ones, in the dtype they are used in, that a pass gathers twice.
         states: of optimizers, as large as shards, wherever they are.
         masters: of the shards that optimizers step.
+        gradients: whole ones of micro-batches, where they can wait to be reduced; 0 where they cannot.
+        wire: of gradients that a pass reduces.
         ring: of buffers through which goes what lies on the host.
         host: free on the host, for this rank.
         speed: what things cost.
@@ -90,6 +96,8 @@ class Facts:
     weights: float = 0.0
     states: float = 0.0
     masters: float = 0.0
+    gradients: float = 0.0
+    wire: float = 0.0
     ring: float = 0.25 * GIB
     host: float = float("inf")
     speed: Speed = field(default_factory=Speed)

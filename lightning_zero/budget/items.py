@@ -5,6 +5,7 @@ Seconds are estimates that serve to compare, as those of :mod:`lightning_zero.pr
 * What is computed again is the cheapest first, so the first bytes cost little. How much of a forward that comes to for
   a share of the activations (``RECOMPUTED``) was counted in matrix products of a compiled Llama; see the README.
 * Weights that are gathered again wait for their transfer as far as it takes longer than the computing beside it.
+* Gradients of micro-batches that each reduces wait likewise; those that stay whole until the last one's do not.
 * What lies on the host is copied there and back. Of activations as many leave as are copied beside forward, and come
   beside backward; an optimizer's state comes and goes while it steps, in both directions at once, beside nothing else.
 """
@@ -20,6 +21,7 @@ from lightning_zero.config.option import OFFLOADED
 
 __all__ = [
     "ACTIVATIONS",
+    "GRADIENTS",
     "HOST",
     "WEIGHTS",
     "carried_out",
@@ -30,7 +32,7 @@ __all__ = [
     "size_of",
 ]
 
-ACTIVATIONS, WEIGHTS, HOST = "activations", "whole weights", "on the host"
+ACTIVATIONS, WEIGHTS, HOST, GRADIENTS = "activations", "whole weights", "on the host", "gradients"
 
 # (share of activations that is saved, share of a forward that is computed again)
 RECOMPUTED = ((0.0, 1.0), (0.18, 0.85), (0.25, 0.65), (0.5, 0.18), (1.0, 0.0))
@@ -40,20 +42,22 @@ FORWARD = 1 / 3  # of a pass
 BESIDE = 0.05  # of a transfer is lost although something is computed beside it
 STAYS = 0.15  # of activations that go to the host: those that are on their way
 PARTS = 16  # in which weights are counted
+# Of a step: what reducing once has to save. Until then ``param.grad`` holds zeros, and nobody should see that for less.
+WORTH = 0.02
 
 
 def items_of(facts: Facts, free: Freedom) -> list[Item]:
     """In the order that :func:`chosen_of` takes them apart in. What is not free has the one variant that there is
     now."""
-    return [_activations(facts, free), _weights(facts, free), _host(facts, free)]
+    return [_activations(facts, free), _weights(facts, free), _host(facts, free), _gradients(facts, free)]
 
 
 def chosen_of(values: tuple[Variant, ...], facts: Facts) -> Chosen:
     """What a pick of these items comes to."""
-    (budget, away), weights, host = (variant.value for variant in values)
+    (budget, away), weights, host, once = (variant.value for variant in values)
     offload = tuple(name for name in OFFLOADED if name in {*host, *away})
     until = facts.now.until if facts.speed.passes < 2 or not weights else "step"
-    return Chosen(budget, offload, weights, until)
+    return Chosen(budget, offload, weights, until, once)
 
 
 def size_of(chosen: Chosen, facts: Facts) -> float:
@@ -65,6 +69,7 @@ def size_of(chosen: Chosen, facts: Facts) -> float:
         - (_leaving(saved, facts.speed) if leave else 0.0)
         + chosen.weights
         + _optimizer_bytes(chosen.offload, facts)
+        + facts.gradients * chosen.reduce_once
     )
 
 
@@ -158,3 +163,13 @@ def _optimizer_bytes(offload: tuple[str, ...], facts: Facts) -> float:
 def _optimizer_seconds(offload: tuple[str, ...], facts: Facts) -> float:
     moved = facts.states * ("optimizer" in offload) + facts.masters * ("parameters" in offload)
     return moved / facts.speed.host_bytes_per_s
+
+
+def _gradients(facts: Facts, free: Freedom) -> Item:
+    """Of micro-batches but the last one: each reduces its own, beside its backward, or all go with the last."""
+    speed, now = facts.speed, facts.now.reduce_once
+    again = max(speed.passes - 1, 0.0) * exposed(facts.wire * speed.gather_s, speed.pass_s * (1 - FORWARD))
+    may = free.gradients and facts.gradients > 0 and (again >= WORTH * speed.pass_s * speed.passes or now)
+    ways = sorted({now, *((False, True) if may else ())})
+    variants = [Variant(once, int(facts.gradients * once), 0.0 if once else again) for once in ways]
+    return Item(GRADIENTS, tuple(variants), by_hand=not free.gradients)

@@ -33,6 +33,7 @@ def freedom(config: EngineConfig, may_leave: Iterable[str] = ()) -> Freedom:
         activations=planned and config.compile and config.activation_memory_budget == 1.0 and tuning.recompute is None,
         weights=config.compile and kept and (planned or config.reshard_after_forward == "auto"),
         offload=tuple(may_leave) if planned and not config.offload else None,
+        gradients=planned and config.stage == 3,
     )
 
 

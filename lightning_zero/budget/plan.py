@@ -7,13 +7,27 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_zero.budget.facts import Chosen, Facts, Freedom
-from lightning_zero.budget.items import ACTIVATIONS, HOST, WEIGHTS, chosen_of, gather_seconds, items_of, size_of
+from lightning_zero.budget.items import (
+    ACTIVATIONS,
+    GRADIENTS,
+    HOST,
+    WEIGHTS,
+    chosen_of,
+    gather_seconds,
+    items_of,
+    size_of,
+)
 from lightning_zero.budget.knapsack import Item, Pick, Variant, pick
 from lightning_zero.config.text import gib
 
 __all__ = ["Line", "MemoryPlan", "decide"]
 
-OPTIONS = {ACTIVATIONS: "activation_memory_budget", WEIGHTS: "reshard_after_forward", HOST: "offload"}
+OPTIONS = {
+    ACTIVATIONS: "activation_memory_budget",
+    WEIGHTS: "reshard_after_forward",
+    HOST: "offload",
+    GRADIENTS: "stage",
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +146,8 @@ def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan
     if free.weights:
         found = _filled(found, facts, items, facts.limit - base)
     chosen = chosen_of(found.chosen, facts)
-    lines = tuple(_line(*pair) for pair in zip(items, found.chosen, strict=True) if pair[0].name not in later)
+    told = [pair for pair in zip(items, found.chosen, strict=True) if pair[0].name not in later]
+    lines = tuple(_line(*pair) for pair in told if pair[0].name != GRADIENTS or len(pair[0].variants) > 1)
     return MemoryPlan(facts.source, int(facts.limit), int(base + found.nbytes), chosen, lines)
 
 
@@ -166,6 +181,8 @@ def _in_words(name: str, chosen: Variant) -> str:
         return f"{kept}, on the host" if away else kept
     if name == WEIGHTS:
         return f"{gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
+    if name == GRADIENTS:
+        return "stay whole, reduced once a step" if chosen.value else "reduced in each pass"
     assert name == HOST
     words = {"optimizer": "optimizer state", "parameters": "master weights"}
     return " and ".join(words[one] for one in chosen.value) or "nothing"

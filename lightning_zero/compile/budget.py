@@ -58,7 +58,9 @@ class MeasuredBudget:
     Attributes:
         known: what others than the compiler know.
         captured: tells whether what is compiled will be replayed, from memory of its own; whoever knows sets it.
-        apply: is told the options, with what was chosen in their places, for all that does not compile; likewise.
+        apply: is told the options, with what was chosen in their places, and all that was chosen, for what does not
+            compile; likewise.
+        accumulates: tells whether micro-batches have been announced whose gradients could wait; likewise.
         plan: the last one that was made; None where there is no limit, or nothing is known yet.
         first_step: holds the first step within the limit.
     """
@@ -73,7 +75,8 @@ class MeasuredBudget:
         self._measuring = Measuring(progress, plans, executor, gauge)
         self.known = Known()
         self.captured: Callable[[], bool] = lambda: False
-        self.apply: Callable[[EngineConfig], None] = lambda config: None
+        self.apply: Callable[[EngineConfig, Chosen], None] = lambda config, chosen: None
+        self.accumulates: Callable[[], bool] = lambda: False
         self.plan: MemoryPlan | None = None
         self._now: Chosen | None = None  # None: as the options say
         self._wanted = False
@@ -229,7 +232,8 @@ class MeasuredBudget:
         memory, now = self._measuring.quiet.memory, self.now(config)
         assert memory is not None
         limited, until_step = config.memory is not None, now.until == "step"
-        facts = measured(self.known, limit_of(config.memory, memory.total), quiet, limited and self.captured(), now)
+        known = self.known if self.accumulates() else replace(self.known, gradients=0)
+        facts = measured(known, limit_of(config.memory, memory.total), quiet, limited and self.captured(), now)
         if not limited:  # a budget for weights alone, however many these are
             weights = max(quiet.room, 0.0) if until_step else quiet.traffic / 2
             facts = replace(facts, weights=weights, speed=replace(facts.speed, passes=1.0))

@@ -28,6 +28,8 @@ class Known:
         states: of optimizers, as large as shards.
         to_come: of these, that were not there before the first step.
         masters: of the shards that optimizers step.
+        gradients: of all gradients, whole, where those of micro-batches can wait; 0 where they cannot.
+        wire: of gradients that a pass reduces.
         whole: of all weights, whole, in the dtype they are used in.
         ring: of the device's buffers for what lies on the host.
         host: free on the host, for this rank; None where nobody says.
@@ -40,6 +42,8 @@ class Known:
     states: int = 0
     to_come: int = 0
     masters: int = 0
+    gradients: int = 0
+    wire: int = 0
     whole: int = 0
     ring: int = 0
     host: float | None = None
@@ -52,7 +56,17 @@ class Known:
         speed = Speed(gather_s=self.gather_s, host_bytes_per_s=self.host_bytes_per_s or HOST_BYTES_PER_S)
         host = float("inf") if self.host is None else self.host
         return Facts(
-            source, limit, peak, now, states=self.states, masters=self.masters, ring=self.ring, host=host, speed=speed
+            source,
+            limit,
+            peak,
+            now,
+            states=self.states,
+            masters=self.masters,
+            gradients=self.gradients,
+            wire=self.wire,
+            ring=self.ring,
+            host=host,
+            speed=speed,
         )
 
 

@@ -232,7 +232,7 @@ class CompileSession:
     def hold(self, decided: Decided) -> None:
         """What a plan has chosen holds from now on."""
         config, before = applied(self.config, decided.chosen), self._compiler
-        self.budget.apply(config)
+        self.budget.apply(config, decided.chosen)
         if config.compiled != before.context().config:
             self._new_compiler(config.compiled)
             self._compiler.last_weight, self._compiler.notes = before.last_weight, before.notes

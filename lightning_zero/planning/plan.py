@@ -97,6 +97,8 @@ def plan(
         if config.memory is None:
             return estimate(config)
         known = _known(cuts, kept, config, card, world_size)
+        if how.accumulate < 2 or hosts > 1:
+            known = replace(known, gradients=0)
         found = within_budget(config, estimate, known, how.accumulate)
         return with_first_step(found, lambda: _step(module, batch, how_traced(config), False, away=True)[0])
 
@@ -121,8 +123,11 @@ def _step(
 def _known(cuts: list[Cut], kept: Kept, config: EngineConfig, card: Device, ranks: int) -> Known:
     used = config.compute_dtype if config.compile else None
     whole = sum(c.elements * ranks * (c.dtype if c.stays_wide else c.used_in(used)).itemsize for c in cuts)
+    trained = [c for c in cuts if c.trained] if ranks > 1 else []
     return Known(
         states=kept.states,
+        gradients=sum(c.elements * ranks * torch.promote_types(c.dtype, torch.float32).itemsize for c in trained),
+        wire=sum(c.elements * ranks * (config.wire_dtype or c.dtype).itemsize for c in trained),
         masters=sum(c.elements * c.dtype.itemsize for c in cuts),
         whole=whole if ranks > 1 and config.stage == 3 else 0,
         ring=int(config.tuning.offload_buffer_mb * 2**20),

@@ -39,14 +39,21 @@ def within_budget(
         chosen = decide(facts, freedom(config, known.may_leave))
         if _same(chosen.chosen, now):
             break
-        now = replace(chosen.chosen, weights=0.0)
+        now = replace(chosen.chosen, weights=0.0, reduce_once=False)
     else:  # it is what was chosen last, and says of itself what it takes
         found = estimate(applied(plain, now))
         peak = _facts(found, config, known, passes, now).peak
-        chosen = replace(chosen, peak=int(peak + chosen.chosen.weights))
+        chosen = replace(chosen, peak=int(peak + _besides(chosen.chosen, known)))
     kept = int(chosen.chosen.weights)
     roles = found.roles | {"resident_weight": found.roles.get("resident_weight", 0) + kept}
+    if chosen.chosen.reduce_once:
+        roles["deferred_gradient"] = roles.get("deferred_gradient", 0) + known.gradients
     return replace(found, roles=roles, memory=replace(chosen, source="estimated"))
+
+
+def _besides(chosen: Chosen, known: Known) -> float:
+    """Bytes of what was chosen that no estimate of options has."""
+    return chosen.weights + known.gradients * chosen.reduce_once
 
 
 def with_first_step(found: TrainingPlan, held: Callable[[], StepOnPaper | None]) -> TrainingPlan:

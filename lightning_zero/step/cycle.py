@@ -89,12 +89,14 @@ class StepCycle:
     Attributes:
         state: where in its cycle the engine is.
         beside_backward: is called where a backward begins, for what may go on beside it.
+        accumulates: micro-batches have been announced whose gradients may wait.
     """
 
     def __init__(
         self, executor: Executor, watchdog: Watchdog, sharder: Sharder, buffers: BufferBroadcast, compiled: CompiledPart
     ) -> None:
         self.state = State.IDLE
+        self.accumulates = False
         self.beside_backward: Callable[[], None] = lambda: None
         self._inside = False  # of train_step
         self._step: UnderWay | None = None  # that began last
@@ -196,6 +198,7 @@ class StepCycle:
         ``reduce_across="step"``, on their hosts; unless users have put hooks on gradients, who would see only a part of
         each. On every rank alike."""
         gradients, whole = self._executor.gradients, self._executor.reduces_once
+        self.accumulates = True
         if not self._executor.defers or self._hooks.any():
             yield
             return

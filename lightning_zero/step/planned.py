@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from lightning_zero.budget.facts import Chosen
 from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.compile.known import Known
 from lightning_zero.compile.session import CompileSession
@@ -51,13 +52,17 @@ class PlannedMemory:
         self._peers = peers
         self._mesh: Mesh = sharder.mesh
         self._link: float | None = None
-        session.budget.apply = optimizers.configure
+        session.budget.apply = self._apply
         optimizers.before_arranging = self._before_training
 
     @property
     def plan(self) -> MemoryPlan | None:
         """The last one that was made; None without ``memory``, and before anything is known."""
         return self._session.budget.plan
+
+    def _apply(self, config: EngineConfig, chosen: Chosen) -> None:
+        self._optimizers.configure(config)
+        self._sharder.executor.reduces_once = config.stage == 1 or chosen.reduce_once
 
     def _before_training(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         config = self._session.config
@@ -87,6 +92,7 @@ class PlannedMemory:
             states=sum(size for size, _ in sizes),
             to_come=sum(size for size, there in sizes if not there),
             masters=masters,
+            **self._gradients(config),
             whole=whole if self._mesh.world_size > 1 else 0,
             ring=int(tuning.offload_buffer_mb * MIB),
             host=None if free is None else free / self._mesh.inside.size,
@@ -94,6 +100,18 @@ class PlannedMemory:
             gather_s=costs.gather_seconds(1 << 27) / (1 << 27) if self._mesh.world_size > 1 else 0.0,
             host_bytes_per_s=self._link,
         )
+
+    def _gradients(self, config: EngineConfig) -> dict[str, int]:
+        """Whole ones, where they can wait on one host, and what of them travels in a pass."""
+        if self._mesh.world_size == 1 or self._mesh.host_count > 1:
+            return {}
+        trained = [record for record in self._sharder.live if record.param.requires_grad]
+        whole = [(r.layout.shard_numel * r.layout.world_size, r.param.dtype) for r in trained]
+        wire = [(numel, config.wire_dtype if dtype.is_floating_point else None, dtype) for numel, dtype in whole]
+        return {
+            "gradients": sum(n * torch.promote_types(dtype, torch.float32).itemsize for n, dtype in whole),
+            "wire": sum(n * (sent or own).itemsize for n, sent, own in wire),
+        }
 
     def _states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, bool]]:
         """Bytes that it keeps for each element of its shards, and whether they are there already."""

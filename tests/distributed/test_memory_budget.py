@@ -16,6 +16,7 @@ from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches
 from tests.helpers.options import config
+from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import adamw, case_loss, engine_for, train_sharded
 from tests.ranks.pool import Ranks
 
@@ -52,17 +53,24 @@ class Gauge(MemoryGauge):
         return DeviceMemory(TOTAL, others, HELD + took, HELD + took, HELD)
 
 
-def train(device: Device | None, steps: int = 7, again: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def train(
+    device: Device | None, steps: int = 7, again: dict[str, Any] | None = None, accumulate: int = 1, **options: Any
+) -> dict[str, Any]:
     """A training's losses and weights, in which batches something was compiled, and what holds at its end. ``again``:
     goes on with other options."""
     torch._dynamo.reset()
     model, said = build(Blocks), []
     graphs: list[int] = [0]
     before: list[int] = []
+    reduced: list[int] = []
     Gauge.engine = None
 
     def count(what: str, graph: Graph) -> None:
         graphs[0] += what == "after"
+
+    def note(*_: Any) -> None:
+        before.append(graphs[0])
+        reduced.append(engine.executor.counters().get("reduce_bytes", 0))
 
     gauge = patch("lightning_zero.compile.session.MemoryGauge", Gauge if device is not None else MemoryGauge)
     with (
@@ -80,12 +88,8 @@ def train(device: Device | None, steps: int = 7, again: dict[str, Any] | None = 
                 before.append(graphs[0])
             engine.optimizers.check(optimizer)
             engine.optimizers.arrange([optimizer])
-            batches = make_batches(Blocks, steps, 12)
-            runs.append(
-                train_sharded(
-                    engine, model, batches, optimizer, case_loss, before_batch=lambda *_: before.append(graphs[0])
-                )
-            )
+            batches, told = make_batches(Blocks, steps * accumulate, 12), {"accumulate": accumulate, "announce": True}
+            runs.append(train_sharded(engine, model, batches, optimizer, case_loss, before_batch=note, **told))  # type: ignore[arg-type]
         before.append(graphs[0])
         return {
             "losses": [loss for run in runs for loss in run.losses],
@@ -95,6 +99,7 @@ def train(device: Device | None, steps: int = 7, again: dict[str, Any] | None = 
             "offload": engine.optimizers.config.offload,
             "kept": {g.until for plan in engine.session.plans.plan.graphs for g in plan.gathers},
             "plan": None if engine.memory.plan is None else engine.memory.plan.as_dict(),
+            "reduced": reduced[-1] - reduced[-1 - accumulate] if len(reduced) > accumulate else 0,  # in as many batches
             "said": said,
         }
 
@@ -207,6 +212,22 @@ def test_what_a_first_step_saves_is_on_the_host_until_its_backward(ranks: Ranks)
         assert "were on the host meanwhile" in "".join(found["said"])
         assert found["losses"] == by_hand["losses"]
         assert same(found["params"], by_hand["params"])
+
+
+def test_gradients_of_micro_batches_are_reduced_once_where_that_costs_less(ranks: Ranks) -> None:
+    planned = ranks.run(2, once, Device(), memory="auto")
+    for found, by_hand in zip(planned, ranks.run(2, once, None, stage=1), strict=True):
+        assert found["plan"]["chosen"]["reduce_once"]
+        assert found["plan"]["chosen"]["until"] == "step"
+        assert found["reduced"] == by_hand["reduced"] > 0
+        assert found["losses"] == pytest.approx(by_hand["losses"], rel=1e-6)
+        assert_close_relative(found["params"], by_hand["params"], 1e-6, what="weights")
+        assert "stay whole, reduced once a step" in "".join(found["said"])
+
+
+def once(device: Device | None, **options: Any) -> dict[str, Any]:
+    with patch("lightning_zero.budget.items.WORTH", 0.0):  # as if links were slow
+        return train(device, 7, accumulate=3, **options)
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@ import pytest
 
 from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Speed
 from lightning_zero.budget.items import BUDGETS, items_of, recomputed_share, size_of
+from lightning_zero.budget.options import freedom
 from lightning_zero.budget.plan import decide
+from lightning_zero.config import EngineConfig
 
 SPEED = Speed(pass_s=0.1, gather_s=1 / 300e9, host_bytes_per_s=50e9)
 # 60 GiB with all saved and nothing kept; 10 of state.
@@ -85,6 +87,42 @@ def test_a_plan_that_was_carried_out_is_the_plan_again(limit: float) -> None:
 def test_weights_stay_until_the_step_where_passes_share_one() -> None:
     assert within(100, speed=replace(SPEED, passes=4.0)).until == "step"
     assert within(100).until == "backward"
+
+
+# 8 passes in a step, of which each has 12 GiB of gradients to reduce over links of 28 GB/s: 0.46 s, beside 0.07.
+MANY = replace(FACTS, gradients=24 * GIB, wire=12 * GIB, speed=replace(SPEED, passes=8.0, gather_s=1 / 28e9))
+
+
+def test_gradients_of_micro_batches_are_reduced_once_where_that_is_faster_and_memory_allows() -> None:
+    plan = decide(replace(MANY, limit=90 * GIB), ALL)
+    assert plan.chosen.reduce_once
+    assert plan.peak == (60 + 24 + 3) * GIB
+    line = next(line for line in plan.lines if line.what == "gradients")
+    assert (line.choice, line.seconds) == ("stay whole, reduced once a step", 0.0)
+    assert size_of(plan.chosen, MANY) == pytest.approx(sum(line.nbytes for line in plan.lines), abs=8)
+    again = decide(replace(MANY, limit=90 * GIB, peak=plan.peak, now=plan.chosen), ALL)
+    assert again.chosen == plan.chosen
+    assert not decide(replace(MANY, limit=40 * GIB, peak=plan.peak, now=plan.chosen), ALL).chosen.reduce_once
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(MANY, speed=replace(MANY.speed, passes=1.0)),
+        replace(MANY, speed=replace(MANY.speed, gather_s=1 / 300e9)),  # hidden beside backward
+        replace(MANY, gradients=0.0),
+        replace(MANY, limit=30 * GIB),
+    ],
+)
+def test_otherwise_each_pass_reduces_its_own(facts: Facts) -> None:
+    assert not decide(facts, ALL).chosen.reduce_once
+
+
+def test_a_stage_that_was_set_by_hand_stays() -> None:
+    for memory, stage in product((None, 40.0), (1, 2, 3)):
+        free = freedom(EngineConfig(memory=memory, stage=stage))  # type: ignore[arg-type]
+        assert free.gradients == (memory is not None and stage == 3)
+    assert not decide(MANY, replace(ALL, gradients=False)).chosen.reduce_once
 
 
 def test_seconds_grow_with_what_is_computed_again_and_moved() -> None:
