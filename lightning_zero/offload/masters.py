@@ -8,7 +8,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.offload.memory import HostMemory
 from lightning_zero.sharding.away import Away
 
-__all__ = ["masters_away"]
+__all__ = ["check_masters", "masters_away"]
 
 
 def masters_away(config: EngineConfig, mesh: Mesh) -> Away | None:
@@ -17,17 +17,24 @@ def masters_away(config: EngineConfig, mesh: Mesh) -> Away | None:
     Raises:
         UnsupportedError: they are to, and cannot.
     """
-    if "parameters" not in config.offload:
+    check_masters(config, mesh.host_count)
+    if "parameters" not in config.offload or config.compute_dtype is None:
         return None
+    return Away(config.compute_dtype, HostMemory(mesh.device).mapped)
+
+
+def check_masters(config: EngineConfig, hosts: int) -> None:
+    """Raises :class:`UnsupportedError` where master shards are to lie on the host, and cannot."""
+    if "parameters" not in config.offload:
+        return
     if config.compute_dtype is None:
         raise UnsupportedError(
             f"offload={config.offload!r}: with this precision there is nothing besides the weights that the model "
             "could compute with, so they stay on the device. Pass precision='bf16-mixed' or '16-mixed', or leave "
             "'parameters' out."
         )
-    if mesh.across is not None:
+    if hosts > 1:
         raise UnsupportedError(
-            f"offload={config.offload!r}: over several hosts ({mesh.host_count} here) master weights stay on the "
+            f"offload={config.offload!r}: over several hosts ({hosts} here) master weights stay on the "
             "device. Leave 'parameters' out; each GPU has fewer of them, the more there are."
         )
-    return Away(config.compute_dtype, HostMemory(mesh.device).mapped)

@@ -15,6 +15,7 @@ from lightning_zero.compile.known import Known
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine import CAN_LEAVE
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
+from lightning_zero.offload.masters import check_masters
 from lightning_zero.planning.buckets import bucket_bytes
 from lightning_zero.planning.result import Passes, TrainingPlan
 from lightning_zero.planning.seconds import step_seconds
@@ -71,11 +72,13 @@ def plan(
 
     Raises:
         ValueError: an unknown device, precision or option.
+        UnsupportedError: options that do not go together.
     """
     how, card = training or Training(), device_called(device) if isinstance(device, str) else device
     kind = Precision.of(precision)
     hosts = ceil(world_size / how.ranks_per_host)
     config = _config(kind, options).over(hosts, ceil(world_size / hosts))
+    check_masters(config, hosts)
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         cuts = cut(module, world_size, kind.own)

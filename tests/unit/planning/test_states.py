@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Tuning
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.planning.plan import Training, plan
 from lightning_zero.planning.states import kept_by
 from lightning_zero.planning.static import cut
@@ -43,3 +44,22 @@ def test_a_plan_counts_it_by_the_option() -> None:
         for dtype in (None, "bf16")
     ]
     assert [found.roles["optimizer_state"] for found in plans] == [16648, 8456]
+
+
+def test_a_plan_counts_what_lies_on_the_host_by_the_option() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))  # of which the matrix leaves
+    training = Training(lambda m, x: m(x).sum(), torch.optim.AdamW)
+    here, state, both = (
+        plan(module, torch.zeros(2, 64), 2, training=training, offload=offload)
+        for offload in ((), ("optimizer",), ("optimizer", "parameters"))
+    )
+    shards, vectors = 4 * (2048 + 3 * 32), 4 * 3 * 32
+    assert [found.roles["master_shard"] for found in (here, state, both)] == [shards, shards, vectors]
+    assert [found.roles["optimizer_state"] for found in (here, state, both)] == [2 * shards + 4 * 4, 0, 0]
+    assert here.roles["offload_buffers"] == 0
+    assert both.roles["offload_buffers"] - state.roles["offload_buffers"] == shards - vectors
+    assert both.roles["compute_copy"] == here.roles["compute_copy"] > 0
+    with pytest.raises(UnsupportedError, match="with this precision"):
+        plan(module, torch.zeros(2, 64), 2, precision="32-true", offload=("optimizer", "parameters"))
+    with pytest.raises(UnsupportedError, match=r"over several hosts \(2 here\)"):
+        plan(module, torch.zeros(2, 64), 16, training=training, offload=("optimizer", "parameters"))
