@@ -82,6 +82,7 @@ class ShardMemory:
         self._away = away
         self.shards: Arena | None = None
         self.on_host: Arena | None = None
+        self._host_memory: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # that of `on_host`, as the host sees it, too
         self.gradients: Arena | None = None
         self._resident: Arena | None = None
         self._resident_for: tuple[torch.dtype | None, int, float] | None = None  # the arguments of keep_resident()
@@ -101,29 +102,36 @@ class ShardMemory:
         everywhere = self._peers.allocate_shards(self.executor, Arena.sizes(pieces)) if self._peers else {}
         self._access.before_writing()
         arena = Arena(pieces, self._mesh.device, {dtype: mine for dtype, (mine, _) in everywhere.items()})
-        self.on_host = self._place_away(away)
-        views = chain(arena.views, self.on_host.views if self.on_host is not None else ())
-        for record, view in zip([*here, *away], views, strict=True):
-            view.copy_(record.shard)
-            record.memory[Role.MASTER_SHARD] = view
-            self.executor.parameters.move(record.index, view)
-            record.show_shard()
+        for record, view in zip(here, arena.views, strict=True):
+            self._move(record, view)
             if everywhere:
                 self.executor.parameters.set_shards(record.index, _parts(view, everywhere[view.dtype][1]))
         self.shards = arena
+        self._place_away(away)
         self._access.done_writing()
 
-    def _place_away(self, order: Sequence[ShardedParameter]) -> Arena | None:
-        """Memory of the host for these shards; the executor is told, and the records, how the host sees it."""
+    def _move(self, record: ShardedParameter, view: Tensor) -> None:
+        view.copy_(record.shard)
+        record.memory[Role.MASTER_SHARD] = view
+        self.executor.parameters.move(record.index, view)
+        record.show_shard()
+
+    def _place_away(self, order: Sequence[ShardedParameter]) -> None:
+        """Likewise into memory of the host, which is allocated once: that takes long, and there may be no more."""
         if self._away is None or not order:
-            return None
+            return
+        for record in order:
+            if record.is_away:  # another one comes where it is
+                self._move(record, torch.empty_like(record.shard))
         pieces = _pieces(order)
-        both = {dtype: self._away.allocate(size, dtype) for dtype, size in Arena.sizes(pieces).items()}
-        arena = Arena(pieces, self._mesh.device, {dtype: seen for dtype, (seen, _) in both.items()})
-        for record, view in zip(order, arena.views, strict=True):
-            [record.on_host] = _parts(view, [both[view.dtype][1]])
+        sizes = Arena.sizes(pieces)
+        if {dtype: seen.numel() for dtype, (seen, _) in self._host_memory.items()} != sizes:
+            self._host_memory = {dtype: self._away.allocate(size, dtype) for dtype, size in sizes.items()}
+        self.on_host = Arena(pieces, self._mesh.device, {d: seen for d, (seen, _) in self._host_memory.items()})
+        for record, view in zip(order, self.on_host.views, strict=True):
+            self._move(record, view)
+            [record.on_host] = _parts(view, [self._host_memory[view.dtype][1]])
             self.executor.parameters.lie_on_host(record.index)
-        return arena
 
     def arrange(
         self, groups: Sequence[Sequence[Tensor]], kind: Callable[[ShardedParameter], Any] = lambda record: 0

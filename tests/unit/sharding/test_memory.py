@@ -140,9 +140,16 @@ def test_masters_leave_that_compiled_code_reads_in_another_dtype(records: Record
         assert record.on_host is not record.shard
     memory.arrange([[records[7].param, records[1].param], [records[0].param]])
     assert are_neighbours([records[7].shard, records[0].shard])
-    assert len(given) == 2
+    assert records[0].shard.eq(1).all()
+    assert records[7].shard.eq(8).all()
+    for record in (records[0], records[7]):
+        assert record.on_host is not None
+        assert record.on_host.data_ptr() == record.shard.data_ptr() == record.param.data_ptr()
+    assert len(given) == 1, "memory of the host is allocated once"
+    placed, shard = memory.on_host, records[7].shard
     memory.arrange([[records[7].param, records[1].param], [records[0].param]])
-    assert len(given) == 2, "they lie as they should"
+    assert memory.on_host is placed
+    assert records[7].shard is shard, "they lie as they should"
     memory.allocate_gradients()
     assert are_neighbours([records[index].memory[Role.GRADIENT] for index in (7, 0)])
 
