@@ -50,6 +50,19 @@ class Halfway:
             self._tell(path, error, "the module's weights are the checkpoint's, and the optimizer's state is not")
             raise
 
+    @contextmanager
+    def after_weights(self, path: object) -> Iterator[None]:
+        """Surrounds what loads all of a checkpoint, in whatever order; what :meth:`weights` has told is not told
+        again."""
+        before, self.left = self._hooks.replaced, None
+        try:
+            yield
+        except BaseException:
+            if self._hooks.replaced > before and self.left is None:
+                with self.optimizers(path):
+                    raise
+            raise
+
     def _tell(self, path: object, error: BaseException, what: str) -> None:
         self.left = (
             f"Loading {path} ended half way ({type(error).__name__}): {what}. Load a checkpoint to its end, or build "

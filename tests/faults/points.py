@@ -176,6 +176,13 @@ _ALL = (
         -1,
         training={"resume": True},
     ),
+    Point(
+        "checkpoint_scatter",
+        "takes its part of a weight from the checkpoint that it resumes from",
+        ("lightning_zero.sharding.state:StateDictHooks._scatter",),
+        -1,
+        training={"resume": True},
+    ),
     Point("data_loader", "asks its loader for a batch", ("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",)),
     Point(
         "data_worker",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Saving(ParallelStrategy):
 
     _engine: Engine | None
     _options: EngineConfig
+    _loading: object = "a state dict"  # or where it comes from
 
     @property
     def _sharded(self) -> bool:
@@ -88,10 +90,12 @@ class Saving(ParallelStrategy):
             module.load_state_dict(state_dict, strict=strict)
             return
         engine.before_step()
-        with engine.checkpoints.loading_weights("a checkpoint"):
-            module.load_state_dict(state_dict, strict=strict)
-        engine.sharder.access.may_have_changed()
-        engine.sharder.access.done_writing()
+        try:
+            with engine.checkpoints.loading_weights(self._loading):
+                module.load_state_dict(state_dict, strict=strict)
+        finally:
+            engine.sharder.access.may_have_changed()
+            engine.sharder.access.done_writing()
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -137,10 +141,13 @@ class Saving(ParallelStrategy):
             self._engine.checkpoints.saver.finish()
         io = self.checkpoint_io
         self.checkpoint_io = _Lazy(io, None if self._engine is None else self._engine.checkpoints)
+        self._loading = path
         try:
-            left = super().load_checkpoint(path, state, strict, weights_only)
+            with nullcontext() if self._engine is None else self._engine.checkpoints.halfway.after_weights(path):
+                left = super().load_checkpoint(path, state, strict, weights_only)
         finally:
             self.checkpoint_io = io
+            del self._loading
         if isinstance(state, dict):
             for key, value in state.items():
                 if not hasattr(value, "load_state_dict"):

@@ -42,6 +42,7 @@ class Saving(ParallelStrategy):
     _prepared: bool
     _engine: Engine | None
     _options: EngineConfig
+    _opening: bool  # a checkpoint, which has failed, where this stays so
     _came: bool | None  # of all ranks, after an exception in this stage; None: nobody has asked
 
     def _require_engine(self) -> Engine:
@@ -171,15 +172,15 @@ class Saving(ParallelStrategy):
     def _come_to_save(self) -> bool:
         module = self.lightning_module
         engine = (module is not None and engine_of(module)) or self._engine
-        alone = module is None or (module.trainer.world_size == 1 and not _is_restoring(module.trainer))
+        loading = module is not None and (self._opening or _is_restoring(module.trainer))
+        alone = module is None or module.trainer.world_size == 1
+        word = "" if module is None else "at a checkpoint" if loading else f"after step {module.trainer.global_step}"
+        absent = "" if alone or engine is None else engine.checkpoints.together.absent(word)
+        if loading and not absent:
+            log.error("No checkpoint is saved after this exception, which came while one was being loaded.")
+            return False
         if module is None or alone or engine is None:
             return alone
-        restoring = _is_restoring(module.trainer)
-        word = "while a checkpoint was being loaded" if restoring else f"after step {module.trainer.global_step}"
-        absent = engine.checkpoints.together.absent(word)
-        if restoring and not absent:
-            log.error("No checkpoint is saved after this exception, which came %s.", word)
-            return False
         if absent:
             log.error(
                 "No checkpoint is saved after this exception: %s. Those that were saved before are there.", absent
@@ -216,6 +217,12 @@ class Saving(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Either kind. Where the user named no file, but asked for the last or the best one, and that one is no good,
         the newest other one beside it that is whole."""
+        self._opening = True
+        found = self._load_this_or_another(checkpoint_path, weights_only)
+        self._opening = False
+        return found
+
+    def _load_this_or_another(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         try:
             return self._load(checkpoint_path, weights_only)
         except (CheckpointError, FileNotFoundError) as error:

@@ -73,7 +73,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self._pass_observers: list[PassObserver] = []
         self._lightning_module_ref: pl.LightningModule | None = None
         self._prepared = False  # in this stage
-        self._came = None
+        self._came, self._opening = None, False
         self._stop: EvaluationStop | None = None
         super().__init__(
             accelerator=arguments.accelerator,
@@ -117,7 +117,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._came = None
+        self._came, self._opening = None, False
         module = self.lightning_module
         if module is not None:
             adapt_checkpoint_callbacks(module.trainer)
