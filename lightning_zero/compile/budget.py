@@ -313,8 +313,11 @@ class MeasuredBudget:
             return None
         memory, now = self._gauge.read(), self.now(config)
         limit = limit_of(config.memory if config.memory is not None else "auto", memory.total)
-        took = max(memory.allocated - self.known.fixed - (0 if "optimizer" in now.offload else self.known.states), 0)
-        peak = max(memory.taken, memory.total - requested) + requested
+        stepped = self._measuring.stepped or self._measuring.steps > 0
+        states = 0 if "optimizer" in now.offload else self.known.states
+        to_come = min(states, 0 if stepped else self.known.to_come)
+        took = max(memory.allocated - self.known.fixed - (states - to_come), 0)
+        peak = max(memory.taken, memory.total - requested) + requested + to_come
         quiet = Agreed(room=limit - peak, took=took)
         facts = measured(self.known, limit, quiet, False, now)
         free = freedom(replace(config, memory="auto"), self.known.may_leave)

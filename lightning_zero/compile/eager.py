@@ -41,8 +41,10 @@ def regather_saved_weights(sharder: Sharder, rest: SavedOnHost | None = None) ->
     def pack(tensor: Tensor) -> Tensor | _Note | SavedTensor:
         index = find(tensor)
         record = sharder.records[index] if index >= 0 else _record_of_cast(tensor, sharder)
-        if record is None or not _covers(tensor, record):
+        if record is None:
             return tensor if rest is None else rest.pack(tensor)
+        if not _covers(tensor, record):
+            return tensor
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         with plainly():
             return _Note(record, record.param._version, tensor.dtype, *view)

@@ -21,6 +21,7 @@ from lightning_zero.offload.memory import free_bytes
 __all__ = ["SavedOnHost", "SavedTensor"]
 
 LEAST_BYTES = 1 << 20  # what is smaller stays
+MOST_AROUND = 8  # times a tensor's bytes: it is a part of something larger, an arena of weights or of a user's
 
 
 class _Memory:
@@ -85,7 +86,9 @@ class SavedOnHost:
 
     def _may_leave(self, tensor: Tensor) -> bool:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == self._device
-        return plain and tensor.untyped_storage().nbytes() >= self._least_bytes and not tensor.is_conj()
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            return False
+        return self._least_bytes <= tensor.untyped_storage().nbytes() <= MOST_AROUND * tensor.nbytes
 
     def _memory(self, tensor: Tensor) -> _Memory:
         # Layers that read the same activation save it once each: copies of it would be memory that nobody has.
@@ -99,6 +102,8 @@ class SavedOnHost:
 
     def _make_room(self) -> None:
         excess = self._excess()
+        if excess > 0 and self._here and self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # it may have been made on another stream than this one
         while excess > 0 and self._here:
             memory = self._here.popleft()()
             if memory is None:

@@ -164,3 +164,15 @@ def test_what_a_first_step_saves_leaves_where_nothing_is_free(limit: float, leav
     saves = training.first_step.saves
     assert saves is not None
     assert (saves._excess() > 0) == leaves
+
+
+def test_after_a_pass_that_found_no_memory_state_that_is_still_to_come_counts() -> None:
+    training = Simulated(30)
+    by_hand = EngineConfig(activation_memory_budget=0.9, offload=("activations",))
+    peaks = []
+    for _ in range(2):
+        plan = training.next_plan(by_hand, GIB)
+        assert plan is not None
+        peaks.append(plan.peak / GIB)
+        training.step()
+    assert peaks == pytest.approx([80 + STATES, 80]), "a device of 80 GiB was full"

@@ -95,6 +95,7 @@ def test_what_is_small_or_lies_elsewhere_stays_as_it_is() -> None:
     saves = SavedOnHost(CPU, lambda: 1e9, least_bytes=1000)
     for tensor in (
         big(10, 1.0),
+        big(10000, 1.0)[:300],
         torch.empty(1000, device="meta"),
         torch.eye(1000).to_sparse(),
         nn.Parameter(big(1000, 1.0)),

@@ -1,0 +1,82 @@
+"""``memory=``: a device is held within its limit from the first step on; how fast its host's memory is."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.mesh import Mesh
+from lightning_zero.offload.bandwidth import measure_host
+from lightning_zero.profiling.headroom import MemoryGauge
+from tests.helpers.sharded import adamw, engine_for
+from tests.ranks.pool import Ranks
+
+pytestmark = pytest.mark.gpu(1, apart=True)
+GIB = 2**30
+WIDTH, LAYERS, SAMPLES = (
+    2048,
+    24,
+    16384,
+)  # 1.7 GiB of weights, gradients and state; eagerly 3 GiB of activations and more
+
+
+def train(free_gib: float | None) -> dict[str, Any]:
+    """Losses, and how much of the device was taken at most in each step. ``free_gib``: is all that there is besides
+    what stays."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+    torch.zeros(1, device=device) @ torch.zeros(1, device=device)
+    gauge, weights = MemoryGauge(device), sum(param.nbytes for param in model.parameters())
+    limit = gauge.read().others + 4.5 * weights + (free_gib or 0) * GIB
+    options = {} if free_gib is None else {"memory": limit / GIB}
+    losses: list[Tensor] = []
+    taken = []
+    with engine_for(model, "aot_eager", device=device, compute_dtype=torch.bfloat16, **options) as engine:
+        optimizer = adamw(model)
+        engine.optimizers.check(optimizer)
+        engine.optimizers.arrange([optimizer])
+        x = torch.randn(SAMPLES, WIDTH, device=device)
+        for _ in range(24):
+            with engine.train_step(), torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            del loss
+            taken.append(gauge.read().taken)
+        plan = engine.memory.plan
+        return {
+            "losses": [value.item() for value in losses],
+            "taken": [value / GIB for value in taken],
+            "limit": limit / GIB,
+            "plan": None if plan is None else plan.as_dict(),
+        }
+
+
+def both() -> list[dict[str, Any]]:
+    return [train(free) for free in (None, 2.0)]
+
+
+def test_a_limit_is_held_from_the_first_step_on(ranks: Ranks) -> None:
+    ((free, held),) = ranks.run(1, both, backend="nccl", deadline=200)
+    assert max(free["taken"]) > held["limit"], "there would be enough for all"
+    assert max(held["taken"]) <= held["limit"], held
+    assert held["plan"]["fits"]
+    assert held["plan"]["first_step"] <= held["plan"]["limit"]
+    assert held["plan"]["chosen"]["activation_memory_budget"] < 1.0
+    assert held["losses"] == pytest.approx(free["losses"], rel=1e-3)
+
+
+def host() -> float | None:
+    return measure_host(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
+
+
+def test_the_host_is_measured_in_both_directions(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, host, backend="nccl", deadline=100)
+    assert found is not None
+    assert 1e9 < found < 1e12
