@@ -37,12 +37,18 @@ struct Ranks {
 // Weights are gathered in two steps, across hosts into host shards, and inside a host into whole ones;
 // gradients are reduced in two, inside and then across. Each step is one collective, or copies, that nothing
 // has to be sorted for.
+//
+// Where each host holds a replica of everything, a parameter is cut into as many shards as a host has ranks,
+// the host shard is the shard, and weights do not cross hosts: gradients that a host has reduced are
+// all-reduced. Optimizers then do the same on each host, to the bit; whatever goes into that must not depend
+// on the order in which ranks of a host come.
 struct Context {
   explicit Context(const std::string& device_name) : device(device_name) {}
 
   c10::Device device;
   int64_t rank = 0, size = 1;
-  Ranks inside, across;  // the ranks of this rank's host; and those at its place of each host
+  Ranks inside, across;     // the ranks of this rank's host; and those at its place of each host
+  bool replicated = false;  // each host holds all of every parameter
   ExecutorOptions options;
   c10::intrusive_ptr<Watchdog> watchdog;
   std::vector<std::unique_ptr<ParamRecord>> records;
@@ -53,9 +59,13 @@ struct Context {
   // from Python, from ops, and from autograd's threads.
   mutable std::recursive_mutex mutex;
 
+  // How many shards make a host shard, and how many a parameter.
+  int64_t shards_of_host_shard() const { return replicated ? 1 : across.size; }
+  int64_t shards() const { return inside.size * shards_of_host_shard(); }
   // Which shard of each parameter lies on this rank.
-  int64_t shard_number() const { return inside.rank * across.size + across.rank; }
+  int64_t shard_number() const { return replicated ? inside.rank : inside.rank * across.size + across.rank; }
   bool has_hosts() const { return across.size > 1; }
+  bool exchanges_weights() const { return has_hosts() && !replicated; }
   ParamRecord& at(int64_t index) const { return *records.at(static_cast<size_t>(index)); }
   void count(const char* what, int64_t by = 1) { counters[what] += by; }
   void touch(const ParamRecord& record) const {

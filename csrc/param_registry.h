@@ -45,7 +45,7 @@ struct ResidentWeight {
 // What several backwards have brought and is still to be reduced: whole, or the host shard's part of it. See
 // [Note: deferred gradients] in gradients/deferred.h. Undefined where nothing was ever deferred.
 struct DeferredGradient {
-  int64_t hosts = 1;  // that there are
+  int64_t shards = 1;  // in a host shard
   at::Tensor memory;  // 1-D, in float32 or what is wider
   bool whole = false;
   bool filled = false;   // it holds something that is still to be reduced
@@ -80,7 +80,7 @@ struct ParamRecord {
   bool trainable() const { return live && param.requires_grad(); }
   int64_t shard_numel() const { return shard.numel(); }
   // Of the host shard, see [Note: hosts]; where there is one host, that is the shard.
-  int64_t host_shard_numel() const { return deferred.hosts * shard_numel(); }
+  int64_t host_shard_numel() const { return deferred.shards * shard_numel(); }
   // The host shard that is the resident weight, too: where there is one rank on each host. Null elsewhere.
   ShardCopy* resident_host_shard();
   // Somebody may have put a tensor of their own into param.grad; it counts as what has been accumulated so

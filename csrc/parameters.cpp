@@ -16,7 +16,7 @@ int64_t Parameters::add(std::string name, at::Tensor param, at::Tensor shard, st
   TORCH_INTERNAL_ASSERT(shard.dim() == 1 && shard.is_contiguous() && shard.numel() > 0 &&
                         shard.device() == context_.device);
   const auto numel = c10::multiply_integers(shape);
-  TORCH_INTERNAL_ASSERT(numel <= context_.size * shard.numel());
+  TORCH_INTERNAL_ASSERT(numel <= context_.shards() * shard.numel());
   if (!order) {
     order.emplace(shape.size());
     std::iota(order->begin(), order->end(), 0);
@@ -27,7 +27,7 @@ int64_t Parameters::add(std::string name, at::Tensor param, at::Tensor shard, st
   record->param = std::move(param);
   record->shard = std::move(shard);
   record->numel = numel;
-  record->deferred.hosts = context_.across.size;
+  record->deferred.shards = context_.shards_of_host_shard();
   record->shape = std::move(shape);
   record->order = std::move(*order);
   ShardTable::instance().add(record->shard, ParamRef{&executor_, record->index});
@@ -91,7 +91,7 @@ void Parameters::set_peers(int64_t index, std::vector<at::Tensor> peers) {
 void Parameters::set_full_precision_copy(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  TORCH_INTERNAL_ASSERT((is_of_whole_host(peers) || (context_.has_hosts() && peers.empty())) &&
+  TORCH_INTERNAL_ASSERT((is_of_whole_host(peers) || (context_.exchanges_weights() && peers.empty())) &&
                         copy.scalar_type() == record.shard.scalar_type());
   record.full_precision_copy.own = std::move(copy);
   record.full_precision_copy.of_ranks = std::move(peers);

@@ -80,7 +80,9 @@ class Engine(NotCopied):
         report: Callable[[str], None] | None = None,
     ) -> None:
         chosen = config or EngineConfig()
-        self.mesh = mesh = mesh or Mesh.of(device, chosen.timeout, chosen.tuning.ranks_per_host)
+        tuning = chosen.tuning
+        hosts = tuning.ranks_per_host, tuning.replicate_over == "hosts"
+        self.mesh = mesh = mesh or Mesh.of(device, chosen.timeout, *hosts)
         self.config = chosen.over(mesh.host_count, mesh.inside.size)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
         away = masters_away(self.config, mesh)
@@ -104,7 +106,7 @@ class Engine(NotCopied):
         self.checkpoints = Checkpoints(self.sharder, self.watchdog, self._sharded_module, report)
         compiled = CompiledSteps(self.session, self.replays, self.sharder, self.peers)
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
-        self.optimizers = OptimizerSteps(self.sharder, mesh.reduce_group, self.cycle, self.config)
+        self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
         self.memory = PlannedMemory(self.session, self.optimizers, self.sharder, self.peers)
         self.session.budget.accumulates = lambda: cycle.accumulates
 

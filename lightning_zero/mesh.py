@@ -57,8 +57,9 @@ class Mesh:
         machines: likewise, of what ranks really run on: ``ranks_per_host`` may have told them apart otherwise.
         inside: the ranks of this rank's host.
         across: where there are several hosts, the ranks at this rank's place of each; None where there is one.
-        shard_group: in which weights are all-gathered, and rank 0's values are sent.
-        reduce_group: in which gradients are reduced; another one, so that reductions do not queue behind gathers.
+        replicated: whether each of several hosts holds all of the model; otherwise all hosts hold it together.
+        shard_group: of all ranks: in which rank 0's values are sent, and weights are all-gathered on one host.
+        reduce_group: likewise for gradients; another one, so that reductions do not queue behind gathers.
         control_group: on the CPU (gloo), in which ranks agree without touching the device.
         world_group: of all processes; not ours: what else they do together, Lightning's barriers say, goes on in it.
         timeout_s: how many seconds ranks wait for each other in these groups.
@@ -71,6 +72,7 @@ class Mesh:
     machines: tuple[int, ...]
     inside: Side
     across: Side | None
+    replicated: bool
     shard_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
@@ -78,20 +80,27 @@ class Mesh:
     timeout_s: float
 
     @classmethod
-    def of(cls, device: torch.device, timeout: timedelta | None = None, ranks_per_host: int | None = None) -> Mesh:
+    def of(
+        cls,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        ranks_per_host: int | None = None,
+        replicate: bool = False,
+    ) -> Mesh:
         """All processes, as one mesh. Collective.
 
         Args:
             device: of this rank.
             timeout: of the process groups that are made; by default torch's.
             ranks_per_host: so many neighbouring ranks are taken for those of one host; by default they find out.
+            replicate: each host is to hold all of the model.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised.
             UnsupportedError: hosts have different numbers of ranks.
         """
         _check_initialized()
-        return cls.over([range(dist.get_world_size())], device, timeout, ranks_per_host)
+        return cls.over([range(dist.get_world_size())], device, timeout, ranks_per_host, replicate)
 
     @classmethod
     def over(
@@ -100,6 +109,7 @@ class Mesh:
         device: torch.device,
         timeout: timedelta | None = None,
         ranks_per_host: int | None = None,
+        replicate: bool = False,
     ) -> Mesh:
         """A mesh for each part of the world; returns the one that this process belongs to. Collective over all
         processes of the world, each of which gives all parts in the same order: ``torch.distributed.new_group`` wants
@@ -111,6 +121,7 @@ class Mesh:
             timeout: of the process groups that are made; by default torch's.
             ranks_per_host: so many neighbouring ranks of each part are taken for those of one host; by default they
                 find out.
+            replicate: each host is to hold all of its part's model.
 
         Raises:
             RuntimeError: ``torch.distributed`` is not initialised.
@@ -142,7 +153,7 @@ class Mesh:
         timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
         world = dist.group.WORLD
         assert world is not None
-        places = hosts, machines, inside, across
+        places = hosts, machines, inside, across, replicate and across is not None
         return cls(device, rank, size, *places, shard_group, reduce_group, control_group, world, timeout_s)
 
     @property
@@ -157,16 +168,40 @@ class Mesh:
         return 1 if self.across is None else self.across.size
 
     @property
+    def exchanging(self) -> Side | None:
+        """Of the hosts that hold the model together, the ranks at this rank's place; None where each holds all of it,
+        and where there is one."""
+        return None if self.replicated else self.across
+
+    @property
+    def holders(self) -> Side:
+        """The ranks that hold the model together: all, or those of a host."""
+        if self.replicated or self.across is None:
+            return self.inside
+        return Side(tuple(range(self.world_size)), self.rank, self.shard_group, self.reduce_group)
+
+    @property
+    def shard_hosts(self) -> int:
+        """Over so many hosts each parameter is cut."""
+        return 1 if self.exchanging is None else self.exchanging.size
+
+    @property
     def shard_number(self) -> int:
         """Which shard of each parameter lies on this rank. With several hosts, those at one place of all hosts hold
-        neighbouring shards: together what a host gathers, or reduces, as one piece."""
-        return self.inside.rank * self.host_count + (0 if self.across is None else self.across.rank)
+        neighbouring shards: together what a host gathers, or reduces, as one piece. Where each host holds the whole
+        model, they hold the same one."""
+        return self.inside.rank * self.shard_hosts + (0 if self.exchanging is None else self.exchanging.rank)
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Which one of how many that hold this rank's shards it is: they share the work of writing them."""
+        return (self.across.rank, self.across.size) if self.replicated and self.across is not None else (0, 1)
 
     def all_shards(self, shard: Tensor) -> Tensor:
         """Each rank's, 1-D and of one size and dtype, one behind the other in the order of their numbers, on the mesh's
         device. Collective."""
         shard = shard.to(self.device)
-        for side in (self.inside,) if self.across is None else (self.across, self.inside):
+        for side in (self.inside,) if self.exchanging is None else (self.exchanging, self.inside):
             parts = shard.new_empty(shard.numel() * side.size)
             all_gather_into()(parts, shard, group=side.gather_group)
             shard = parts

@@ -1,5 +1,6 @@
 // Gradients between hosts: what the ranks of each have reduced among themselves is reduced once more, among
-// the ranks at one place of all hosts. See [Note: hosts] in context.h.
+// the ranks at one place of all hosts: each takes its part of it, or, where hosts hold replicas, all of it.
+// See [Note: hosts] in context.h.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
@@ -59,6 +60,14 @@ Pending AcrossReduce::send(ReduceBucket& bucket) {
     tensors::multiply(wire, sums, tensors::scalar(1.0 / static_cast<double>(hosts)));
   else
     wire.copy_(sums);
+  if (context_.replicated) {
+    // It crosses twice: to where a part of it is added up, and back.
+    context_.count("reduce_bytes_across", 2 * static_cast<int64_t>(wire.nbytes()));
+    return comm_.all_reduce(wire, [&bucket, wire] {
+      at::AutoDispatchBelowADInplaceOrView no_autograd;
+      bucket.accumulate(wire.unsqueeze(0), 0, {}, /*across=*/true);
+    });
+  }
   auto received = tensors::empty(bucket.chunk() / hosts, wire.options());
   std::vector<at::Tensor> outputs, inputs;
   for (const auto& slot : bucket.slots()) {

@@ -333,6 +333,23 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
       std::move(then), bytes);
 }
 
+Pending Communicator::all_reduce(at::Tensor values, std::function<void()> then) {
+  refuse_in_graph("gradients are reduced");
+  jitter();
+  // As a reduce-scatter and an all-gather, of which either brings a rank what the others have a part in.
+  const auto bytes = 2 * static_cast<int64_t>(values.nbytes());
+  return launch(
+      "the reduction of gradients",
+      [&](bool async) {
+        c10d::AllreduceOptions options;
+        options.asyncOp = async;
+        options.reduceOp = c10d::ReduceOp::SUM;
+        std::vector<at::Tensor> tensors{values};
+        return Works{group_->allreduce(tensors, options)};
+      },
+      std::move(then), bytes);
+}
+
 void Communicator::all_reduce_max(std::vector<int64_t>& values, const char* what) {
   std::vector<at::Tensor> tensors{tensors::numbers(values)};
   c10d::AllreduceOptions options;

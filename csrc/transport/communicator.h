@@ -76,6 +76,9 @@ class Communicator {
   Pending reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                                at::Tensor all_inputs, std::function<void()> then);
 
+  // Elementwise sum over ranks, in place, the same to the bit on each. `then` as above.
+  Pending all_reduce(at::Tensor values, std::function<void()> then);
+
   // Elementwise maximum over ranks, in place; blocks the host. The group must be a CPU one.
   void all_reduce_max(std::vector<int64_t>& values, const char* what);
 

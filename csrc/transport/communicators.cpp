@@ -13,13 +13,15 @@ Communicators::Communicators(Context& context, const Names& names)
   context.inside = {gathers_.rank(), gathers_.size()};
   context.rank = gathers_.rank();
   context.size = gathers_.size();
-  if (!names.gathers_across.empty()) {
+  if (!names.reduces_across.empty()) {
     const auto across = [&](const std::string& name, Lane lane) {
       return std::make_unique<Communicator>(name, context.device, lane, line_);
     };
-    gathers_across_ = across(names.gathers_across, Lane::GATHER);
+    context.replicated = names.gathers_across.empty();
+    if (!context.replicated)
+      gathers_across_ = across(names.gathers_across, Lane::GATHER);
     reduces_across_ = across(names.reduces_across, Lane::REDUCE);
-    context.across = {gathers_across_->rank(), gathers_across_->size()};
+    context.across = {reduces_across_->rank(), reduces_across_->size()};
     context.size *= context.across.size;
   }
   if (context.size == 1)
@@ -31,8 +33,10 @@ Communicators::Communicators(Context& context, const Names& names)
 
 std::vector<Communicator*> Communicators::on_device() {
   std::vector<Communicator*> all{&gathers_, &reduces_};
-  if (gathers_across_)
-    all.insert(all.end(), {gathers_across_.get(), reduces_across_.get()});
+  for (auto* comm : {gathers_across_.get(), reduces_across_.get()}) {
+    if (comm != nullptr)
+      all.push_back(comm);
+  }
   return all;
 }
 

@@ -15,7 +15,8 @@ namespace lightning_zero {
 class Communicators {
  public:
   // Names of process groups: of the weights' collectives inside a host, and across hosts; of the gradients';
-  // and one of all ranks on CPUs, for agreements. Where there is one host, nothing goes across: "".
+  // and one of all ranks on CPUs, for agreements. Where there is one host, nothing goes across: ""; where each
+  // holds a replica, no weights do.
   struct Names {
     std::string gathers, gathers_across, reduces, reduces_across, control;
   };
@@ -57,7 +58,7 @@ class Communicators {
   const Context& context_;
   Line line_;
   Communicator gathers_, reduces_;
-  std::unique_ptr<Communicator> gathers_across_, reduces_across_;  // null where there is one host
+  std::unique_ptr<Communicator> gathers_across_, reduces_across_;  // null where nothing goes across
   std::optional<Communicator> control_;
   std::unique_ptr<Arrivals> arrivals_;
   at::Tensor replays_, replays_ended_;  // how many with meetings: on the device, and in memory of the host

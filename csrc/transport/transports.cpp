@@ -77,17 +77,17 @@ void Transports::use_means(const at::Tensor& code) {
 }
 
 std::unique_ptr<Turns> Transports::make_turns(std::vector<at::Tensor> numbers) {
-  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) == context_.size);
-  auto turns = std::make_unique<HostTurns>(std::move(numbers), context_.rank);
+  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) == context_.inside.size);
+  auto turns = std::make_unique<HostTurns>(std::move(numbers), context_.inside.rank);
   turns->watch(context_.watchdog);
   return turns;
 }
 
 std::unique_ptr<Turns> Transports::make_device_turns(const at::Tensor& code, std::vector<at::Tensor> rows) {
-  TORCH_INTERNAL_ASSERT(barrier_ && static_cast<int64_t>(rows.size()) == context_.size);
+  TORCH_INTERNAL_ASSERT(barrier_ && static_cast<int64_t>(rows.size()) == context_.inside.size);
   ReadingStream readers{[this] { communicators_.gathers().catch_up(); },
                         [this](const std::function<void()>& work) { communicators_.gathers().run(work); }};
-  return std::make_unique<DeviceTurns>(code, std::move(rows), barrier_->words(), context_.rank,
+  return std::make_unique<DeviceTurns>(code, std::move(rows), barrier_->words(), context_.inside.rank,
                                        std::move(readers));
 }
 

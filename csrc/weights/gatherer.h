@@ -16,7 +16,7 @@ class Gatherer {
       : context_(context), transports_(std::move(transports)) {}
 
   // With the padding of all ranks' shards.
-  int64_t whole_numel(const ParamRecord& record) const { return context_.size * record.shard_numel(); }
+  int64_t whole_numel(const ParamRecord& record) const { return context_.shards() * record.shard_numel(); }
   at::Tensor fresh(int64_t numel, const at::TensorOptions& options) const;
 
   // One weight, wherever it is read, into `output`, or memory of its own where that is undefined. `sources`

@@ -10,7 +10,7 @@ namespace lightning_zero {
 Weights::Weights(Context& context, Transports& transports, Communicators& comms)
     : context_(context),
       copies_(context),
-      host_shards_(context.has_hosts() ? std::make_unique<HostShards>(context, comms) : nullptr),
+      host_shards_(context.exchanges_weights() ? std::make_unique<HostShards>(context, comms) : nullptr),
       access_(context, comms.gathers(), copies_, host_shards_.get(), [this] { first_.drop(); }),
       gatherer_(context, transports.make_gathers(access_)),
       first_(context, gatherer_),
@@ -136,7 +136,7 @@ void Weights::refresh_compute_copies() {
 
 bool Weights::sync_peers(bool ahead) {
   Lock lock(context_.mutex);
-  if (ahead && !(access_.is_shared() && (access_.takes_turns() || context_.has_hosts())))
+  if (ahead && !(access_.is_shared() && (access_.takes_turns() || context_.exchanges_weights())))
     return false;
   sync_edits_if_any();
   first_.drop();

@@ -88,10 +88,11 @@ class Checkpoints:
         if not sharded:
             return model_state(self._module(), self.hooks)
         parts: dict[int, Tensor] = {}  # tied ones stay one
+        mesh = self._sharder.mesh
 
         def show(record: ShardedParameter) -> Tensor:
             if record.index not in parts:
-                parts[record.index] = ShardedValue(record.layout, record.shard, self._sharder.mesh.shard_number)
+                parts[record.index] = ShardedValue(record.layout, record.shard, mesh.shard_number, mesh.replica)
             return parts[record.index]
 
         with self.hooks.showing(show):

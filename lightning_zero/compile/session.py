@@ -148,7 +148,7 @@ class CompileSession:
     def _context(self, config: CompileConfig) -> PassContext:
         return PassContext(
             config,
-            self._mesh.world_size,
+            self._mesh.holders.size,
             self.costs_or_nominal,
             borrow_gradients=self._peers.for_gradients is not None,
         )

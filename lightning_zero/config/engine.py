@@ -103,7 +103,8 @@ class EngineConfig(Options):
     def over(self, hosts: int, ranks_of_each: int) -> EngineConfig:
         """What the options come to there: where a host has one rank, the weights that lie on it are whole, and compiled
         code reads them where they lie."""
-        lie_whole = hosts > 1 and ranks_of_each == 1 and self.tuning.shard_compute_copy == "host"
+        exchange = hosts > 1 and self.tuning.replicate_over is None
+        lie_whole = exchange and ranks_of_each == 1 and self.tuning.shard_compute_copy == "host"
         if not (lie_whole and self.compile and self.tuning.prefetch) or self.stage < 3:
             return self
         tuning = replace(self.tuning, resident_mb=None, resident_until="step")

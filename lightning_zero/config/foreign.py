@@ -23,10 +23,12 @@ _RECOMPUTE = (
 _SHARDING = (
     "What is sharded is so over all ranks: 'FULL_SHARD' is the default, 'SHARD_GRAD_OP' is "
     "reshard_after_forward=False (stage=2 keeps weights from one optimizer step to the next), and with several hosts "
-    "the weights that compiled code reads lie on each host (Tuning(shard_compute_copy=...))."
+    "the weights that compiled code reads lie on each host (Tuning(shard_compute_copy=...)); 'HYBRID_SHARD' is "
+    "Tuning(replicate_over='hosts')."
 )
 _MESH = (
-    "Sharding is over all ranks; hosts are found out, see tuning=Tuning(ranks_per_host=..., shard_compute_copy=...)."
+    "Sharding is over all ranks; hosts are found out, see tuning=Tuning(ranks_per_host=..., shard_compute_copy=..., "
+    "replicate_over=...)."
 )
 _LOSS_SCALE = "Pass plugins=MixedPrecision('16-mixed', 'cuda', GradScaler(...)) to the Trainer, as elsewhere."
 

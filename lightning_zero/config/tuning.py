@@ -157,6 +157,14 @@ class Tuning:
         default="host",
         change=Change.REFUSED,
     )
+    replicate_over: Literal["hosts"] | None = _communication(
+        "``'hosts'``: with several hosts, each holds all of the model and of the optimizer's state, sharded over its "
+        "ranks (``HYBRID_SHARD``): no weights cross hosts, and gradients that a host has reduced are all-reduced. For "
+        "code that is not compiled, whose every gather crosses hosts otherwise, where a host has the memory; what "
+        "compiled code sends across is as much, and more of it with accumulated micro-batches",
+        default=None,
+        change=Change.REFUSED,
+    )
     reduce_across: Literal["micro-batch", "step"] = _communication(
         "with several hosts, when these reduce the gradients of accumulated micro-batches. ``'micro-batch'``: in each "
         "backward; ``'step'``: in the last one, so that the network is used once per optimizer step, for the memory of "
@@ -233,6 +241,11 @@ class Tuning:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.replicate_over == "hosts" and self.shard_compute_copy == "all":
+            raise ValueError(
+                "replicate_over='hosts' and shard_compute_copy='all' contradict each other: where each host holds the "
+                "model, no gather crosses hosts. Pass one of them."
+            )
 
     @classmethod
     def nearest(cls) -> dict[str, str]:

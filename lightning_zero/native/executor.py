@@ -63,10 +63,10 @@ class Executor:
         watchdog: Watchdog | None = None,
     ) -> None:
         load()
-        inside, across = mesh.inside, mesh.across
+        inside, across, exchanging = mesh.inside, mesh.across, mesh.exchanging
         self._native = torch.classes.lightning_zero.Executor(
             inside.gather_group.group_name,
-            "" if across is None else across.gather_group.group_name,
+            "" if exchanging is None else exchanging.gather_group.group_name,
             inside.reduce_group.group_name,
             "" if across is None else across.reduce_group.group_name,
             mesh.control_group.group_name,
@@ -165,7 +165,8 @@ class Executor:
         ``compute_copy_writes`` (one by one).
 
         With several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of what the ranks at one place of all
-        hosts have together), ``host_shard_refreshes``, ``exchanged_parts`` (of these), and on CPUs ``awaited_parts``.
+        hosts have together; of an all-reduce twice, for its way to the sums and back), ``host_shard_refreshes``,
+        ``exchanged_parts`` (of these), and on CPUs ``awaited_parts``.
 
         Of activations that lie on the host until backward: ``offloaded_activations``, ``offload_bytes``,
         ``reload_bytes``.

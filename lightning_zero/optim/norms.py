@@ -1,25 +1,47 @@
-"""The norm of each sharded gradient. One all-reduce for all of them; nothing is read on the host."""
+"""The norm of each sharded gradient. One collective for all of them; nothing is read on the host."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.compat.tensors import foreach_norm
+from lightning_zero.mesh import Mesh
 from lightning_zero.optim.clip import norm_dtype
 from lightning_zero.sharding.refusals import on_plain_tensors
 
-__all__ = ["norms_of_each"]
+__all__ = ["add_up", "norms_of_each"]
+
+
+def add_up(values: Tensor, mesh: Mesh, collective: Callable[[Callable[[bool], dist.Work | None]], None]) -> None:
+    """Adds up, in place, what the ranks have that hold the model together. Collective.
+
+    Where each host holds a replica, the sums are the same on all of them to the bit, or what goes by them would drift
+    apart: an all-reduce may add in another order on another host.
+
+    Args:
+        collective: starts one and waits for it, see :meth:`Executor.collective`.
+    """
+    group = mesh.holders.reduce_group
+    if not mesh.replicated:
+        collective(lambda later: dist.all_reduce(values, group=group, async_op=later))
+        return
+    parts = values.new_empty(mesh.holders.size * values.numel())
+    collective(lambda later: all_gather_into()(parts, values.reshape(-1), group=group, async_op=later))
+    values.copy_(parts.view(-1, *values.shape).sum(0))
+
+
+def _at_once(start: Callable[[bool], dist.Work | None]) -> None:
+    start(False)
 
 
 @on_plain_tensors
-def norms_of_each(
-    shards: Sequence[Tensor | None], norm_type: float, group: dist.ProcessGroup, device: torch.device
-) -> list[Tensor]:
+def norms_of_each(shards: Sequence[Tensor | None], norm_type: float, mesh: Mesh, device: torch.device) -> list[Tensor]:
     """The p-norm of each of these gradients over all ranks' shards together: scalars on ``device``, the same on every
     rank, in the gradients' dtypes. Zero where a rank has None; all ranks pass as many. Collective.
 
@@ -33,10 +55,10 @@ def norms_of_each(
         local = foreach_norm(list(grads), norm_type, dtype=norm_dtype(grads))
         powers[list(numbers)] = torch.stack(list(local)).to(device=device, dtype=torch.float64)
     if math.isinf(norm_type):
-        dist.all_reduce(powers, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(powers, op=dist.ReduceOp.MAX, group=mesh.holders.reduce_group)
     else:
         powers.pow_(norm_type)
-        dist.all_reduce(powers, group=group)
+        add_up(powers, mesh, _at_once)
         powers.pow_(1 / norm_type)
     dtypes = [torch.float32 if shard is None else shard.dtype for shard in shards]
     return [norm.to(dtype) for norm, dtype in zip(powers.unbind(), dtypes, strict=True)]

@@ -77,18 +77,20 @@ def plan(
     how, card = training or Training(), device_called(device) if isinstance(device, str) else device
     kind = Precision.of(precision)
     hosts = ceil(world_size / how.ranks_per_host)
-    config = _config(kind, options).over(hosts, ceil(world_size / hosts))
+    inside = ceil(world_size / hosts)
+    config = _config(kind, options).over(hosts, inside)
+    holders = world_size if config.tuning.replicate_over is None else inside
     check_masters(config, hosts)
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
-        cuts = cut(module, world_size, kind.own)
-        kept = code.kept(kind.own, world_size, config.tuning.state_dtype is not None)
+        cuts = cut(module, holders, kind.own)
+        kept = code.kept(kind.own, holders, config.tuning.state_dtype is not None)
         costs = replace(NOMINAL, speed=card.speed)
         buffers = sum(b.nbytes for b in module.buffers())
         eager: list[tuple[StepOnPaper | None, str]] = []
 
         def how_traced(config: EngineConfig) -> Trace:
-            return Trace(PassContext(config.compiled, world_size, costs), kind, card.speed, True, code.loss)
+            return Trace(PassContext(config.compiled, holders, costs), kind, card.speed, True, code.loss)
 
         def estimate(config: EngineConfig) -> TrainingPlan:
             trace = how_traced(config)
@@ -99,7 +101,7 @@ def plan(
 
         if config.memory is None:
             return estimate(config)
-        known = _known(cuts, kept, config, card, world_size)
+        known = _known(cuts, kept, config, card, holders)
         if how.accumulate < 2 or hosts > 1:
             known = replace(known, gradients=0)
         found = within_budget(config, estimate, known, how.accumulate)

@@ -72,7 +72,8 @@ def step_seconds(
         backward_share=min(max(step.backward_s / seconds, 0.01), 0.99) if seconds else 0.5,
         kept=config.resident_until if config.resident_mb == inf else "no",
     )
-    sharding = SHARDINGS[0]
+    replicas = hosts > 1 and config.tuning.replicate_over is not None
+    sharding = next(one for one in SHARDINGS if one.name == ("hybrid" if replicas else "host"))
     if config.stage == 1:
         model = replace(model, grad_bytes=model.wire_bytes)
         sharding = replace(sharding, reduce=lambda *_: Link(), reduce_last=sharding.reduce)

@@ -22,7 +22,7 @@ class Cut:
     """One parameter, and how it is cut.
 
     Attributes:
-        layout: over all ranks.
+        layout: over the ranks that hold the model together.
         dtype: of its master shard.
         trained: it gets gradients.
         stays_wide: autocast leaves it in its own dtype.
@@ -64,7 +64,8 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1,
         accumulate: micro-batches in one step of the optimizer.
     """
     computed = config.compute_dtype if config.compile else None
-    several = hosts > 1 and config.compile and config.tuning.shard_compute_copy == "host"
+    exchange = hosts > 1 and config.tuning.replicate_over is None
+    several = exchange and config.compile and config.tuning.shard_compute_copy == "host"
     found = {
         "master_shard": sum(c.elements * c.dtype.itemsize for c in cuts) - masters_away(cuts, config),
         "gradient": sum(c.elements * c.dtype.itemsize for c in cuts if c.trained),
@@ -96,10 +97,12 @@ def masters_away(cuts: Sequence[Cut], config: EngineConfig) -> int:
 
 def _parts_that_wait(cut: Cut, config: EngineConfig, hosts: int) -> int:
     """Of a parameter's gradient: so many shards' are added up on a rank before they are reduced."""
-    ranks = cut.layout.world_size
-    if config.stage == 1 and ranks > 1:
-        return ranks
-    return hosts if hosts > 1 and config.tuning.reduce_across == "step" else 0
+    shards = cut.layout.world_size
+    if config.stage == 1 and max(shards, hosts) > 1:
+        return shards
+    if hosts == 1 or config.tuning.reduce_across != "step":
+        return 0
+    return hosts if config.tuning.replicate_over is None else 1
 
 
 def _resident(cuts: Sequence[Cut], config: EngineConfig) -> int:

@@ -87,15 +87,17 @@ def measure_costs(mesh: Mesh, copied: bool = False) -> Costs:
     """Measures in under a second, not counting the time in which the group connects. Collective.
 
     Args:
-        mesh: whose all-gathers are measured; its ranks agree on the slowest one's numbers.
+        mesh: whose all-gathers are measured, of the ranks that hold the model together; all its ranks agree on the
+            slowest one's numbers.
         copied: weights will be copied from peers, which takes about as long as an all-gather alone.
 
     Returns:
         The same on every rank; :data:`NOMINAL` on a CPU, and with one rank.
     """
-    if mesh.device.type == "cpu" or mesh.world_size == 1:
+    holders = mesh.holders
+    if mesh.device.type == "cpu" or holders.size == 1:
         return NOMINAL
-    gathers = _gathers(mesh.shard_group, mesh.device, SIZES)
+    gathers = _gathers(holders.gather_group, mesh.device, SIZES)
     costs = _agreed(gathers, DeviceSpeed.of(mesh.device), mesh.control_group)
     torch.accelerator.empty_cache()  # what was gathered would stay with the allocator
     return replace(costs, beside=COPIED_BESIDE_COMPUTE) if copied else costs

@@ -36,7 +36,8 @@ def other_sharding(engine: Engine, accumulate: int = 1) -> str:
         return ""
     tuning = engine.config.tuning
     once = tuning.reduce_across == "step" and accumulate > 1
-    now = BY_OPTIONS["all" if tuning.shard_compute_copy == "all" else "host, step" if once else "host"]
+    name = "hybrid" if engine.mesh.replicated else tuning.shard_compute_copy
+    now = BY_OPTIONS[f"{name}, step" if once and name != "all" else name]
     cluster = _cluster(engine, card)
     return advice(_with_activations(_model(engine, compute_s, accumulate), cluster, now, engine), cluster, now)
 
@@ -53,7 +54,8 @@ def _compute_seconds(engine: Engine) -> float:
 
 def _cluster(engine: Engine, card: Device) -> Cluster:
     mesh = engine.mesh
-    across = _measured_across(engine.session.costs, mesh.host_count, mesh.inside.size) or card.across * LINKS
+    costs = None if mesh.replicated else engine.session.costs  # gathers do not cross hosts
+    across = _measured_across(costs, mesh.host_count, mesh.inside.size) or card.across * LINKS
     return Cluster(
         mesh.host_count,
         mesh.inside.size,

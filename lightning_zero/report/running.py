@@ -33,8 +33,9 @@ def running(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
 def _stage(engine: Engine) -> str:
     dtype = engine.config.compute_dtype
     computing = f", computing in {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
-    hosts = engine.mesh.host_count
-    where = f" on {hosts} hosts" if hosts > 1 else ""
+    hosts, replicas = engine.mesh.host_count, engine.config.tuning.replicate_over is not None
+    where = f" on {hosts} hosts" if hosts > 1 else " (replicate_over changes nothing on one host)" if replicas else ""
+    where += ", a replica on each" if engine.mesh.replicated else ""
     return f"ZeRO-{engine.config.stage} over {engine.world_size} x {engine.device.type}{where}{computing}"
 
 

@@ -223,7 +223,7 @@ class ShardMemory:
         self._access.before_writing()  # what is to be read first must be written
 
     def allocate_host_shards(self, dtype: torch.dtype | None, peers: PeerMemory | None = None) -> None:
-        """Where there are several hosts: memory for host shards in the dtypes in which compiled code reads them;
+        """Where hosts exchange weights: memory for host shards in the dtypes in which compiled code reads them;
         ``dtype``, if wider ones are computed in it. In memory that the ranks of a host can read, if ``peers`` is given.
         Harmless when repeated. Collective."""
         if self.holds(Role.COMPUTE_COPY) or self.holds(Role.FULL_PRECISION_COPY):
@@ -252,7 +252,7 @@ class ShardMemory:
 
     def _on_host(self, record: ShardedParameter) -> ShardLayout:
         """How the parameter is cut among the ranks of a host."""
-        layout, hosts = record.layout, self._mesh.host_count
+        layout, hosts = record.layout, self._mesh.shard_hosts
         return replace(layout, shard_numel=hosts * layout.shard_numel, world_size=layout.world_size // hosts)
 
     # -- resident weights
@@ -297,7 +297,7 @@ class ShardMemory:
         """The host shard in ``dtype``, where that is all of the parameter: no other memory is needed then."""
         role = Role.FULL_PRECISION_COPY if dtype == record.param.dtype else Role.COMPUTE_COPY
         copy = record.memory.get(role)
-        whole = self._mesh.across is not None and self._mesh.inside.size == 1
+        whole = self._mesh.exchanging is not None and self._mesh.inside.size == 1
         return copy if whole and copy is not None and copy.dtype == dtype else None
 
     def whole_bytes(self, dtype: torch.dtype | None) -> int:

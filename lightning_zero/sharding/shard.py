@@ -97,10 +97,10 @@ class Sharder:
 
     def _cut(self, name: str, param: nn.Parameter) -> ShardedParameter:
         check_parameter(name, param)
-        device, world = self.mesh.device, self.mesh.world_size
-        layout = ShardLayout.of(param.shape, param.dtype, world, memory_order(param))
+        device = self.mesh.device
+        layout = ShardLayout.of(param.shape, param.dtype, self.mesh.holders.size, memory_order(param))
         full = layout.stored(param.detach().to(device)).contiguous()
-        if world > 1 and layout.numel:
+        if self.mesh.world_size > 1 and layout.numel:
             if full.data_ptr() == param.data_ptr():
                 full = full.clone()  # a view into something larger may be shared with code that still needs it
             dist.broadcast(full, group=self.mesh.shard_group, group_src=0)
@@ -122,7 +122,7 @@ class Sharder:
             layout,
             self.mesh.shard_number,
             device,
-            weakref.ref(self.mesh.shard_group),
+            weakref.ref(self.mesh.holders.gather_group),
             partial(_tell, weakref.ref(self)),
             partial(_reduce, weakref.ref(self), name),
         )

@@ -65,7 +65,6 @@ class OptimizerSteps:
 
     Args:
         sharder: knows the shards.
-        group: process group over which norms are summed.
         cycle: hears of each step.
         config: options.
 
@@ -73,12 +72,9 @@ class OptimizerSteps:
         before_arranging: is told the optimizers before shards are laid out for them.
     """
 
-    def __init__(
-        self, sharder: Sharder, group: torch.distributed.ProcessGroup, cycle: StepCycle, config: EngineConfig
-    ) -> None:
+    def __init__(self, sharder: Sharder, cycle: StepCycle, config: EngineConfig) -> None:
         self.config = config
         self._sharder = sharder
-        self._group = group
         self._cycle = cycle
         self.before_arranging: Callable[[Sequence[torch.optim.Optimizer]], None] = lambda optimizers: None
         self._on_host: StateOnHost | None = None  # once some state is
@@ -95,7 +91,7 @@ class OptimizerSteps:
                 check_offload(optimizer)
                 optimizer.register_state_dict_pre_hook(lambda _: self.settle())
             where = self._host(), self.narrow
-            stepper = OptimizerStepper(optimizer, self._sharder, self._group, *_capture(self.config), *where)
+            stepper = OptimizerStepper(optimizer, self._sharder, *_capture(self.config), *where)
             self._steppers[optimizer] = stepper
         return stepper
 
@@ -280,7 +276,7 @@ class OptimizerSteps:
         with plainly():
             shards = [record.param.grad for record in live]
         with executor.waiting("norms of gradients", Lane.REDUCE):
-            norms = norms_of_each(shards, norm_type, self._group, executor.device)
+            norms = norms_of_each(shards, norm_type, self._sharder.mesh, executor.device)
         return dict(zip([record.index for record in live], norms, strict=True))
 
 

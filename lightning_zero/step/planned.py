@@ -93,11 +93,11 @@ class PlannedMemory:
             to_come=sum(size for size, there in sizes if not there),
             masters=masters,
             **self._gradients(config),
-            whole=whole if self._mesh.world_size > 1 else 0,
+            whole=whole if self._mesh.holders.size > 1 else 0,
             ring=int(tuning.offload_buffer_mb * MIB),
             host=None if free is None else free / self._mesh.inside.size,
             may_leave=may_leave,
-            gather_s=costs.gather_seconds(1 << 27) / (1 << 27) if self._mesh.world_size > 1 else 0.0,
+            gather_s=costs.gather_seconds(1 << 27) / (1 << 27) if self._mesh.holders.size > 1 else 0.0,
             host_bytes_per_s=self._link,
         )
 
@@ -133,7 +133,7 @@ class PlannedMemory:
             return 0
         wide = [record.shard for record in live if record.shard.is_floating_point()]
         numel = sum(shard.numel() for shard in wide if shard.dtype.itemsize > used.itemsize)
-        return numel * used.itemsize * self._mesh.host_count
+        return numel * used.itemsize * self._mesh.shard_hosts
 
     def explain(self, error: BaseException) -> None:
         """Where the device was full, adds to the error what would fit. Not collective; an error of its own would hide

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.native.watchdog import Lane
+from lightning_zero.optim.norms import add_up
 from lightning_zero.optim.stretches import StateOnHost
 from lightning_zero.sharding.refusals import on_plain_tensors, plainly
 from lightning_zero.sharding.shard import Sharder
@@ -39,7 +40,6 @@ class OptimizerStepper:
     Args:
         optimizer: of shards.
         sharder: knows them.
-        group: process group over which norms are summed.
         capture: ``"auto"`` or True: where possible; False: never.
         emulate: debugging: do on any device what a captured step does, without a graph.
         host: where the state lies that is as large as the shards; None: on their device.
@@ -54,7 +54,6 @@ class OptimizerStepper:
         self,
         optimizer: torch.optim.Optimizer,
         sharder: Sharder,
-        group: dist.ProcessGroup,
         capture: bool | str = "auto",
         emulate: bool = False,
         host: StateOnHost | None = None,
@@ -62,7 +61,6 @@ class OptimizerStepper:
     ) -> None:
         device = sharder.executor.device
         self._sharder = sharder
-        self._group = group
         self._may_be_away = host is not None  # master shards are where state is
         self._substitute = Substitute(optimizer)
         self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, narrow)
@@ -108,11 +106,8 @@ class OptimizerStepper:
         own = self._substitute.own
         layout = self._layouts.current(own)
         squared = layout.sum_squares(captured=self._graphs)
-        self._sharder.executor.collective(
-            "norms of gradients",
-            Lane.REDUCE,
-            lambda asynchronously: dist.all_reduce(squared, group=self._group, async_op=asynchronously),
-        )
+        executor = self._sharder.executor
+        add_up(squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", Lane.REDUCE))
         norm = squared.sqrt()
         self._clip = layout, max_norm
         if not later or not self._runner_of(layout, own).clips:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.report.running import running
 from tests.helpers.models import Batch, Case, build, make_batches
-from tests.helpers.oracle import Reference, assert_close_relative, shard_batch, train_reference
+from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch, train_reference
 from tests.helpers.sharded import (
     BACKENDS,
     EAGER,
@@ -36,6 +37,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "poisoned": ("aot_eager", {"poison": True}),
     "replayed": ("aot_eager", {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}),
 }
+REPLICAS: dict[str, Any] = {"replicate_over": "hosts"}
 HOSTS = [(4, 2), (2, 1), (3, 1), (4, 1)]  # ranks, and those of each host
 
 
@@ -87,7 +89,7 @@ def train(
             announce=True,
             before_batch=reset,
         )
-        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.world_size
+        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.holders.size
         return out, engine.executor.counters(), nbytes
 
 
@@ -121,20 +123,55 @@ def test_training_over_hosts_equals_one_process(ranks: Ranks, world_size: int, r
 
 
 @pytest.mark.parametrize(
+    ("world_size", "ranks_per_host", "way"),
+    [
+        *((4, 2, way) for way in ("eager", "replayed")),
+        (2, 1, "compiled"),
+        (3, 1, "replayed"),
+        *(pytest.param(4, 2, way, marks=pytest.mark.slow) for way in WAYS if way not in ("eager", "replayed")),
+        pytest.param(4, 1, "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_on_all_hosts_equal_one_process_and_each_other(
+    ranks: Ranks, world_size: int, ranks_per_host: int, way: str
+) -> None:
+    backend, options = WAYS[way]
+    if "shard_compute_copy" in options:
+        pytest.skip("contradicts replicas")
+    found = ranks.run(world_size, train, ranks_per_host, backend, **REPLICAS | options)
+    expected = reference(world_size)
+    for out, counters, nbytes in found:
+        check(out, expected)
+        assert_same_bits(out, found[0][0])
+        assert out.grad_norms == found[0][0].grad_norms
+        assert "gather_bytes_across" not in counters
+        assert counters["reduce_bytes_across"] == 2 * nbytes // ranks_per_host
+        assert ("replayed_graphs" in counters) == (way == "replayed")
+
+
+@pytest.mark.parametrize(
     ("options", "gathers", "reductions"),
     [
+        (REPLICAS | {"reduce_across": "step"}, 0, 2),  # an all-reduce goes there and back
+        pytest.param(REPLICAS, 0, 2 * MICRO, marks=pytest.mark.slow),
         ({"reduce_across": "step"}, 1, 1),
         ({}, 1, MICRO),
         ({"shard_compute_copy": "all", "reduce_across": "step"}, 2 * MICRO, 1),  # in forward and in backward
     ],
-    ids=["once per step", "gradients of each micro-batch", "weights of each gather"],
+    ids=[
+        "replicas, once per step",
+        "replicas, each micro-batch",
+        "once per step",
+        "gradients of each micro-batch",
+        "weights of each gather",
+    ],
 )
 def test_what_crosses_hosts_in_a_step(ranks: Ranks, options: dict[str, Any], gathers: int, reductions: int) -> None:
     out, counters, nbytes = ranks.run(4, train, 2, "aot_eager", MICRO, **options)[0]
     check(out, reference(4, MICRO))
     assert counters["reduce_bytes_across"] == reductions * nbytes // 2
-    if gathers == 1:
-        assert counters["gather_bytes_across"] == nbytes // 2
+    if gathers <= 1:
+        assert counters.get("gather_bytes_across", 0) == gathers * nbytes // 2
     else:  # in backward the middle one: what is small stays, and the last one; the first one's input needs no gradient
         middle = 4 * 4 * 448  # bytes, with the padding of four ranks
         assert counters["gather_bytes_across"] == MICRO * (nbytes + middle) // 2
@@ -174,6 +211,20 @@ def test_an_emulated_network_is_as_slow_as_asked_and_changes_nothing(ranks: Rank
         check(out, reference(2, steps=2))
         assert least > 0.3
         assert taken > least
+
+
+def alone() -> tuple[list[float], dict[str, int], str]:
+    model = build(Wide)
+    with engine_for(model, "aot_eager", **REPLICAS) as engine:
+        out = train_sharded(engine, model, make_batches(Wide, 3, SAMPLES), sgd(model))
+        return out.losses, engine.executor.counters(), running(engine, [])
+
+
+def test_on_one_host_there_is_nothing_to_replicate_and_one_line_says_so(ranks: Ranks) -> None:
+    losses, counters, said = ranks.run(2, alone)[0]
+    assert_close_relative(losses, reference(2).losses[:3], 1e-6)
+    assert "reduce_bytes_across" not in counters
+    assert "replicate_over changes nothing on one host" in said
 
 
 def zeroed(set_to_none: bool) -> Tensor | None:

@@ -66,7 +66,7 @@ def train(stage: int, backend: str, steps: int, **options: Any) -> Trained:
 
         batches, told = make_batches(TiedBlock, steps * MICRO, SAMPLES), {"announce": True, "before_batch": reset}
         out = train_sharded(engine, model, batches, sgd(model), clip_norm=CLIP, accumulate=MICRO, **told)  # type: ignore[arg-type]
-        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.world_size
+        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.holders.size
         return out, engine.executor.counters(), nbytes
 
 
@@ -121,6 +121,19 @@ def test_between_hosts_weights_and_gradients_travel_once_per_step(ranks: Ranks, 
         assert counters["gather_bytes_across"] == nbytes // 2
         assert counters["reduce_bytes"] == reductions * nbytes
         assert counters["reduce_bytes_across"] == reductions * nbytes // 2
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_of_replicas_only_gradients_travel_between_hosts(ranks: Ranks, world_size: int, ranks_per_host: int) -> None:
+    options: dict[str, Any] = {"ranks_per_host": ranks_per_host, "replicate_over": "hosts"}
+    both = ranks.run(world_size, train_both, "aot_eager", STEPS, **options)[0]
+    for stage, (out, counters, nbytes) in zip(STAGES, both, strict=True):
+        check(out, reference(world_size))
+        reductions = 1 if stage == 1 else MICRO
+        assert counters["gather_bytes"] == nbytes
+        assert "gather_bytes_across" not in counters
+        assert counters["reduce_bytes"] == reductions * nbytes
+        assert counters["reduce_bytes_across"] == reductions * 2 * nbytes // ranks_per_host
 
 
 def in_mixed_precision(backend: str, stages: Sequence[int]) -> list[tuple[Reference, int, int]]:

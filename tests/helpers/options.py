@@ -62,6 +62,7 @@ OTHERS: dict[str, Any] = {
     "reduce_transport": "copy",
     "ranks_per_host": 1,
     "shard_compute_copy": "all",
+    "replicate_over": "hosts",
     "reduce_across": "step",
     "agreement_timeout_s": 7.0,
     "cuda_graph_step": False,

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero.engine import engine_of
@@ -17,7 +20,8 @@ from tests.ranks.pool import Ranks
 
 BATCH, STEPS = 12, 4  # samples of all ranks; batches of an epoch
 WIDTH, OUTPUTS = 32, 40  # each of four ranks holds a good part of each matrix
-HOSTS = {"ranks_per_host": 2}
+HOSTS: dict[str, Any] = {"ranks_per_host": 2}
+REPLICAS = HOSTS | {"replicate_over": "hosts"}
 
 
 class Wide(Regression):
@@ -49,7 +53,7 @@ def fit(kind: str, home: str = "", path: str | None = None, **options: Any) -> t
         assert engine.mesh.across is not None
         counters = engine.executor.counters()
         assert counters["reduce_bytes_across"] > 0
-        copied = kind == "compiled" and "shard_compute_copy" not in options
+        copied = kind == "compiled" and not {"shard_compute_copy", "replicate_over"} & options.keys()
         assert ("host_shard_refreshes" in counters) == copied
     close(module)
     return found
@@ -65,9 +69,18 @@ def both(kind: str, trainer: dict[str, Any], options: dict[str, Any]) -> tuple[A
         ("compiled", {"gradient_clip_val": 0.1}, HOSTS),
         ("compiled", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, HOSTS | {"reduce_across": "step"}),
         ("eager", {"accumulate_grad_batches": 3}, HOSTS | {"reduce_across": "step"}),
+        ("compiled", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, REPLICAS),
+        pytest.param("eager", {"gradient_clip_val": 0.1}, REPLICAS | {"reduce_across": "step"}, marks=pytest.mark.slow),
         ("compiled", {"accumulate_grad_batches": 2}, HOSTS | {"shard_compute_copy": "all"}),
     ],
-    ids=["clipped", "accumulated, reduced once", "eager, reduced once", "no copy per host"],
+    ids=[
+        "clipped",
+        "accumulated, reduced once",
+        "eager, reduced once",
+        "replicas",
+        "eager replicas",
+        "no copy per host",
+    ],
 )
 def test_training_on_hosts_equals_ddps(
     ranks: Ranks, kind: str, trainer: dict[str, Any], options: dict[str, Any]
@@ -78,7 +91,8 @@ def test_training_on_hosts_equals_ddps(
 
 
 def written(home: str, kind: str, options: dict[str, Any]) -> list[float]:
-    return fit("compiled", home, state_dict_type=kind, **options)[0]
+    with patch("lightning_zero.checkpoint.sharded.values.SHARED_BYTES", 0):  # as if there were more
+        return fit("compiled", home, state_dict_type=kind, **options)[0]
 
 
 def resumed(path: str, ways: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, list[float]]:
@@ -98,5 +112,32 @@ def test_checkpoints_of_hosts_go_on_elsewhere_and_the_other_way_round(ranks: Ran
             assert_close_relative(found, losses[STEPS:], 5 * RTOL, what=f"{name}, {world_size} ranks: ")
     flat = str(tmp_path / "flat")
     losses = ranks.run(2, written, flat, kind, {})[0]
-    found = ranks.run(4, resumed, f"{flat}/epoch=0.ckpt", {"hosts": ("compiled", HOSTS)})[0]["hosts"]
-    assert_close_relative(found, losses[STEPS:], 5 * RTOL, what="on hosts: ")
+    on_hosts_again = {"hosts": ("compiled", HOSTS), "replicas": ("eager", REPLICAS)}
+    for name, found in ranks.run(4, resumed, f"{flat}/epoch=0.ckpt", on_hosts_again)[0].items():
+        assert_close_relative(found, losses[STEPS:], 5 * RTOL, what=f"on {name}: ")
+
+
+def chunks(path: str) -> dict[str, tuple[int, int]]:
+    """Of each tensor of a sharded checkpoint: how many elements it has, and how many its pieces have together."""
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {key: value for key, value in saved.items() if isinstance(value, TensorStorageMetadata)}
+    return {
+        key: (value.size.numel(), sum(chunk.sizes.numel() for chunk in value.chunks)) for key, value in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
+def test_replicas_write_each_value_once_and_others_go_on_from_there(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    losses = ranks.run(4, written, str(tmp_path), kind, REPLICAS)[0]
+    path = f"{tmp_path}/epoch=0.ckpt"
+    if kind == "sharded":
+        found = chunks(path)
+        assert len(found) > 8
+        assert all(whole == pieces for whole, pieces in found.values()), found
+        sizes = [sum(file.stat().st_size for file in Path(path).glob(f"__{rank}_*")) for rank in range(4)]
+        assert min(sizes) > max(sizes) / 2, f"each rank is to write as much: {sizes}"
+    elsewhere = {"one host": ("compiled", {})}
+    on_hosts = {"replicas": ("compiled", REPLICAS), "hosts": ("compiled", HOSTS)}
+    for world_size, ways in ((3, elsewhere), (4, on_hosts)):
+        for name, resumed_losses in ranks.run(world_size, resumed, path, ways)[0].items():
+            assert_close_relative(resumed_losses, losses[STEPS:], 5 * RTOL, what=f"{name}, {world_size} ranks: ")

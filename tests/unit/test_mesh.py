@@ -66,6 +66,7 @@ def test_ranks_know_who_shares_a_host(ranks: Ranks) -> None:
 def on_hosts(names: list[str], ranks_per_host: int | None) -> tuple[Any, ...]:
     with patch("lightning_zero.mesh.host_name", lambda: names[dist.get_rank()]):
         mesh = Mesh.of(CPU, ranks_per_host=ranks_per_host)
+    assert (mesh.holders.size, mesh.shard_hosts, mesh.replica) == (mesh.world_size, mesh.host_count, (0, 1))
     assert len({*mesh.device_groups, mesh.control_group}) == (4 if mesh.across is None else 8)
     sides = [mesh.inside] if mesh.across is None else [mesh.inside, mesh.across]
     for side in sides:
@@ -103,6 +104,30 @@ def test_ranks_at_one_place_of_all_hosts_hold_neighbouring_shards(ranks: Ranks, 
         assert [(hosts, machines, number) for hosts, machines, _, number in found] == [
             ((0, 0, 1, 1), (0, 0, 0, 0), number) for number in (0, 2, 1, 3)
         ]
+
+
+def replicated(ranks_per_host: int) -> tuple[int, tuple[int, ...], tuple[int, int]]:
+    mesh = Mesh.of(CPU, ranks_per_host=ranks_per_host, replicate=True)
+    assert mesh.replicated == (ranks_per_host < mesh.world_size)
+    assert (mesh.shard_hosts, mesh.exchanging) == (1, None)
+    for group in (mesh.holders.gather_group, mesh.holders.reduce_group):
+        total = torch.tensor([1 << mesh.rank])
+        dist.all_reduce(total, group=group)
+        assert int(total) == sum(1 << rank for rank in mesh.holders.ranks), "another host was heard"
+    assert mesh.all_shards(torch.tensor([mesh.shard_number])).tolist() == list(range(mesh.holders.size))
+    assert mesh.all_shards(torch.tensor([mesh.rank])).tolist() == list(mesh.holders.ranks)
+    return mesh.shard_number, mesh.holders.ranks, mesh.replica
+
+
+def test_replicas_hold_the_same_shards_at_the_same_places(ranks: Ranks) -> None:
+    assert ranks.run(4, replicated, 2) == [
+        (0, (0, 1), (0, 2)),
+        (1, (0, 1), (0, 2)),
+        (0, (2, 3), (1, 2)),
+        (1, (2, 3), (1, 2)),
+    ]
+    assert ranks.run(3, replicated, 1) == [(0, (rank,), (rank, 3)) for rank in range(3)]
+    assert ranks.run(2, replicated, 2) == [(rank, (0, 1), (0, 1)) for rank in range(2)]
 
 
 @pytest.mark.parametrize(("names", "ranks_per_host"), [("aaa", None), ("abc", 3), ("abc", 4)])

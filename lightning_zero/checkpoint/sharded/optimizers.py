@@ -25,13 +25,13 @@ def by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: Sharde
     packed = optimizer.state_dict()
     if not packed:
         return {}  # Lightning's stand-in for no optimizer
-    names = _names(optimizer, module)
+    names, mesh = _names(optimizer, module), sharder.mesh
     held = OptimizerInventory(optimizer, sharder).held(packed)
     state = {
         names[number]: {
             entry.key: entry.value
             if entry.record is None
-            else ShardedValue(entry.record.layout, entry.value, sharder.mesh.shard_number)
+            else ShardedValue(entry.record.layout, entry.value, mesh.shard_number, mesh.replica)
             for entry in entries
         }
         for number, entries in held.items()

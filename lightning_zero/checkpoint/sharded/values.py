@@ -19,6 +19,8 @@ from lightning_zero.sharding.layout import ShardLayout, inverse
 
 __all__ = ["SavedValue", "ShardedValue"]
 
+SHARED_BYTES = 1 << 20  # a smaller shard is not worth another piece in a file
+
 
 class ShardedValue(Tensor):
     """This rank's part of a tensor that is cut like a parameter.
@@ -27,26 +29,32 @@ class ShardedValue(Tensor):
         cut: its layout.
         shard: 1-D, this rank's elements and padding; not a copy.
         number: of the shard, among those of its parameter.
+        replica: which one it is of how many ranks that hold the same; each saves a part of what they hold.
     """
 
     cut: ShardLayout
     shard: Tensor
     number: int
+    replica: tuple[int, int]
     # Results are plain tensors.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, layout: ShardLayout, shard: Tensor, number: int) -> ShardedValue:
+    def __new__(
+        cls, layout: ShardLayout, shard: Tensor, number: int, replica: tuple[int, int] = (0, 1)
+    ) -> ShardedValue:
         made = make_wrapper_subclass(cls, layout.shape, dtype=shard.dtype, device=shard.device)
         made.cut, made.shard, made.number = layout, shard.detach().reshape(-1), number
+        made.replica = replica
         return made
 
     def parts(self, most: int) -> list[tuple[Box, Tensor]]:
         """Boxes of the whole tensor, each with at most so many elements or a row, and this rank's values of them: views
-        of the shard. None of the padding."""
-        begin, end = self.cut.range_of(self.number)
+        of the shard. None of the padding, and nothing that another rank saves."""
+        first, end = self.cut.range_of(self.number)
+        begin, end = _share(first, end, self.replica, SHARED_BYTES // self.dtype.itemsize)
         order = self.cut.order
-        found, position = [], 0
+        found, position = [], begin - first
         for box in boxes(self.cut.stored_shape, begin, end, most):
             values = self.shard[position : position + box.numel].view(box.sizes)
             position += box.numel
@@ -69,6 +77,15 @@ class ShardedValue(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedValue({tuple(self.shape)}, {self.dtype}, shard {self.number} of {self.cut.world_size})"
+
+
+def _share(begin: int, end: int, replica: tuple[int, int], least: int) -> tuple[int, int]:
+    """What one of several that hold elements ``begin`` to ``end`` saves of them: an equal part; of at most ``least``
+    elements the first saves all, and the others nothing."""
+    number, count = replica
+    if end - begin <= least:
+        return begin, end if number == 0 else begin
+    return tuple(begin + (end - begin) * n // count for n in (number, number + 1))  # type: ignore[return-value]
 
 
 class SavedValue(Tensor):

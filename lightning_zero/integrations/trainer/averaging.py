@@ -96,14 +96,15 @@ class _AveragedShards(NotCopied):
         rank its part. Collective."""
         whole: dict[int, Tensor] = {}  # what is tied stays one tensor
         sharded, rank = self._engine.config.state_dict_type == "sharded", self._engine.rank
+        mesh = self._engine.mesh
         for key, shard in state.items():
             record = self._records.get(plain_name(key[len(prefix) :])) if key.startswith(prefix) else None
             if record is None:
                 continue
             if sharded:
-                whole.setdefault(record.index, ShardedValue(record.layout, shard, rank))
+                whole.setdefault(record.index, ShardedValue(record.layout, shard, mesh.shard_number, mesh.replica))
             if record.index not in whole:
-                value = gather_value(shard, record, self._engine.mesh)
+                value = gather_value(shard, record, mesh)
                 whole[record.index] = value.to("cpu", copy=True) if rank == 0 else shard
             state[key] = whole[record.index]
         if rank != 0 and not sharded:

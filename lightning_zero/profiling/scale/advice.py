@@ -5,18 +5,20 @@ from __future__ import annotations
 from lightning_zero.profiling.scale.compare import compare
 from lightning_zero.profiling.scale.estimate import estimate
 from lightning_zero.profiling.scale.given import Cluster, Model
-from lightning_zero.profiling.scale.sharding import SHARDINGS, Sharding
+from lightning_zero.profiling.scale.sharding import HYBRID_STEP, SHARDINGS, Sharding
 
 __all__ = ["BY_OPTIONS", "WORTH", "advice"]
 
 WORTH = 1.3  # what is nearer than that, the model may have wrong
 
 # By what the strategy is told to choose them; the one without a word is what it does by default.
-BY_OPTIONS = {sharding.name: sharding for sharding in SHARDINGS if sharding.name in ("host", "host, step", "all")}
+BY_OPTIONS = {one.name: one for one in (*SHARDINGS, HYBRID_STEP) if one.name not in ("flat", "ddp")}
 ARGUMENTS = {
     "host": 'shard_compute_copy="host", reduce_across="micro-batch"',
     "host, step": 'shard_compute_copy="host", reduce_across="step"',
     "all": 'shard_compute_copy="all"',
+    "hybrid": 'replicate_over="hosts", reduce_across="micro-batch"',
+    "hybrid, step": 'replicate_over="hosts", reduce_across="step"',
 }
 
 
@@ -29,14 +31,22 @@ def advice(model: Model, cluster: Cluster, now: Sharding) -> str:
     return (
         f"Over {cluster.hosts} hosts of {cluster.gpus} an optimizer step is estimated to take {_ms(current.seconds)} "
         f"as it runs ({ARGUMENTS[now.name]}), of which {_ms(current.exposed_s)} wait for weights and gradients, and "
-        f"{_ms(best.seconds)} with tuning=Tuning({ARGUMENTS[best.sharding.name]}), at {cluster.across / 1e9:.3g} GB/s "
-        f"between hosts for each GPU. Try that."
+        f"{_ms(best.seconds)} with tuning=Tuning({ARGUMENTS[best.sharding.name]}){_without(now, best.sharding)}, at "
+        f"{cluster.across / 1e9:.3g} GB/s between hosts for each GPU. Try that."
     )
+
+
+def _without(now: Sharding, other: Sharding) -> str:
+    """What must go for the other."""
+    replicas = [one.name.startswith("hybrid") for one in (now, other)]
+    if replicas == [True, False]:
+        return " and without replicate_over"
+    return " and without shard_compute_copy" if now.name == "all" and replicas[1] else ""
 
 
 def _differs(sharding: Sharding, model: Model) -> bool:
     """Whether it does anything of its own: with one micro-batch, what is reduced once per step is reduced as ever."""
-    return model.micro_batches > 1 or sharding.name != "host, step"
+    return model.micro_batches > 1 or not sharding.name.endswith(", step")
 
 
 def _ms(seconds: float) -> str:

@@ -13,7 +13,7 @@ from lightning_zero.profiling.scale.transfers import (
     inside_seconds,
 )
 
-__all__ = ["BEFORE", "SHARDINGS", "Link", "Sharding"]
+__all__ = ["BEFORE", "HYBRID_STEP", "SHARDINGS", "Link", "Sharding"]
 
 Count = Callable[[Cluster], int]
 
@@ -113,8 +113,12 @@ def _both(cluster: Cluster, nbytes: float) -> Link:
 
 
 def _inside_then_all_reduce(cluster: Cluster, nbytes: float) -> Link:
-    """An all-reduce across hosts is a reduce-scatter and an all-gather."""
-    return _both(cluster, nbytes) + _across(cluster, nbytes)
+    return _inside(cluster, nbytes) + _all_reduce_across(cluster, nbytes)
+
+
+def _all_reduce_across(cluster: Cluster, nbytes: float) -> Link:
+    """A reduce-scatter and an all-gather."""
+    return _across(cluster, nbytes) + _across(cluster, nbytes)
 
 
 def _all_reduce(cluster: Cluster, nbytes: float) -> Link:
@@ -137,10 +141,20 @@ SHARDINGS = (
     ),
     Sharding("all", 'shard_compute_copy="all"', _all, _all, _both, _both),
     Sharding("flat", "each collective is one of all ranks", _all, _all, _flat, _flat),
-    Sharding(
-        "hybrid", "states sharded inside a host, replicated over hosts", _host, _host, _inside, _inside_then_all_reduce
-    ),
+    Sharding("hybrid", 'replicate_over="hosts"', _host, _host, _inside, _inside_then_all_reduce),
     Sharding("ddp", "everything on every rank", _one, _one, _nothing, _all_reduce),
+)
+
+# "hybrid" that reduces gradients across hosts once in a step.
+HYBRID_STEP = Sharding(
+    "hybrid, step",
+    'replicate_over="hosts", reduce_across="step"',
+    _host,
+    _host,
+    _inside,
+    _inside,
+    reduce_last=_all_reduce_across,
+    waiting=_host,
 )
 
 # As "host" would be if hosts exchanged all copies before the first layer, and not each beside the layers before it. For

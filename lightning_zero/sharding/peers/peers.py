@@ -37,6 +37,7 @@ class Peers:
         self._weights, self._gradients = WeightWay(config, mesh), GradientWay(config, mesh)
         self._rows = MeetingRows(mesh)
         self._several_hosts = mesh.across is not None
+        self._exchange = mesh.exchanging is not None
         self._alone = mesh.inside.size == 1
         self._copied = False  # whether compute copies were asked for
         self._told = self._ways
@@ -74,6 +75,11 @@ class Peers:
         told = {way.what: way.describe() for way in (self._weights, self._gradients)}
         if not self._several_hosts:
             return told
+        if not self._exchange:
+            return {
+                "weights": f"{told['weights']}; between hosts not at all: each holds them",
+                "gradients": f"{told['gradients']}; between hosts by all-reduces of what each host has reduced",
+            }
         if not self._wants_copies:
             told["weights"] = "collectives"
         elif self._alone:
@@ -119,13 +125,13 @@ class Peers:
         config = self._config
         if not config.compile:
             return False
-        if self._several_hosts:
+        if self._exchange:
             return config.tuning.shard_compute_copy == "host"
         return config.compute_dtype is not None
 
     def _allocate_copies(self, memory: ShardMemory, peers: PeerMemory | None) -> None:
         dtype = self._config.compute_dtype
-        if self._several_hosts:
+        if self._exchange:
             self._rows.tell_arrivals(memory.executor, peers)
             memory.allocate_host_shards(dtype, peers)
         elif dtype is not None:

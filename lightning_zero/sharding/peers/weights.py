@@ -46,7 +46,7 @@ class WeightWay(Way):
             UnsupportedError: on every rank, when there is not enough and weights must be copied.
         """
         memory, found = self.memory, {}
-        if memory is None or self.mesh.across is not None:
+        if memory is None or self.mesh.exchanging is not None:
             return {}  # no rank reaches all shards
 
         def allocate() -> None:

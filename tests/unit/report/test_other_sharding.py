@@ -24,7 +24,9 @@ def engine(hosts: int = 2, device: str = "cuda", compute_s: float = 0.02, **opti
     gather = Gather(("w",), "bfloat16", 2 * NUMEL, 0, "", 0, "")
     plans = tuple(GraphPlan(kind, 1, (gather,), (), compute_s / 2) for kind in ("forward", "backward"))
     return SimpleNamespace(
-        mesh=SimpleNamespace(host_count=hosts, inside=SimpleNamespace(size=8)),
+        mesh=SimpleNamespace(
+            host_count=hosts, inside=SimpleNamespace(size=8), replicated=options.get("replicate_over") == "hosts"
+        ),
         device=torch.device(device),
         config=config(compute_dtype=torch.bfloat16, reduce_dtype="bf16", **options),
         sharder=SimpleNamespace(live=[record, other]),

@@ -46,7 +46,7 @@ class Training:
         self.capture(False)
 
     def capture(self, capture: bool) -> None:
-        device: Any = (self.optimizer, self.sharder, None, capture, True)
+        device: Any = (self.optimizer, self.sharder, capture, True)
         self.stepper = OptimizerStepper(*device, self.host, self.narrow)
 
     def go(

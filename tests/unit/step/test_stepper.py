@@ -37,7 +37,7 @@ class Bench:
         self.optimizer = make(self.sharder.params)
         self.copies = [torch.nn.Parameter(param.detach().clone()) for param in self.sharder.params]
         self.plain = make(self.copies)
-        self.stepper = OptimizerStepper(self.optimizer, self.sharder, None, capture, emulate=True)  # type: ignore[arg-type]
+        self.stepper = OptimizerStepper(self.optimizer, self.sharder, capture, emulate=True)
         self.steps = 0
 
     def bring(self, without: Sequence[int] = ()) -> None:
@@ -268,7 +268,7 @@ class Cycle(SimpleNamespace):
 
 
 def steps(bench: Bench, log: list[Any]) -> OptimizerSteps:
-    return OptimizerSteps(bench.sharder, None, Cycle(log), config(emulate_cuda_graph_step=True))  # type: ignore[arg-type]
+    return OptimizerSteps(bench.sharder, Cycle(log), config(emulate_cuda_graph_step=True))  # type: ignore[arg-type]
 
 
 def test_stepping_surrounds_a_plain_step() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_zero.checkpoint.sharded import values as module
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.values import SavedValue, ShardedValue
 from lightning_zero.errors import UnsupportedError
@@ -44,6 +45,28 @@ def test_any_number_of_ranks_reads_what_any_number_has_written(whole: torch.Tens
             layout = ShardLayout.of(whole.shape, whole.dtype, readers, memory_order(whole))
             for rank in range(readers):
                 assert torch.equal(layout.part(saved, rank), layout.part(whole, rank)), (writers, readers, rank)
+
+
+@pytest.mark.parametrize("whole", CASES, ids=lambda value: f"{tuple(value.shape)}{value.stride()}")
+@pytest.mark.parametrize("shared_bytes", [0, 40, 1 << 20])
+def test_replicas_write_each_element_once(
+    whole: torch.Tensor, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARED_BYTES", shared_bytes)
+    layout = ShardLayout.of(whole.shape, whole.dtype, 2, memory_order(whole))
+    found, times = torch.full(whole.shape, torch.nan), torch.zeros(whole.shape)
+    everything = Box((0,) * whole.dim(), tuple(whole.shape))
+    writers: dict[int, int] = {}
+    for rank in range(6):
+        number, replica = rank % 2, rank // 2
+        for box, part in ShardedValue(layout, layout.part(whole, number), number, (replica, 3)).parts(7):
+            found[box.within(everything)] = part
+            times[box.within(everything)] += 1
+            writers[replica] = writers.get(replica, 0) + box.numel
+    assert torch.equal(found, whole)
+    assert bool((times == 1).all())
+    small = whole.numel() * whole.itemsize <= shared_bytes
+    assert set(writers) == ({0} if small else {0, 1, 2}) or whole.numel() < 6
 
 
 def test_no_more_is_read_than_what_holds_the_part() -> None:
