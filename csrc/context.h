@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "param_registry.h"
+#include "ranks.h"
 #include "runtime/watchdog.h"
 
 namespace lightning_zero {
@@ -23,11 +24,6 @@ struct ExecutorOptions {
   std::optional<at::ScalarType> reduce_dtype;  // on the wire; the parameter's own when empty
   // Of whole weights in a part of what hosts exchange, but for the first ones, which are smaller.
   int64_t exchange_part_bytes = 128 << 20;
-};
-
-// Ranks that do something together, seen from one of them.
-struct Ranks {
-  int64_t rank = 0, size = 1;
 };
 
 // [Note: hosts] Where ranks run on several hosts, each parameter is cut into as many shards as there are

@@ -46,7 +46,7 @@ struct ResidentWeight {
 // [Note: deferred gradients] in gradients/deferred.h. Undefined where nothing was ever deferred.
 struct DeferredGradient {
   int64_t shards = 1;  // in a host shard
-  at::Tensor memory;  // 1-D, in float32 or what is wider
+  at::Tensor memory;   // 1-D, in float32 or what is wider
   bool whole = false;
   bool filled = false;   // it holds something that is still to be reduced
   int64_t version = -1;  // of the param.grad that stands for it; negative: none does yet

@@ -188,7 +188,8 @@ void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
 
 void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin, const RowMeans& mean, bool across) {
   if (hosts_ == 1 || across)
-    add_to(rows, begin, mean, slots_.front().record->deferred.shards, [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
+    add_to(rows, begin, mean, slots_.front().record->deferred.shards,
+           [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
   else if (deferred)
     add_to(rows, begin, mean, 1, [](Slot& slot) {
       auto& kept = slot.record->deferred;

@@ -10,6 +10,7 @@
 #include <random>
 #include <string>
 
+#include "ranks.h"
 #include "runtime/barrier.h"
 #include "runtime/watchdog.h"
 #include "transport/copies.h"
@@ -32,8 +33,7 @@ class Communicator {
   // Counts what ranks do together here, and watches over waits for it.
   void watch(c10::intrusive_ptr<Watchdog> watchdog) { watchdog_ = std::move(watchdog); }
 
-  int rank() const;
-  int size() const;
+  Ranks ranks() const { return {rank(), size()}; }
 
   // output: size() * input.numel() elements of input's dtype. When `cast_to` is given the input is cast to
   // it first, on our stream. Both tensors are 1-D and contiguous. The output must have been allocated on the
@@ -104,6 +104,9 @@ class Communicator {
   void poison(bool on);
 
  private:
+  int rank() const;
+  int size() const;
+
   // Where to gather instead: `output` is poisoned, and receives the values when the collective is waited for.
   at::Tensor scratch(const at::Tensor& output, std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
   void jitter();

@@ -10,9 +10,9 @@ Communicators::Communicators(Context& context, const Names& names)
     : context_(context),
       gathers_(names.gathers, context.device, Lane::GATHER, line_),
       reduces_(names.reduces, context.device, Lane::REDUCE, line_) {
-  context.inside = {gathers_.rank(), gathers_.size()};
-  context.rank = gathers_.rank();
-  context.size = gathers_.size();
+  context.inside = gathers_.ranks();
+  context.rank = context.inside.rank;
+  context.size = context.inside.size;
   if (!names.reduces_across.empty()) {
     const auto across = [&](const std::string& name, Lane lane) {
       return std::make_unique<Communicator>(name, context.device, lane, line_);
@@ -21,14 +21,14 @@ Communicators::Communicators(Context& context, const Names& names)
     if (!context.replicated)
       gathers_across_ = across(names.gathers_across, Lane::GATHER);
     reduces_across_ = across(names.reduces_across, Lane::REDUCE);
-    context.across = {reduces_across_->rank(), reduces_across_->size()};
+    context.across = reduces_across_->ranks();
     context.size *= context.across.size;
   }
   if (context.size == 1)
     return;
   control_.emplace(names.control, c10::Device(c10::kCPU), Lane::CONTROL, line_);
-  context.rank = control_->rank();
-  TORCH_INTERNAL_ASSERT(control_->size() == context.size, "hosts have other numbers of ranks");
+  context.rank = control_->ranks().rank;
+  TORCH_INTERNAL_ASSERT(control_->ranks().size == context.size, "hosts have other numbers of ranks");
 }
 
 std::vector<Communicator*> Communicators::on_device() {

@@ -15,8 +15,8 @@ namespace lightning_zero {
 class Communicators {
  public:
   // Names of process groups: of the weights' collectives inside a host, and across hosts; of the gradients';
-  // and one of all ranks on CPUs, for agreements. Where there is one host, nothing goes across: ""; where each
-  // holds a replica, no weights do.
+  // and one of all ranks on CPUs, for agreements. Where there is one host, nothing goes across: ""; where
+  // each holds a replica, no weights do.
   struct Names {
     std::string gathers, gathers_across, reduces, reduces_across, control;
   };

@@ -123,7 +123,8 @@ def test_between_hosts_weights_and_gradients_travel_once_per_step(ranks: Ranks, 
         assert counters["reduce_bytes_across"] == reductions * nbytes // 2
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), (2, 1)])
 def test_of_replicas_only_gradients_travel_between_hosts(ranks: Ranks, world_size: int, ranks_per_host: int) -> None:
     options: dict[str, Any] = {"ranks_per_host": ranks_per_host, "replicate_over": "hosts"}
     both = ranks.run(world_size, train_both, "aot_eager", STEPS, **options)[0]

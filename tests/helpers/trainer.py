@@ -68,7 +68,9 @@ def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
     options = {
         key: arguments.pop(key)
         for key in list(arguments)
-        if key.startswith(("reduce_", "gather_", "state_d", "async_", "ranks_", "shard_", "offload", "stage"))
+        if key.startswith(
+            ("reduce_", "gather_", "state_d", "async_", "ranks_", "shard_", "offload", "stage", "replicate_")
+        )
     }
     defaults: dict[str, Any] = {
         "accelerator": "cpu",

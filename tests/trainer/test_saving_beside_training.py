@@ -224,6 +224,7 @@ WITH: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2},
     "state on the host": {"offload": ("optimizer",), "offload_buffer_mb": 0.0001},
     "two hosts": {"ranks_per_host": 1},
+    "two replicas": {"ranks_per_host": 1, "replicate_over": "hosts"},
     "two hosts, whole copies": {"ranks_per_host": 1, "shard_compute_copy": "all"},
 }
 

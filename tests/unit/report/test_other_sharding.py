@@ -46,6 +46,12 @@ def test_gathers_across_a_slow_network_are_warned_of() -> None:
     assert 'shard_compute_copy="host"' in other_sharding(engine(**slow))
 
 
+def test_replicas_are_known_for_what_they_are() -> None:
+    slow: dict[str, Any] = {"replicate_over": "hosts", "emulate_bandwidth_across_gbs": 2.0}
+    assert "without replicate_over" in other_sharding(engine(**slow), accumulate=8)
+    assert other_sharding(engine(**slow | {"reduce_across": "step"}), accumulate=8) == ""
+
+
 def test_nothing_is_said_of_one_host_and_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = {"shard_compute_copy": "all", "emulate_bandwidth_across_gbs": 2.0}
     assert other_sharding(engine(hosts=1, **slow)) == ""

@@ -37,6 +37,17 @@ def test_reductions_of_many_micro_batches_are_worth_a_word() -> None:
     assert advice(model, CLUSTER, BY_OPTIONS["host, step"]) == ""
 
 
+def test_replicas_send_gradients_twice_and_weights_not_at_all() -> None:
+    model = replace(MODEL, micro_batches=16)
+    assert slower(model, CLUSTER, "hybrid", "hybrid, step") > WORTH
+    said = advice(model, CLUSTER, BY_OPTIONS["hybrid"])
+    assert 'reduce_across="step") and without replicate_over' in said
+    assert "without" not in advice(model, CLUSTER, BY_OPTIONS["host"])
+    assert advice(model, CLUSTER, BY_OPTIONS["hybrid, step"]) == ""
+    waiting = [estimate(model, CLUSTER, BY_OPTIONS[name]).memory.gradients for name in ("hybrid", "hybrid, step")]
+    assert waiting[1] == 2 * waiting[0]
+
+
 @pytest.mark.parametrize("now", ["host", "all"])
 @pytest.mark.parametrize("across", [1e12, 1e11])
 def test_nothing_is_said_of_what_is_nearly_as_fast(now: str, across: float) -> None:
