@@ -146,6 +146,10 @@ def _on_hosts() -> Iterator[Case]:
     yield case("skip", "clip", **compiled, **OTHER_COLLECTIVES)
     once = {"options": {"ranks_per_host": 2, "reduce_across": "step"}, "accumulate": 2}
     yield case("raise", "backward", **hosts | once)
+    replicas = {"options": {"ranks_per_host": 2, "replicate_over": "hosts"}}
+    for action in ("raise", "sigkill"):
+        yield case(action, "backward", **compiled | replicas, slow=action == "sigkill")
+    yield case("hang", "forward", **hosts | replicas, **AFTER_TIMEOUT)
 
 
 # Who fails must be able to get there while the other is where it is, hence the pairs of points.

@@ -13,10 +13,10 @@ from tests.helpers.trainer import check_captured, close, make_loader, make_train
 from tests.ranks.pool import Ranks
 
 
-def fit_with_scaler(kind: str) -> dict[str, Any]:
+def fit_with_scaler(kind: str, **options: Any) -> dict[str, Any]:
     module = Overflows()
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3))
-    trainer = make_trainer(kind, plugins=[plugin], gradient_clip_val=0.2)
+    trainer = make_trainer(kind, plugins=[plugin], gradient_clip_val=0.2, **options)
     trainer.fit(module, make_loader(kind, 8))
     check_captured(trainer)
     state = whole_state(module)
@@ -26,13 +26,20 @@ def fit_with_scaler(kind: str) -> dict[str, Any]:
     return {"state": state, "scales": module.scales, "steps": module.steps, "device decides": skips}
 
 
-def fit_both(kind: str) -> list[dict[str, Any]]:
-    return [fit_with_scaler("ddp"), fit_with_scaler(kind)]
+def fit_both(kind: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    return [fit_with_scaler("ddp"), fit_with_scaler(kind, **options)]
 
 
-@pytest.mark.parametrize("kind", ["eager", "captured"])
-def test_an_overflow_skips_one_step_as_under_ddp(ranks: Ranks, kind: str) -> None:
-    for ddp, ours in ranks.run(2, fit_both, kind, deadline=120):
+REPLICAS = {"ranks_per_host": 1, "replicate_over": "hosts"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("eager", {}), ("captured", {}), pytest.param("captured", REPLICAS, marks=pytest.mark.slow)],
+    ids=["eager", "captured", "replicas"],
+)
+def test_an_overflow_skips_one_step_as_under_ddp(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
+    for ddp, ours in ranks.run(2, fit_both, kind, options, deadline=120):
         assert ddp["scales"][OVERFLOW] == ddp["scales"][OVERFLOW - 1] / 2
         assert ours["scales"] == ddp["scales"]
         assert ours["steps"] == ddp["steps"]
