@@ -17,14 +17,15 @@ def masters_away(config: EngineConfig, mesh: Mesh) -> Away | None:
     Raises:
         UnsupportedError: they are to, and cannot.
     """
-    check_masters(config, mesh.host_count)
+    check_masters(config, mesh.shard_hosts)
     if "parameters" not in config.offload or config.compute_dtype is None:
         return None
     return Away(config.compute_dtype, HostMemory(mesh.device).mapped)
 
 
 def check_masters(config: EngineConfig, hosts: int) -> None:
-    """Raises :class:`UnsupportedError` where master shards are to lie on the host, and cannot."""
+    """Raises :class:`UnsupportedError` where master shards are to lie on the host, and cannot. ``hosts``: over so many
+    each parameter is cut."""
     if "parameters" not in config.offload:
         return
     if config.compute_dtype is None:
@@ -36,5 +37,6 @@ def check_masters(config: EngineConfig, hosts: int) -> None:
     if hosts > 1:
         raise UnsupportedError(
             f"offload={config.offload!r}: over several hosts ({hosts} here) master weights stay on the "
-            "device. Leave 'parameters' out; each GPU has fewer of them, the more there are."
+            "device. Leave 'parameters' out; each GPU has fewer of them, the more there are. With "
+            "tuning=Tuning(replicate_over='hosts') they may leave, as on one host."
         )

@@ -79,8 +79,9 @@ def plan(
     hosts = ceil(world_size / how.ranks_per_host)
     inside = ceil(world_size / hosts)
     config = _config(kind, options).over(hosts, inside)
-    holders = world_size if config.tuning.replicate_over is None else inside
-    check_masters(config, hosts)
+    replicas = config.tuning.replicate_over is not None
+    holders = inside if replicas else world_size
+    check_masters(config, 1 if replicas else hosts)
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         cuts = cut(module, holders, kind.own)

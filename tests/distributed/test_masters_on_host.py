@@ -20,6 +20,7 @@ REPLAYED = CAPTURED | {"emulate_cuda_graph_model": True, "resident_mb": 1.0}
     [
         (1, "AdamW", CAPTURED),
         pytest.param(2, "AdamW", REPLAYED, marks=pytest.mark.slow),
+        pytest.param(2, "SGD", CAPTURED | {"ranks_per_host": 1, "replicate_over": "hosts"}, marks=pytest.mark.slow),
         # Copies add gradients up in the ranks' order; in what order a collective of three does depends on where they lie.
         pytest.param(3, "SGD", {"reduce_transport": "copy"}, marks=pytest.mark.slow),
     ],

@@ -79,7 +79,8 @@ def bytes_of(state: Mapping[str, Any], rank: int) -> int:
 
     def add(value: Any) -> None:
         if isinstance(value, ShardedValue):
-            sizes[id(value)] = value.shard.nbytes
+            begin, end = value.range
+            sizes[id(value)] = (end - begin) * value.dtype.itemsize
         elif isinstance(value, Tensor):
             sizes[id(value)] = value.nbytes if rank == 0 else 0
         elif isinstance(value, Mapping):

@@ -48,13 +48,17 @@ class ShardedValue(Tensor):
         made.replica = replica
         return made
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """Of the flattened tensor, what this rank saves."""
+        return _share(*self.cut.range_of(self.number), self.replica, SHARED_BYTES // self.dtype.itemsize)
+
     def parts(self, most: int) -> list[tuple[Box, Tensor]]:
         """Boxes of the whole tensor, each with at most so many elements or a row, and this rank's values of them: views
         of the shard. None of the padding, and nothing that another rank saves."""
-        first, end = self.cut.range_of(self.number)
-        begin, end = _share(first, end, self.replica, SHARED_BYTES // self.dtype.itemsize)
+        begin, end = self.range
         order = self.cut.order
-        found, position = [], begin - first
+        found, position = [], begin - self.cut.range_of(self.number)[0]
         for box in boxes(self.cut.stored_shape, begin, end, most):
             values = self.shard[position : position + box.numel].view(box.sizes)
             position += box.numel

@@ -27,7 +27,7 @@ def made(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     ask = MagicMock(return_value=(None if reason else MagicMock(nbytes=100), reason))
     monkeypatch.setattr(module.PeerMemory, "of", ask)
-    return Peers.of(config, MagicMock(world_size=2, rank=rank, device=device, across=None)), ask
+    return Peers.of(config, MagicMock(world_size=2, rank=rank, device=device, across=None, exchanging=None)), ask
 
 
 def test_ranks_ask_for_memory_once_for_all_that_is_to_be_copied(
