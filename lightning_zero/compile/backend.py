@@ -229,8 +229,8 @@ class Compiler:
         """A forward or backward graph, which goes through the passes on its way."""
         if self._config.whole_graphs or not repeats(module.graph):
             return compile_fx_inner(module, inputs, **settings)
+        settle_strides(module.graph, inputs)  # first: our passes are right about the many views that they make
         self._rewrite(module.graph)
-        settle_strides(module.graph, inputs)
         steps = cut(module.graph)
         begun, known = time.monotonic(), self._pieces.compiled
         try:

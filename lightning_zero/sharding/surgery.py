@@ -59,22 +59,24 @@ def read_given(module: nn.Module) -> bool:
 
 
 def _weight_property(name: str) -> property:
-    def read(self: nn.Module) -> Tensor | None:
+    # Dynamo goes through this line by line, once for each weight that a model reads: nothing here that is for readers
+    # only, such as cast().
+    def read(self: Any) -> Tensor | None:
         param = self._parameters[name]
         if param is None:
             return None
-        shape = cast("dict[str, tuple[int, ...] | None]", self._zero_shapes)[name]
+        shape: tuple[int, ...] | None = self._zero_shapes[name]
         if shape is None:
             return param
         if torch.compiler.is_compiling():
-            resident = cast("dict[str, Tensor]", self._zero_resident).get(name)
-            order = cast("dict[str, tuple[int, ...]]", self._zero_orders).get(name)
+            resident: Tensor | None = self._zero_resident.get(name)
+            order: tuple[int, ...] | None = self._zero_orders.get(name)
             stored = shape if order is None else [shape[dim] for dim in order]
             # Modes, too (torch.set_default_device): Dynamo would ask the parameter's class after them, without end.
             with DisableTorchFunction():
                 weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, resident)
                 return weight if order is None else weight.permute(inverse(order))
-        view: WeightView = cast(Any, self)._zero_cache.view
+        view: WeightView = self._zero_cache.view
         if view.shows_shards:
             return param
         if type(param) is not nn.Parameter and _is_given(cast(Any, param), shape, view):

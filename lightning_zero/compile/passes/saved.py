@@ -126,6 +126,8 @@ def _within(again: Sequence[_Weight], saved: AbstractSet[_Weight], budget_bytes:
     size, given those before. Of equal ones, the first in backward: they live for the shortest time."""
     chosen: list[_Weight] = []
     fits = [weight for weight in again if weight not in saved and weight.size <= budget_bytes]
+    if sum(weight.size for weight in fits) <= budget_bytes:
+        return fits  # whatever the order, which takes as many looks at each as there are
     while fits:
         exposed = _exposed(again, saved | set(chosen))
         best = max(fits, key=lambda weight: exposed[weight] / weight.size)  # of equal ones, the first

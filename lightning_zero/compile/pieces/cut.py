@@ -17,7 +17,7 @@ from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.pieces.kinds import Kind, is_kernel, kinds_of, signature
 from lightning_zero.compile.pieces.order import Order
-from lightning_zero.compile.pieces.piece import Piece, make_piece
+from lightning_zero.compile.pieces.piece import Piece, make_piece, symbol_inputs
 from lightning_zero.compile.pieces.repeats import Run, find_runs
 from lightning_zero.compile.pieces.seams import choose_seams
 
@@ -84,7 +84,7 @@ def _assemble(
         handed = max(handed, slot_of[node]) if seen[node] else handed
         slots[slot_of[node]].append(node)
     made = {node for node in graph.nodes if kinds[node] is Kind.INPUT or node.op == "get_attr"}
-    wanted = _wanted(graph, kinds, home)
+    wanted, symbols = _wanted(graph, kinds, home), symbol_inputs(graph)
     steps: list[Piece | Node] = []
     for number, slot in enumerate(slots):
         for node in slot:
@@ -92,7 +92,7 @@ def _assemble(
                 steps.append(needed)
                 made.add(needed)
         if number + 1 < len(bounds):
-            steps.append(make_piece(work[bounds[number] : bounds[number + 1]], wanted[number], kinds))
+            steps.append(make_piece(work[bounds[number] : bounds[number + 1]], wanted[number], kinds, symbols))
             made.update(wanted[number])
     steps += _views_outside(output_node(graph), kinds, made)
     return steps if _in_order(graph, kinds, steps) else None

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from lightning_zero.compile.pieces.kinds import Kind
 from lightning_zero.profiling.tensors import tensors_of
 
-__all__ = ["Piece", "make_piece"]
+__all__ = ["Piece", "make_piece", "symbol_inputs"]
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,20 @@ class Piece:
     outputs: tuple[Node, ...]
 
 
-def make_piece(work: Sequence[Node], wanted: Sequence[Node], kinds: dict[Node, Kind]) -> Piece:
+def symbol_inputs(graph: Graph) -> list[Node]:
+    """Inputs of a whole graph that give symbols in sizes their values."""
+    inputs = graph.find_nodes(op="placeholder")
+    return [node for node in inputs if isinstance(node.meta.get("val"), SymInt | SymFloat)]
+
+
+def make_piece(work: Sequence[Node], wanted: Sequence[Node], kinds: dict[Node, Kind], symbols: Sequence[Node]) -> Piece:
     """The piece that does ``work`` and returns ``wanted``, with views and constants of its own.
 
     Args:
         work: nodes of the whole graph, in order.
         wanted: of these, or views of them.
         kinds: of all nodes of the whole graph.
+        symbols: by :func:`symbol_inputs`.
     """
     graph = Graph()
     own = set(work)
@@ -64,7 +71,7 @@ def make_piece(work: Sequence[Node], wanted: Sequence[Node], kinds: dict[Node, K
 
     steps = reads()
     copies.clear()
-    for symbol in _symbols(steps, inputs):
+    for symbol in _used(symbols, steps, inputs):
         inputs.setdefault(symbol, symbol)
     for node in inputs:
         copies[node] = _input(graph, node)
@@ -81,14 +88,12 @@ def _input(graph: Graph, node: Node) -> Node:
     return new
 
 
-def _symbols(steps: Sequence[Node], inputs: Iterable[Node]) -> list[Node]:
-    """Inputs of the whole graph that give the symbols in sizes of a piece their values."""
+def _used(symbols: Sequence[Node], steps: Sequence[Node], inputs: Iterable[Node]) -> list[Node]:
+    """Those that sizes of a piece have in them."""
+    if not symbols:
+        return []
     used = set()
     for node in [*steps, *inputs]:
         for value in tensors_of(node.meta.get("val")):
             used |= {str(symbol) for symbol in free_symbols(value)}
-    if not used or not steps:
-        return []
-    placeholders = steps[0].graph.find_nodes(op="placeholder")
-    given = [node for node in placeholders if isinstance(node.meta.get("val"), SymInt | SymFloat)]
-    return [node for node in given if used & {str(symbol) for symbol in free_symbols(node.meta["val"])}]
+    return [node for node in symbols if used & {str(symbol) for symbol in free_symbols(node.meta["val"])}]

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from lightning_zero.compile.pieces.kinds import kinds_of
-from lightning_zero.compile.pieces.piece import Piece, make_piece
+from lightning_zero.compile.pieces.piece import Piece, make_piece, symbol_inputs
 from tests.unit.compile.graphs import Builder, aten
 
 
@@ -29,7 +29,7 @@ def test_views_and_constants_are_made_once_in_each_piece_that_reads_them() -> No
     last = b.call(aten.add.Tensor, inner, view)
     turned = b.call(aten.t.default, last)
     graph = b.done(turned, inner)
-    piece = make_piece([inner, last], [turned, inner], kinds_of(graph))
+    piece = make_piece([inner, last], [turned, inner], kinds_of(graph), [])
     assert piece.inputs == (before, x)
     assert piece.outputs == (turned, inner)
     assert targets(piece) == [
@@ -72,9 +72,9 @@ def test_a_piece_is_given_the_sizes_that_it_uses_and_no_others() -> None:
         sines[-1].meta["val"] = read.meta["val"]
     graph = b.done(*sines)
     kinds = kinds_of(graph)
-    assert make_piece(sines[:1], sines[:1], kinds).inputs == (x, rows)
-    assert make_piece(sines[2:], sines[2:], kinds).inputs == (fixed,)
-    assert make_piece([], [], kinds).inputs == ()
+    assert make_piece(sines[:1], sines[:1], kinds, symbol_inputs(graph)).inputs == (x, rows)
+    assert make_piece(sines[2:], sines[2:], kinds, symbol_inputs(graph)).inputs == (fixed,)
+    assert make_piece([], [], kinds, symbol_inputs(graph)).inputs == ()
 
 
 def test_a_size_that_is_read_itself_is_given_once() -> None:
@@ -87,4 +87,4 @@ def test_a_size_that_is_read_itself_is_given_once() -> None:
     part = b.graph.call_function(operator.getitem, (parts, 0))
     part.meta["val"] = parts.meta["val"][0]
     graph = b.done(part)
-    assert make_piece([scaled], [part], kinds_of(graph)).inputs == (x, two)
+    assert make_piece([scaled], [part], kinds_of(graph), symbol_inputs(graph)).inputs == (x, two)
