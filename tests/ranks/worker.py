@@ -14,7 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, TextIO
 
-MMAP_THRESHOLD, LARGE = -3, 4 << 20  # glibc's number of the first
+MMAP_THRESHOLD, LARGE = -3, 1 << 20  # glibc's number of the first
 
 
 def die_with(parent: int) -> None:

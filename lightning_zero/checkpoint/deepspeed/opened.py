@@ -71,8 +71,7 @@ class DeepSpeedFolder(Opened):
             CheckpointError: one is damaged.
         """
         for name in names:
-            check_archive(self._places[name])
-            read(self._places[name].stat().st_size)
+            check_archive(self._places[name], read=read)
 
     def content(self, weights_only: bool | None = None) -> dict[str, Any]:
         """See :meth:`Opened.content <lightning_zero.checkpoint.opened.Opened.content>`: as Lightning's full checkpoints

@@ -62,8 +62,7 @@ class Found:
             CheckpointError: it is damaged.
         """
         if self.folder is None:
-            check_archive(Path(self.path))
-            read(sum(self.sizes().values()))
+            check_archive(Path(self.path), read=read)
             return "the checksum of each of its parts"
         self.folder.check(self.folder.sizes(), read)
         if not self.folder.has_checksums:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ class Saving(ParallelStrategy):
     _prepared: bool
     _engine: Engine | None
     _options: EngineConfig
+    _opened: object = None  # where what is being loaded lies
     _opening: bool  # a checkpoint, which has failed, where this stays so
     _came: bool | None  # of all ranks, after an exception in this stage; None: nobody has asked
 
@@ -252,6 +253,7 @@ class Saving(ParallelStrategy):
                 f"{path} was not saved by a Trainer: it says nothing of loops to go on from. Load its weights into the "
                 "module, where `python -m lightning_zero checkpoint consolidate` may help to make one file of them."
             )
+        self._opened = path
         return found
 
     @override
@@ -259,13 +261,15 @@ class Saving(ParallelStrategy):
         assert self.lightning_module is not None
         if not self._prepared:
             self._prepare(self.lightning_module.trainer)
-        path = self.lightning_module.trainer.ckpt_path
-        with self._telling(), self._require_engine().checkpoints.loading_weights(path):
+        with self._telling(), self._require_engine().checkpoints.loading_weights(self._opened):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
+        with self._telling(), self._require_engine().checkpoints.halfway.optimizers(self._opened):
+            self._load_states(checkpoint["optimizer_states"])
+
+    def _load_states(self, states: Sequence[dict[str, Any]]) -> None:
         if self.optimizers and not states:
             rank_zero_warn(
                 "The checkpoint holds no state of optimizers, so they start anew. If it was written where "
@@ -279,13 +283,10 @@ class Saving(ParallelStrategy):
                 "Return the same optimizers in the same order, or load only the weights with load_from_checkpoint()."
             )
         engine = self._require_engine()
-        assert self.lightning_module is not None
-        path = self.lightning_module.trainer.ckpt_path
-        with self._telling(), engine.checkpoints.halfway.optimizers(path):
-            for optimizer, state in zip(self.optimizers, states, strict=True):
-                engine.load_optimizer_state(plain(optimizer), state)
-                if not engine.optimizers.on_host:
-                    optimizer_to_device(optimizer, self.root_device)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            engine.load_optimizer_state(plain(optimizer), state)
+            if not engine.optimizers.on_host:
+                optimizer_to_device(optimizer, self.root_device)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module is a plain one, with whole parameters. Optimizers, schedulers and what observes an
