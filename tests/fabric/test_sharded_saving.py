@@ -9,11 +9,13 @@ from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from tests.helpers.fabric import closing, make_fabric, network, set_up, train, whole_state
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import RTOL, mlp
+from tests.helpers.writers import forked_writers
 from tests.ranks.pool import Ranks
 
 BATCHES = 4
 
 
+@forked_writers()
 def _write(path: str, background: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     fabric = make_fabric("eager", state_dict_type="sharded", async_save=background)
     model, optimizer = set_up(fabric, network())

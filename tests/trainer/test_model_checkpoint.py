@@ -27,6 +27,7 @@ from lightning_zero.integrations.trainer import saving
 from tests.helpers.damage import flip
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer, whole_state
+from tests.helpers.writers import forked_writers
 from tests.ranks.pool import RankFailure, Ranks
 
 KINDS = {"full": {"state_dict_type": "full"}, "sharded": {"state_dict_type": "sharded"}}
@@ -37,6 +38,7 @@ SLOW = [pytest.param(f"{kind}, async", marks=pytest.mark.slow) for kind in ("ful
 # -- while it trains
 
 
+@forked_writers()
 def _kept(saved: str, home: str) -> dict[str, Any]:
     """The best two of what is saved at each step, and the last one, twice; then the best is damaged."""
     module = Scheduled()
@@ -117,6 +119,7 @@ def _stopped(saved: str, home: str, what: str, ranks: tuple[int, ...], how: str)
     return {"ended": ended, "s": time.monotonic() - begun, "module": module}
 
 
+@forked_writers()
 def _all_stopped(saved: str, home: str, what: str, ranks: tuple[int, ...], how: str) -> dict[str, Any]:
     found = _stopped(saved, home, what, ranks, how)
     module = found.pop("module")

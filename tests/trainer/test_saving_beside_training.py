@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.saved import MODULES, resume, uninterrupted_fit
 from tests.helpers.trainer import RTOL, Regression, close, make_loader, make_trainer, whole_state
+from tests.helpers.writers import forked_writers
 from tests.ranks.pool import Ranks
 
 KINDS = ["sharded", "full"]
@@ -50,7 +52,7 @@ def _slowly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _train(kind: str, name: str, path: str, plugin: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"plugins": [AsyncCheckpointIO()]} if plugin else {"async_save": True}
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch, forked_writers() if plugin else nullcontext():
         _slowly(monkeypatch)
         module = MODULES[name]()
         trainer = make_trainer("eager", state_dict_type=kind, max_epochs=2, callbacks=[Stopped(path)], **options)
@@ -79,6 +81,7 @@ def test_training_goes_on_as_from_the_moment_of_the_save(ranks: Ranks, tmp_path:
             assert_close_relative(resumed[path][1], wanted[1], 5 * RTOL)
 
 
+@forked_writers()
 def _fails(kind: str, home: str, again: bool) -> dict[str, Any]:
     """The first save cannot be written: the second one says so, or the end of fit."""
     os.makedirs(f"{home}/gone", exist_ok=True)
@@ -136,6 +139,7 @@ def test_errors_show_on_every_rank_at_the_next_save_or_the_end(
         assert found["left"] == (["gone", "z.ckpt"] if again else ["gone"])
 
 
+@forked_writers()
 def _kept(kind: str, home: str) -> list[str]:
     module = MODULES["Scheduled"]()
     keeps = ModelCheckpoint(
@@ -180,6 +184,7 @@ def test_a_link_that_leads_nowhere_is_no_new_beginning(ranks: Ranks, tmp_path: P
     assert ranks.run(2, _goes_on, str(tmp_path)) == [4, 4]
 
 
+@forked_writers()
 def _named_alike(kind: str, home: str) -> dict[str, Any]:
     """Two best checkpoints have one name, so that the second gets a number, though the first is not there yet. Then a
     save after training, which goes on beside nothing."""
@@ -229,6 +234,7 @@ WITH: dict[str, dict[str, Any]] = {
 }
 
 
+@forked_writers()
 def _with_options(home: str) -> dict[str, int]:
     found = {}
     for name, options in WITH.items():

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_zero.integrations.folders import read_whole
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer
+from tests.helpers.writers import forked_writers
 from tests.ranks.pool import Ranks
 
 STEPS, EPOCHS = 6, 2
@@ -99,6 +100,7 @@ def _fit(kind: str, home: str, name: str, path: str | None = None, **more: Any) 
     return _kept(Path(home)), Path(keeps.best_model_path).name, Path(keeps.last_model_path).name, best
 
 
+@forked_writers()
 def _all_ways(kind: str, home: str) -> dict[str, Any]:
     found = {name: _fit(kind, f"{home}/{number}", name) for number, name in enumerate(WAYS)}
     # one that goes on knows which were the best, and removes them when others are better
