@@ -4,9 +4,8 @@ import contextlib
 import io
 import os
 import runpy
-import subprocess
+import signal
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from lightning_zero.engine import engine_of
 from tests.helpers.command import python_path
 from tests.helpers.ports import free_port
 from tests.helpers.readme import snippet
-from tests.ranks.pool import REPO, Ranks
+from tests.ranks import nursery
+from tests.ranks.pool import PRELOAD, REPO, Ranks
 
 
 def run_example(name: str, out: str) -> str:
@@ -78,44 +78,24 @@ def test_snippets_of_the_readme_train(ranks: Ranks, name: str) -> None:
     assert all(ranks.run(2, run_snippet, name))
 
 
-FAILS = """
-    import lightning_zero, torch
-    from lightning.fabric import Fabric
-
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="zero3")
-    fabric.launch()
-    model = torch.nn.Linear(64, 64)
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(1000):
-        if step == 3 and fabric.global_rank == 1:
-            raise ZeroDivisionError("this rank's own")
-        fabric.backward(model(torch.ones(2, 64)).sum())
-        optimizer.step()
-"""
-
-
-@pytest.mark.slow
-def test_an_exception_in_a_users_loop_is_told_to_the_other_rank(native_library: None, tmp_path: Path) -> None:
+def test_an_exception_in_a_users_loop_is_told_to_the_other_rank(ranks: Ranks, tmp_path: Path) -> None:
     """Started one by one, so that nobody else ends the other rank first."""
-    script = tmp_path / "fails.py"
-    script.write_text(textwrap.dedent(FAILS))
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
-    common |= {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=os.environ | common | {"LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    common |= {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo", "FAILS": "1"}
+    outputs = [tmp_path / f"{rank}.txt" for rank in range(2)]
+    started = []
     try:
-        first, second = (process.communicate(timeout=90)[0] for process in started)
+        for rank, output in enumerate(outputs):
+            environ = os.environ | common | {"LOCAL_RANK": str(rank)}
+            parent = nursery.shared(rank, dict(os.environ | common), str(REPO), PRELOAD, 180.0)
+            with output.open("wb") as out:
+                started.append(parent.run("tests.fabric.failing", environ, str(tmp_path), out.fileno(), out.fileno()))
+        statuses = [process.wait(90) for process in started]
     finally:
         for process in started:
-            process.kill()
-    assert all(process.returncode for process in started)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    first, second = (output.read_text() for output in outputs)
+    assert all(statuses), first + second
     assert "[lightning_zero, rank 1] This rank failed first" in second, second
     assert "RankFailedError: Rank 1 failed: ZeroDivisionError: this rank's own" in first, first

@@ -6,6 +6,9 @@ import importlib
 import json
 import os
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,13 +34,21 @@ class WithoutCode(L.Trainer):
         super().__init__(**arguments | {"enable_progress_bar": False, "enable_model_summary": False})
 
 
+ONE_LAYER: dict[str, Any] = {  # of what an example has several of
+    "train_gpt": lambda example: patch.dict(example.SHAPES, tiny=replace(example.SHAPES["tiny"], layers=1)),
+    "mixture_of_experts": lambda example: patch.object(example, "Model", partial(example.Model, layers=1)),
+}
+
+
 def run(name: str, arguments: list[str], folder: str) -> tuple[int, dict[str, float]]:
     os.chdir(folder)
     with (
         patch.object(sys, "path", [str(README.parent / "examples"), *sys.path]),
         patch.object(L, "Trainer", WithoutCode),
     ):
-        trainer = importlib.import_module(name).main(arguments)
+        example = importlib.import_module(name)
+        with ONE_LAYER.get(name, lambda example: nullcontext())(example):
+            trainer = example.main(arguments)
     return trainer.global_step, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -73,22 +84,22 @@ def test_a_vision_model_whose_weights_are_averaged(ranks: Ranks, tmp_path: Path)
 
 
 SHAPE = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
-SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 4}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True], ids=["weights, by a file with its shape", "LoRA"])
+@pytest.mark.parametrize("lora", [False, True], ids=["weights", "LoRA"])
 def test_a_transformers_model_is_tuned_and_exported(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
     transformers = pytest.importorskip("transformers")
     if lora:
         pytest.importorskip("peft")
     (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
     arguments = [*CPU, "--steps", "20", "--length", "32", "--export", str(tmp_path / "exported")]
-    arguments += ["--lora"] if lora else ["--config", str(tmp_path / "shape.json")]
+    arguments += ["--config", str(tmp_path / "shape.json"), *(["--lora"] if lora else [])]
     for _, found in ranks.run(2, run, "finetune_transformers", arguments, str(tmp_path), deadline=120):
         assert found["train_loss"] < (5.55 if lora else 4.5)  # the logarithm of 256 is 5.55
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert sum(param.numel() for param in read.parameters()) > 90_000
+    assert sum(param.numel() for param in read.parameters()) > 70_000
     assert all(param.isfinite().all() for param in read.parameters())
 
 

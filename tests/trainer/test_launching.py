@@ -1,4 +1,4 @@
-"""The strategy in processes of its own: found by name, started by the Trainer, by torchrun and by the command line."""
+"""The strategy in processes of its own, started by the Trainer and by torchrun; and by the command line."""
 
 import json
 import textwrap
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.cli import LightningCLI
 
 from tests.helpers.command import run
 from tests.helpers.trainer import Regression, make_loader, make_trainer
 from tests.ranks.pool import Ranks
+from tests.trainer.launched import Model, Write
 
 SCRIPT = Path(__file__).with_name("launched.py")
 
@@ -68,52 +70,6 @@ def test_devices_that_contradict_torchrun_are_an_error(ranks: Ranks, kind: str) 
         assert "does not match the world size (2)" in message
 
 
-NAMES = """
-    import importlib
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    options = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    for name in ("zero3", "zero3_compile", "zero2_compile", "zero1_compile"):
-        try:
-            pl.Trainer(strategy=name, **options)
-        except ValueError as error:
-            assert "invalid strategy name" in str(error), error
-        else:
-            raise AssertionError(f"{name} is known before the import")
-
-    import lightning_zero
-    names = [("zero3", False, 3), ("zero3_compile", True, 3), ("ZeRO3_Compile", True, 3)]
-    for name, compiles, stage in [*names, ("zero2_compile", True, 2), ("zero1_compile", True, 1)]:
-        strategy = pl.Trainer(strategy=name, **options).strategy
-        assert type(strategy) is lightning_zero.ZeroStrategy
-        assert (strategy._options.compile, strategy._options.stage) == (compiles, stage)
-        assert StrategyRegistry[name.lower()]["description"]
-
-    before = StrategyRegistry.available_strategies()
-    importlib.reload(lightning_zero)
-    assert StrategyRegistry.available_strategies() == before
-    assert pl.Trainer(strategy="zero3_compile", **options).strategy._options.compile
-    print("all is well")
-"""
-
-
-@pytest.mark.slow
-def test_names_are_registered_by_importing_once_or_twice(tmp_path: Path) -> None:
-    done = run("-c", textwrap.dedent(NAMES), cwd=tmp_path)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "all is well"), done.stdout
-
-
-CLI = """
-    import sys
-    from lightning.pytorch.cli import LightningCLI
-    sys.path.insert(0, {folder!r})
-    from launched import Model, Write
-
-    if __name__ == "__main__":
-        LightningCLI(Model, trainer_defaults=dict(callbacks=[Write({home!r})]), save_config_callback=None)
-"""
-
 CONFIG = """
     trainer:
       accelerator: cpu
@@ -132,15 +88,16 @@ CONFIG = """
 """
 
 
-@pytest.mark.slow
-def test_command_line_by_class_path(native_library: None, tmp_path: Path) -> None:
+def _by_command_line(arguments: list[str], home: str) -> None:
+    LightningCLI(Model, args=arguments, trainer_defaults={"callbacks": [Write(home)]}, save_config_callback=None)
+
+
+def test_command_line_by_class_path(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
-    script, config = tmp_path / "cli.py", tmp_path / "config.yaml"
-    script.write_text(textwrap.dedent(CLI).format(folder=str(SCRIPT.parent), home=str(tmp_path)))
+    config = tmp_path / "config.yaml"
     config.write_text(textwrap.dedent(CONFIG))
     nested = "--trainer.strategy.init_args.tuning.prefetch_mb=3"
-    done = run(str(script), "fit", "--config", str(config), "--model.width=7", nested, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
+    ranks.run(1, _by_command_line, ["fit", "--config", str(config), "--model.width=7", nested], str(tmp_path))
     (result,) = _results(tmp_path)
     assert result["strategy"] == "ZeroStrategy"
     assert len(result["weight"]) == 7
