@@ -247,9 +247,10 @@ WAYS = {
 PARTS = ("losses", "weights", "logged", "seen", "steps")  # in which two trainings of one kind are alike
 
 
-def fit(name: str, strategy: Any = None, **arguments: Any) -> dict[str, Any]:
+def fit(name: str, strategy: Any = None, validated: bool = True, **arguments: Any) -> dict[str, Any]:
     """What a training leaves under this strategy, by default DDP.
 
+    validated: after each epoch, where the way is
     arguments: of the Trainer; the way's own win
     """
     way = WAYS[name]
@@ -259,8 +260,8 @@ def fit(name: str, strategy: Any = None, **arguments: Any) -> dict[str, Any]:
     if strategy is not None:
         options["strategy"] = strategy
     trainer: pl.Trainer = make_trainer("ddp", **options)
-    validated = make_loader("ddp", 2, seed=1) if way.validated else None
-    trainer.fit(module, make_loader("ddp", STEPS), validated)
+    validates = validated and way.validated
+    trainer.fit(module, make_loader("ddp", STEPS), make_loader("ddp", 2, seed=1) if validates else None)
     out = {
         "losses": mean_over_ranks(module.losses),
         "weights": {key: value.cpu() for key, value in whole_state(module).items()},

@@ -230,7 +230,7 @@ MODELS = [
 @pytest.mark.parametrize(
     ("world_size", "kind", "make"),
     [(2, "eager", make) for make in MODELS]
-    + [(world, "eager", make) for world in (1, 3) for make in (OnMeta, Initialised, TiedInitialised)]
+    + [(3, "eager", make) for make in (OnMeta, Initialised, TiedInitialised)]
     + [(2, "compiled", TiedInitialised)],
 )
 def test_model_equals_one_built_on_a_single_device(ranks: Ranks, world_size: int, kind: str, make: Any) -> None:

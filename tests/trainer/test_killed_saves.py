@@ -101,6 +101,7 @@ def _fit(path: str | None, home: str, epochs: int, **options: Any) -> tuple[Any,
     return module, trainer
 
 
+@forked_writers()
 def _prepare(kind: str, home: str) -> list[float]:
     module, _ = _fit(None, f"{home}/none", EPOCHS)
     losses = list(module.losses)

@@ -56,7 +56,8 @@ def all_of(trainer: Any, module: Any) -> dict[str, Any]:
 def save_and_resume(kind: str, home: str) -> list[dict[str, Any]]:
     """At the end of twice as many steps: as saved, and resumed, with and without offload, in files of either kind."""
     found = []
-    for written, way in enumerate(WAYS):
+    # what is written without it is the same to an eager step and to a captured one
+    for written, way in enumerate(WAYS if kind == "captured" else [ON_HOST]):
         for form in ("full", "sharded"):
             trainer, module = fit(kind, STEPS, **way, state_dict_type=form)
             path = f"{home}/{kind}-{written}-{form}.ckpt"

@@ -15,7 +15,17 @@ from tests.ranks.pool import Ranks
 STEPS = 7
 
 
-def train(schedule: Any) -> dict[str, Any]:
+class Watch(Callback):
+    """Notes which passes ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        trainer.strategy.observe_passes(lambda trace: self.ran.append(trace.name))
+
+
+def train(schedule: Any = None, disable: Any = ()) -> dict[str, Any]:
     seen: list[int] = []
 
     def look(graph: Graph) -> Graph:
@@ -23,16 +33,27 @@ def train(schedule: Any) -> dict[str, Any]:
         return graph
 
     own = PassSpec("look", look, conflicts=frozenset({"started"}), version="1")
-    counts = Count()
-    callbacks = [PassSchedule(schedule, [own]), counts] if schedule is not None else [counts]
+    counts, watch = Count(), Watch()
+    callbacks: list[Any] = [watch, counts]
+    if schedule is not None:
+        callbacks = [PassSchedule(schedule, [own]), counts]
+    elif disable:
+        callbacks = [watch, PassSchedule(disable=disable), counts]
     with fitted("compiled", steps=STEPS, callbacks=callbacks) as (module, trainer):
         kinds = [graph.kind for graph in trainer.strategy.plan().graphs]
-        return {"losses": module.losses, "batches": counts.batches, "seen": len(seen), "kinds": kinds}
+        found = {"losses": module.losses, "batches": counts.batches, "seen": len(seen), "kinds": kinds}
+        return found | {"ran": watch.ran}
 
 
-def test_passes_change_at_their_step_and_results_stay(ranks: Ranks) -> None:
+@pytest.fixture(scope="module")
+def plainly(ranks: Ranks) -> list[dict[str, Any]]:
+    """By all passes in all steps, on each rank."""
+    return ranks.run(2, train)
+
+
+def test_passes_change_at_their_step_and_results_stay(ranks: Ranks, plainly: list[dict[str, Any]]) -> None:
     schedule = [(0, ["look", *MINIMAL]), (3, None), (5, MINIMAL)]
-    for plain, scheduled in zip(ranks.run(2, train, None), ranks.run(2, train, schedule), strict=True):
+    for plain, scheduled in zip(plainly, ranks.run(2, train, schedule), strict=True):
         assert scheduled["losses"] == plain["losses"]
         assert scheduled["seen"] == 2  # a forward and a backward
         groups = [number for number, _ in scheduled["batches"]]
@@ -43,26 +64,14 @@ def test_passes_change_at_their_step_and_results_stay(ranks: Ranks) -> None:
         assert scheduled["kinds"].count("forward") >= 2
 
 
-def train_without(names: list[str]) -> tuple[list[float], list[str]]:
-    ran: list[str] = []
-
-    class Watch(Callback):
-        def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            trainer.strategy.observe_passes(lambda trace: ran.append(trace.name))
-
-    callbacks = [Watch(), PassSchedule(disable=names)]
-    with fitted("compiled", steps=4, callbacks=callbacks) as (module, _):
-        return module.losses, ran
-
-
-def test_without_a_pass_that_graphs_can_do_without_the_training_stays_the_same(ranks: Ranks) -> None:
+def test_without_a_pass_that_graphs_can_do_without_the_training_stays_the_same(
+    ranks: Ranks, plainly: list[dict[str, Any]]
+) -> None:
     off = ["merge_reduces", "group_reduces"]
-    for (plain, all_ran), (without, ran) in zip(
-        ranks.run(2, train_without, []), ranks.run(2, train_without, off), strict=True
-    ):
-        assert without == plain
-        assert set(off) <= set(all_ran)
-        assert set(ran) == set(all_ran) - set(off)
+    for plain, without in zip(plainly, ranks.run(2, train, None, off), strict=True):
+        assert without["losses"] == plain["losses"]
+        assert set(off) <= set(plain["ran"])
+        assert set(without["ran"]) == set(plain["ran"]) - set(off)
 
 
 def set_up(schedule: Any, kind: str, disable: Any = ()) -> str:

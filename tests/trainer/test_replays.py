@@ -12,6 +12,9 @@ from tests.helpers.ways import PARTS, WAYS, fit
 from tests.ranks.pool import Ranks
 
 FAST = ("losses kept", "accumulated and clipped")
+VALIDATED = (*FAST, "saved and validated", "weights averaged")  # evaluations are compiled, too
+# The first is part of others; the engine's own, in tests/distributed/test_replays.py, show the rest.
+ELSEWHERE = ("plain", "kept until the step", "activations checkpointed", "batch norm")
 
 
 class Emulated(ZeroStrategy):
@@ -20,13 +23,18 @@ class Emulated(ZeroStrategy):
 
 
 def fit_both(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    way = WAYS[name]
-    return fit(name, Emulated(**way.strategy)), fit(name, None if way.ddp else ZeroStrategy(compile=False))
+    way, validated = WAYS[name], name in VALIDATED
+    expected = fit(name, None if way.ddp else ZeroStrategy(compile=False), validated)
+    return fit(name, Emulated(**way.strategy), validated), expected
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name, way in WAYS.items() if way.emulated],
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name, way in WAYS.items()
+        if way.emulated and name not in ELSEWHERE
+    ],
 )
 def test_replayed_steps_train_and_log_like_ddp(ranks: Ranks, name: str) -> None:
     for replayed, expected in ranks.run(2, fit_both, name, deadline=120):

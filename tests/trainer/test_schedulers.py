@@ -89,13 +89,14 @@ def _all_scheduled(names: list[str], *kinds: str) -> dict[str, dict[str, Any]]:
     return {kind: {name: _scheduled(kind, name) for name in names} for kind in kinds}
 
 
+QUICK = ["warm-up, then cosine", "epoch", "plateau"]
+OTHERS = [name for name in SCHEDULERS if name not in QUICK]
+
+
 @pytest.mark.parametrize(
     ("names", "kinds"),
-    [
-        (["warm-up, then cosine", "epoch", "plateau"], ["captured"]),
-        pytest.param([*SCHEDULERS], ["captured", "eager"], marks=pytest.mark.slow),
-    ],
-    ids=["three, captured", "all"],
+    [(QUICK, ["captured"]), pytest.param(OTHERS, ["captured", "eager"], marks=pytest.mark.slow)],
+    ids=["three, captured", "others"],
 )
 def test_scheduled_rates_and_what_the_monitor_logs_equal_ddps(ranks: Ranks, names: list[str], kinds: list[str]) -> None:
     for rank, result in enumerate(ranks.run(2, _all_scheduled, names, "ddp", *kinds, deadline=240)):

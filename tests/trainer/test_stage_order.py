@@ -164,7 +164,7 @@ STORIES = [_one_trainer, _several_trainers, _evaluation_only]
             marks=[pytest.mark.slow] * ((story, place) == (_evaluation_only, (2, "compiled"))),
         )
         for story in STORIES
-        for place in ((1, "eager"), (2, "eager"), (2, "compiled"), (3, "eager"))
+        for place in ((1, "eager"), (2, "compiled"), (3, "eager"))
     ],
 )
 def test_stages_in_any_order_equal_a_single_devices(ranks: Ranks, world_size: int, kind: str, story: Any) -> None:
