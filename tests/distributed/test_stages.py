@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.sharding.record import Role
-from tests.helpers.models import TiedBlock, build, make_batches
+from tests.helpers.models import TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch, train_reference
 from tests.helpers.sharded import (
     BACKENDS,
@@ -51,20 +51,20 @@ Trained = tuple[Reference, dict[str, int], int]
 @cache
 def reference(world: int, steps: int = STEPS, accumulate: int = MICRO) -> Reference:
     with single_thread():
-        batches = make_batches(TiedBlock, steps * accumulate, SAMPLES)
-        return train_reference(build(TiedBlock), batches, sgd, world=world, clip_norm=CLIP, accumulate=accumulate)
+        batches = make_batches(TiedLayer, steps * accumulate, SAMPLES)
+        return train_reference(build(TiedLayer), batches, sgd, world=world, clip_norm=CLIP, accumulate=accumulate)
 
 
 def train(stage: int, backend: str, steps: int, **options: Any) -> Trained:
     """What was trained, what was counted in the last step, and the bytes of all parameters with their padding."""
-    model = build(TiedBlock)
+    model = build(TiedLayer)
     with engine_for(model, backend, stage=stage, **options) as engine:
 
         def reset(model: nn.Module, index: int) -> None:
             if index == (steps - 1) * MICRO:
                 engine.executor.reset_counters()
 
-        batches, told = make_batches(TiedBlock, steps * MICRO, SAMPLES), {"announce": True, "before_batch": reset}
+        batches, told = make_batches(TiedLayer, steps * MICRO, SAMPLES), {"announce": True, "before_batch": reset}
         out = train_sharded(engine, model, batches, sgd(model), clip_norm=CLIP, accumulate=MICRO, **told)  # type: ignore[arg-type]
         nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.holders.size
         return out, engine.executor.counters(), nbytes
@@ -83,15 +83,12 @@ def check(out: Reference, expected: Reference) -> None:
 @pytest.mark.parametrize(
     ("world_size", "way"),
     [
-        *(
-            (2, way)
-            for way in ("eager", "eager, by collectives", "compiled", "by collectives", "replayed, state on the host")
-        ),
-        (1, "compiled"),
+        *((2, way) for way in ("eager", "eager, by collectives", "by collectives", "replayed, state on the host")),
+        (1, "eager"),
         (3, "eager"),
         (3, "compiled"),
-        *(pytest.param(2, way, marks=pytest.mark.slow) for way in ("gradients by copies", "poisoned", "replayed")),
-        *(pytest.param(world, way, marks=pytest.mark.slow) for world, way in ((1, "eager"), (3, "replayed"))),
+        *(pytest.param(2, way, marks=pytest.mark.slow) for way in ("gradients by copies", "poisoned")),
+        pytest.param(3, "replayed", marks=pytest.mark.slow),
     ],
 )
 def test_accumulated_training_equals_one_process_and_moves_no_more_than_it_must(
@@ -109,7 +106,7 @@ def test_accumulated_training_equals_one_process_and_moves_no_more_than_it_must(
         assert ("replayed_graphs" in counters) == way.startswith("replayed")
 
 
-@pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "replayed"])
+@pytest.mark.parametrize("way", ["eager", "replayed"])  # the first steps of the latter run compiled code
 def test_between_hosts_weights_and_gradients_travel_once_per_step(ranks: Ranks, way: str) -> None:
     backend, options = WAYS[way]
     steps = 5 if way.startswith("replayed") else STEPS
@@ -142,14 +139,14 @@ def in_mixed_precision(backend: str, stages: Sequence[int]) -> list[tuple[Refere
     their padding."""
     found = []
     for stage in stages:
-        model = build(TiedBlock)
+        model = build(TiedLayer)
         with engine_for(model, backend, stage=stage, compute_dtype=torch.bfloat16) as engine:
 
             def reset(model: nn.Module, index: int, engine: Engine = engine) -> None:
                 engine.executor.reset_counters()
 
             autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
-            batches = make_batches(TiedBlock, STEPS, SAMPLES)
+            batches = make_batches(TiedLayer, STEPS, SAMPLES)
             out = train_sharded(engine, model, batches, sgd(model), context=autocast, before_batch=reset)
             kept = [r for r in engine.sharder.live if Role.RESIDENT in r.memory]
             sizes = [engine.world_size * r.layout.shard_numel * r.memory[Role.RESIDENT].element_size() for r in kept]
@@ -183,8 +180,8 @@ def accumulated(engine: Engine, model: Any, batch: Any, more: bool) -> None:
 
 def zeroed(set_to_none: bool) -> Tensor | None:
     """A first micro-batch's gradients are dropped; what the second one brings."""
-    model = build(TiedBlock)
-    first, second = make_batches(TiedBlock, 2, SAMPLES)
+    model = build(TiedLayer)
+    first, second = make_batches(TiedLayer, 2, SAMPLES)
     with engine_for(model, EAGER, stage=1) as engine:
         accumulated(engine, model, first, more=True)
         assert engine.executor.gradients.has_deferred()
@@ -195,8 +192,8 @@ def zeroed(set_to_none: bool) -> Tensor | None:
 
 
 def test_gradients_that_were_dropped_between_micro_batches_do_not_come_back(ranks: Ranks) -> None:
-    expected = build(TiedBlock)
-    expected.loss(make_batches(TiedBlock, 2, SAMPLES)[1]).backward()
+    expected = build(TiedLayer)
+    expected.loss(make_batches(TiedLayer, 2, SAMPLES)[1]).backward()
     (got, _) = ranks.run(2, zeroed, True)
     assert_close_relative(got, expected.get_parameter("tokens.weight").grad, 1e-6)
 
@@ -208,10 +205,10 @@ def test_gradients_that_were_changed_between_micro_batches_are_refused_by_name(r
 
 def stepped_early(backend: str) -> Reference:
     """The last micro-batch, as was announced, is not the last: the optimizer steps before it comes."""
-    model = build(TiedBlock)
+    model = build(TiedLayer)
     with engine_for(model, backend, stage=1) as engine:
         optimizer, out = sgd(model), Reference()
-        for batch in make_batches(TiedBlock, STEPS, SAMPLES):
+        for batch in make_batches(TiedLayer, STEPS, SAMPLES):
             accumulated(engine, model, batch, more=True)
             with engine.optimizers.stepping(optimizer, clip=CLIP) as norm:
                 out.grad_norms.append(norm.item())
@@ -230,12 +227,12 @@ def test_a_step_that_comes_early_has_all_gradients(ranks: Ranks, backend: str) -
 
 
 def hooked() -> None:
-    model = build(TiedBlock)
+    model = build(TiedLayer)
     with engine_for(model, EAGER, stage=1) as engine:
         seen = []
         with engine.shards_in_sight():
             model.norm.weight.register_hook(lambda grad: seen.append(grad.norm().item()))  # type: ignore[union-attr, operator]
-        batches = make_batches(TiedBlock, MICRO, SAMPLES)
+        batches = make_batches(TiedLayer, MICRO, SAMPLES)
         train_sharded(engine, model, batches, sgd(model), accumulate=MICRO, announce=True)
         assert len(seen) == MICRO, seen
         assert all(seen), seen
@@ -284,8 +281,8 @@ def test_ranks_agree_on_what_has_a_gradient_when_it_is_reduced(ranks: Ranks, ear
 
 def interrupted() -> Reference:
     """An exception ends the backward of a second micro-batch; the step is begun anew."""
-    model = build(TiedBlock)
-    batches = make_batches(TiedBlock, MICRO, SAMPLES)
+    model = build(TiedLayer)
+    batches = make_batches(TiedLayer, MICRO, SAMPLES)
 
     def fail(grad: Tensor) -> Tensor:
         raise ArithmeticError
@@ -315,17 +312,17 @@ def edit(model: nn.Module, index: int) -> None:
 
 
 def edited(backend: str, options: dict[str, Any]) -> Reference:
-    model = build(TiedBlock)
+    model = build(TiedLayer)
     with engine_for(model, backend, stage=2, **options) as engine:
-        batches = make_batches(TiedBlock, 2 * MICRO, SAMPLES)
+        batches = make_batches(TiedLayer, 2 * MICRO, SAMPLES)
         return train_sharded(engine, model, batches, sgd(model), accumulate=MICRO, announce=True, before_batch=edit)
 
 
 @pytest.mark.parametrize("way", ["eager", "eager, by collectives", "by collectives"])
 def test_in_place_edits_between_micro_batches_reach_weights_that_stay(ranks: Ranks, way: str) -> None:
     with single_thread():
-        model = build(TiedBlock)
-        batches = make_batches(TiedBlock, 2 * MICRO, SAMPLES)
+        model = build(TiedLayer)
+        batches = make_batches(TiedLayer, 2 * MICRO, SAMPLES)
         expected = train_plain(model, batches, sgd(model), world=2, accumulate=MICRO, before_batch=edit)
     out = ranks.run(2, edited, *WAYS[way])[0]
     for what in ("losses", "grads", "params"):
@@ -335,7 +332,7 @@ def test_in_place_edits_between_micro_batches_reach_weights_that_stay(ranks: Ran
 def changed(backend: str) -> tuple[Reference, list[set[str]]]:
     """Trained with another stage from step to step, and from one micro-batch to the next; what memory there is after
     each step."""
-    model = build(TiedBlock)
+    model = build(TiedLayer)
     held: list[set[str]] = []
     stages = iter([3, 1, 1, 1, 2, 2, 1, 3, 3])
     with engine_for(model, backend, reshard_after_forward=True) as engine:
@@ -349,7 +346,7 @@ def changed(backend: str) -> tuple[Reference, list[set[str]]]:
         out = train_sharded(
             engine,
             model,
-            make_batches(TiedBlock, STEPS * MICRO, SAMPLES),
+            make_batches(TiedLayer, STEPS * MICRO, SAMPLES),
             sgd(model),
             clip_norm=CLIP,
             accumulate=MICRO,
@@ -375,10 +372,10 @@ def test_another_stage_is_applied_at_any_time_and_memory_is_given_back(ranks: Ra
 
 def by_hand() -> tuple[dict[str, Tensor | None], int]:
     """All of a step inside ``train_step``, as manual optimization has it."""
-    model, count = build(TiedBlock), 0
+    model, count = build(TiedLayer), 0
     with engine_for(model, EAGER, stage=1) as engine:
         with engine.train_step():
-            for number, batch in enumerate(make_batches(TiedBlock, MICRO, SAMPLES)):
+            for number, batch in enumerate(make_batches(TiedLayer, MICRO, SAMPLES)):
                 with engine.cycle.accumulating() if number + 1 < MICRO else nullcontext():
                     loss = model.loss(shard_batch(batch, engine.rank, engine.world_size))
                     (loss / MICRO).backward()

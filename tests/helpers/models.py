@@ -149,6 +149,18 @@ class TiedBlock(OneBlock):
     tied = True
 
 
+class OneLayer(OneBlock):
+    """Two matrices in place of a block, where compiling should take little: embeddings and a norm are what they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+class TiedLayer(OneLayer):
+    tied = True
+
+
 class _Gated(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
