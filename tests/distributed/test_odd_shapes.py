@@ -7,26 +7,50 @@ import torch
 
 from tests.helpers.models import CASES, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, train_reference
-from tests.helpers.sharded import BACKENDS, adamw, engine_for, sgd, train_case, train_sharded, whole_state
+from tests.helpers.sharded import EAGER, adamw, engine_for, sgd, train_sharded, whole_state
 from tests.ranks.pool import Ranks
 
 STEPS, SAMPLES, CLIP = 8, 12, 0.1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def train(case: str, backend: str) -> tuple[Reference, dict[str, Any]]:
+    """What was trained; the number of buckets, and what lies in the arenas beside each parameter's own. (Padding of each weight,
+    gradient and state is looked at when they are put together.)"""
+    model = build(case)
+    # Several buckets, which take turns in the same memory.
+    with engine_for(model, backend, reduce_bucket_mb=0.0003) as engine:
+        optimizer = optimizer_of(case)(model)
+        out = train_sharded(engine, model, make_batches(case, STEPS, SAMPLES), optimizer, clip_norm=CLIP)
+        state = whole_state(engine, optimizer)
+        spare = {}
+        for name, arena in (("weights", engine.sharder.memory.shards), ("gradients", engine.sharder.memory.gradients)):
+            values = sum(int(torch.count_nonzero(flat)) for flat in arena.flat.values())
+            room = sum(len(range(*record.layout.range_of(engine.rank))) for record in engine.sharder.live)
+            spare[name] = values <= room
+        return out, {"buckets": engine.executor.counters()["buckets"], "state": sorted(state), "spare": spare}
+
+
+def optimizer_of(case: str) -> Any:
+    """Adam would make whole steps out of how bfloat16 is rounded."""
+    return sgd if case == "MixedDtypes" else adamw
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backend"), [*((world_size, EAGER) for world_size in (1, 2, 3)), (3, "aot_eager")]
+)
 @pytest.mark.parametrize("case", ["OddMLP", "NonContiguous", "MixedDtypes"])
-def test_odd_parameters_train_as_in_one_process(ranks: Ranks, world_size: int, case: str, backend: str) -> None:
-    options = {"reduce_bucket_mb": 0.0003}  # several buckets, which take turns in the same memory
-    # Adam would make whole steps out of how bfloat16 is rounded.
-    optimizer = sgd if case == "MixedDtypes" else adamw
-    found = ranks.run(
-        world_size, train_case, case, backend, STEPS, SAMPLES, optimizer, engine_options=options, clip_norm=CLIP
+def test_odd_parameters_train_as_in_one_process_and_padding_stays_zero(
+    ranks: Ranks, world_size: int, case: str, backend: str
+) -> None:
+    expected = train_reference(
+        build(case), make_batches(case, STEPS, SAMPLES), optimizer_of(case), world=world_size, clip_norm=CLIP
     )
-    batches = make_batches(case, STEPS, SAMPLES)
-    expected = train_reference(build(case), batches, optimizer, world=world_size, clip_norm=CLIP)
     assert min(expected.grad_norms) > CLIP
-    for out, counters in found:
-        assert counters["buckets"] > 1
+    kept = ("momentum_buffer",) if case == "MixedDtypes" else ("exp_avg", "exp_avg_sq")
+    for out, more in ranks.run(world_size, train, case, backend):
+        assert more["buckets"] > 1
+        assert more["state"] == sorted(f"{name}.{key}" for name, _ in build(case).named_parameters() for key in kept)
+        assert more["spare"] == {"weights": True, "gradients": True}
         if case == "MixedDtypes":
             compare_mixed(out, expected)
             continue
@@ -48,30 +72,6 @@ def compare_mixed(out: Reference, expected: Reference) -> None:
         for what, rtol in (("grads", 2e-3 if name in wide else 1e-2), ("params", 2e-4 if name in wide else 1e-3)):
             mine, theirs = ([step[name] for step in getattr(record, what)] for record in (out, expected))
             assert_close_relative(mine, theirs, rtol, what=f"{what} of {name}")
-
-
-def pad_everything(case: str, backend: str) -> dict[str, Any]:
-    model = build(case)
-    with engine_for(model, backend, reduce_bucket_mb=0.0003) as engine:
-        optimizer = adamw(model)
-        train_sharded(engine, model, make_batches(case, STEPS, SAMPLES), optimizer, clip_norm=CLIP)
-        state = whole_state(engine, optimizer)
-        # Beside each parameter's own: what lies between them in the arenas.
-        spare = {}
-        for name, arena in (("weights", engine.sharder.memory.shards), ("gradients", engine.sharder.memory.gradients)):
-            values = sum(int(torch.count_nonzero(flat)) for flat in arena.flat.values())
-            room = sum(len(range(*record.layout.range_of(engine.rank))) for record in engine.sharder.live)
-            spare[name] = values <= room
-        return {"state": sorted(state), "spare": spare}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_stays_zero(ranks: Ranks, world_size: int, backend: str) -> None:
-    # whole_all() looks at the padding of each weight and gradient in each step, and of the state at the end.
-    for out in ranks.run(world_size, pad_everything, "OddMLP", backend):
-        names = [name for name, _ in build("OddMLP").named_parameters()]
-        assert out["state"] == sorted(f"{name}.{key}" for name in names for key in ("exp_avg", "exp_avg_sq"))
-        assert out["spare"] == {"weights": True, "gradients": True}
 
 
 def test_the_cases_are_odd() -> None:

@@ -9,7 +9,7 @@ import torch
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.record import Role
 from lightning_zero.sharding.surgery import RESIDENT
-from tests.helpers.models import OneMLP, build, make_batches
+from tests.helpers.models import Case, OneLayer, TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_plain, train_sharded, whole_params
 from tests.ranks.pool import Ranks
@@ -19,7 +19,7 @@ WINDOWS, ACCUMULATE = 3, 4
 STEP: dict[str, Any] = {"resident_mb": float("inf"), "resident_until": "step", "gather_group_mb": 0.02}
 
 
-def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Reference, dict[str, int]]]:
+def with_and_without(case: str | type[Case], mixed: bool, backend: str) -> list[tuple[Reference, dict[str, int]]]:
     options: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16} if mixed else {}
     context = partial(torch.autocast, "cpu", BF16, enabled=mixed, cache_enabled=False)
     results = []
@@ -39,12 +39,14 @@ def with_and_without(case: str, mixed: bool, backend: str) -> list[tuple[Referen
 @pytest.mark.parametrize(
     ("case", "backend", "mixed"),
     [
-        pytest.param("TiedBlock", "aot_eager", True, marks=pytest.mark.slow),
+        pytest.param(TiedLayer, "aot_eager", True, marks=pytest.mark.slow),
         ("LoRA", "aot_eager", False),
         ("NeverUsed", "aot_eager", False),
     ],
 )
-def test_accumulation_is_bitwise_the_same_and_gathers_once(ranks: Ranks, case: str, backend: str, mixed: bool) -> None:
+def test_accumulation_is_bitwise_the_same_and_gathers_once(
+    ranks: Ranks, case: str | type[Case], backend: str, mixed: bool
+) -> None:
     for (expected, usual), (out, resident) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
         assert_same_bits(out, expected)
         # Kept weights: once in each of the windows; without, twice in each micro-batch.
@@ -93,9 +95,9 @@ def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> N
 
 def change_between() -> list[bool]:
     """What is read after each kind of change, against what a plain model computes."""
-    model, plain = build(OneMLP), build(OneMLP)
-    batch = make_batches(OneMLP, 1, 12)[0]
-    other = build(OneMLP, seed=3).state_dict()
+    model, plain = build(OneLayer), build(OneLayer)
+    batch = make_batches(OneLayer, 1, 12)[0]
+    other = build(OneLayer, seed=3).state_dict()
     same = []
     with engine_for(model, "aot_eager", **STEP) as engine:
 
@@ -143,13 +145,13 @@ def test_changed_weights_are_gathered_again(ranks: Ranks, world_size: int) -> No
 
 
 def unshard_and_train() -> None:
-    model = build("OddMLP")
+    model = build("NeverUsed")
     with engine_for(model, "aot_eager", **STEP) as engine:
-        train_sharded(engine, model, make_batches("OddMLP", 3, 12), sgd(model))
+        train_sharded(engine, model, make_batches("NeverUsed", 3, 12), sgd(model))
         assert any("_zero_resident" in module.__dict__ for module in model.modules())
         engine.unshard()
         assert not any("_zero_resident" in module.__dict__ for module in model.modules())
-        model.loss(make_batches("OddMLP", 1, 12)[0]).backward()
+        model.loss(make_batches("NeverUsed", 1, 12)[0]).backward()
 
 
 def test_a_plain_module_keeps_nothing(ranks: Ranks) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.models import build, make_batches
+from tests.helpers.models import Case, TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_same_bits
 from tests.helpers.sharded import EAGER, engine_for, sgd, train_sharded
 from tests.ranks.pool import Ranks
@@ -14,10 +14,10 @@ from tests.ranks.pool import Ranks
 BF16 = torch.bfloat16
 PLAIN: dict[str, Any] = {"gather_group_mb": 0.001}
 RESIDENT = PLAIN | {"resident_mb": 0.02}
-STEP = PLAIN | {"resident_mb": 0.03, "resident_until": "step"}
+STEP = PLAIN | {"resident_mb": 0.015, "resident_until": "step"}
 
 
-def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bool) -> list[Reference]:
+def with_and_without(case: str | type[Case], backend: str, options: dict[str, Any], mixed: bool) -> list[Reference]:
     context = partial(torch.autocast, "cpu", BF16, enabled=mixed, cache_enabled=False)
     dtypes: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16} if mixed else {}
     out = []
@@ -35,7 +35,7 @@ def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bo
     [
         ("LoRA", "aot_eager", PLAIN, True),
         ("OddMLP", "aot_eager", RESIDENT, False),
-        ("TiedBlock", "aot_eager", STEP, True),
+        (TiedLayer, "aot_eager", STEP, True),
         pytest.param("BranchByStep", "aot_eager", {"prefetch": False}, False, marks=pytest.mark.slow),
         ("OddMLP", EAGER, {}, False),
         ("NeverUsed", "aot_eager", PLAIN, False),
@@ -43,7 +43,7 @@ def with_and_without(case: str, backend: str, options: dict[str, Any], mixed: bo
     ids=["groups", "kept for backward", "kept for the step", "one by one", "eager", "no gradients"],
 )
 def test_results_are_the_same_to_the_bit(
-    ranks: Ranks, case: str, backend: str, options: dict[str, Any], mixed: bool
+    ranks: Ranks, case: str | type[Case], backend: str, options: dict[str, Any], mixed: bool
 ) -> None:
     for plain, poisoned in ranks.run(2, with_and_without, case, backend, options, mixed, deadline=240):
         assert_same_bits(poisoned, plain)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers.models import Batch, Case, build, make_batches
+from tests.helpers.models import Batch, Case, TiedLayer, build, make_batches
 from tests.helpers.oracle import assert_close_relative, train_reference
 from tests.helpers.sharded import BACKENDS, EAGER, adamw, case_loss, sgd, train_case, train_plain
 from tests.ranks.pool import Ranks
@@ -37,9 +37,9 @@ class EqualUses(Case):
     [
         (2, EqualUses, EAGER),
         (2, EqualUses, "aot_eager"),
-        (1, "TiedTransformer", EAGER),
-        (2, "TiedTransformer", "aot_eager"),
-        (3, "TiedTransformer", EAGER),
+        (1, TiedLayer, EAGER),
+        (2, TiedLayer, "aot_eager"),
+        (3, TiedLayer, EAGER),
         (1, "TiedAcrossBreak", EAGER),
         (2, "TiedAcrossBreak", EAGER),
         pytest.param(3, "TiedAcrossBreak", "aot_eager", marks=pytest.mark.slow),

@@ -70,10 +70,7 @@ ONE_SIDED = (Parts, "aot_eager", {"reduce_transport": "copy"})
         pytest.param(2, *EAGERLY, id="2-eager"),
         pytest.param(3, *EAGERLY, id="3-eager"),
         pytest.param(2, *PARTS, id="2-parts"),
-        pytest.param(3, *WHOLE, id="3-whole", marks=pytest.mark.slow),
-        pytest.param(3, *PARTS, id="3-parts", marks=pytest.mark.slow),
         pytest.param(2, *WHOLE, id="2-whole", marks=pytest.mark.slow),
-        pytest.param(2, *ONE_SIDED, id="2-one-sided", marks=pytest.mark.slow),
         pytest.param(3, *ONE_SIDED, id="3-one-sided", marks=pytest.mark.slow),
     ],
 )

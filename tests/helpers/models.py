@@ -149,6 +149,13 @@ class TiedBlock(OneBlock):
     tied = True
 
 
+def made_one_mlp(model: TinyTransformer) -> None:
+    """Of all blocks the first one's MLP is left, where compiling should take little and what is built matters: dropout in it, or
+    how blocks are called."""
+    del model.blocks[1:]
+    model.blocks[0] = model.blocks[0].mlp  # type: ignore[assignment]
+
+
 class OneLayer(OneBlock):
     """Two matrices in place of a block, where compiling should take little: embeddings and a norm are what they were."""
 
