@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.models import OneMLP, build, make_batches
+from tests.helpers.models import CalledTwice, build, make_batches
 from tests.helpers.oracle import assert_close_relative, shard_batch
 from tests.helpers.sharded import BACKENDS, EAGER, adamw, engine_for, train_plain, train_sharded
 from tests.ranks.pool import Ranks
 
-CASE, STEPS, SAMPLES = OneMLP, 3, 12
+CASE, STEPS, SAMPLES = CalledTwice, 3, 12
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 

@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 from tests.helpers.memory import gathered_weights
 from tests.helpers.models import Batch, Case, build, make_batches
-from tests.helpers.oracle import assert_close_relative, train_reference
+from tests.helpers.oracle import Reference, assert_close_relative, train_reference
 from tests.helpers.sharded import BACKENDS, EAGER, adamw, engine_for, sgd, train_case, train_plain, train_sharded
 from tests.ranks.pool import Ranks
 
@@ -140,49 +140,50 @@ class Fragile(Case):
         return self.third(torch.tanh(self.maybe_trip(x)))
 
 
-def trip_and_go_on(backend: str, where: str, at: int) -> dict[str, Any]:
+def trip_and_go_on(backend: str, trips: dict[int, str]) -> tuple[list[dict[str, Any]], Reference]:
+    """What each exception left behind, and the training as it went on."""
     model = build(Fragile)
-    batches = make_batches(Fragile, 5, SAMPLES)
+    found, out = [], Reference()
     with engine_for(model, backend, reduce_bucket_mb=0.002) as engine:
         optimizer = adamw(model)
-        out = train_sharded(engine, model, batches[:at], optimizer)
-        with gathered_weights() as gathered:
-            model.where = where
-            message = ""
-            try:
-                train_sharded(engine, model, [batches[at]], optimizer)
-            except RuntimeError as error:
-                message = str(error)
-            model.where = ""
-            engine.cycle.reset()
-            optimizer.zero_grad()
-            gc.collect()
-            left = gathered.left()
-        watched = engine.executor.counters()["watched_weights"]
-        rest = train_sharded(engine, model, batches[at:], optimizer)
-        return {
-            "message": message,
-            "gathered": gathered.count,
-            "left": left,
-            "watched": watched,
-            "losses": out.losses + rest.losses,
-            "grads": out.grads + rest.grads,
-            "params": out.params + rest.params,
-        }
+        for step, batch in enumerate(make_batches(Fragile, 5, SAMPLES)):
+            if step in trips:
+                with gathered_weights() as gathered:
+                    model.where = trips[step]
+                    message = ""
+                    try:
+                        train_sharded(engine, model, [batch], optimizer)
+                    except RuntimeError as error:
+                        message = str(error)
+                    model.where = ""
+                    engine.cycle.reset()
+                    optimizer.zero_grad()
+                    gc.collect()
+                    left = gathered.left()
+                watched = engine.executor.counters()["watched_weights"]
+                found.append({"message": message, "gathered": gathered.count, "left": left, "watched": watched})
+            one = train_sharded(engine, model, [batch], optimizer)
+            for what in ("losses", "grads", "params"):
+                getattr(out, what).extend(getattr(one, what))
+    return found, out
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(
-    ("world_size", "at", "backend"), [*((2, at, backend) for at in (0, 2) for backend in BACKENDS), (3, 2, EAGER)]
-)
-def test_training_goes_on_after_an_exception(ranks: Ranks, world_size: int, at: int, where: str, backend: str) -> None:
-    """`at`: the step in which it is raised. The first is the one that finds out what to compile."""
+# The first step is the one that finds out what to compile.
+TRIPS = [{0: "forward", 2: "backward"}, {0: "backward", 2: "forward"}]
+
+
+@pytest.mark.parametrize("trips", TRIPS, ids=["forward first", "backward first"])
+@pytest.mark.parametrize(("world_size", "backend"), [*((2, backend) for backend in BACKENDS), (3, EAGER)])
+def test_training_goes_on_after_an_exception(
+    ranks: Ranks, world_size: int, trips: dict[int, str], backend: str
+) -> None:
     model = build(Fragile)
     expected = train_plain(model, make_batches(Fragile, 5, SAMPLES), adamw(model), world=world_size)
-    for out in ranks.run(world_size, trip_and_go_on, backend, where, at):
-        assert out["message"] == f"tripped in {where}"
-        assert out["gathered"] > 0
-        assert out["left"] == 0
-        assert out["watched"] == 0
+    for found, out in ranks.run(world_size, trip_and_go_on, backend, trips):
+        for where, trip in zip(trips.values(), found, strict=True):
+            assert trip["message"] == f"tripped in {where}"
+            assert trip["gathered"] > 0
+            assert trip["left"] == 0
+            assert trip["watched"] == 0
         for what in ("losses", "grads", "params"):
-            assert_close_relative(out[what], getattr(expected, what), 3e-6, atol=2e-8, what=what)
+            assert_close_relative(getattr(out, what), getattr(expected, what), 3e-6, atol=2e-8, what=what)

@@ -206,7 +206,7 @@ def peaks(backend: str, layers: int, autocast: bool, steps: int, leaky: bool = F
     return found
 
 
-FEW, MANY = 4, 16
+FEW, MANY = 3, 11
 GROWTH = 3.0  # weights; some room for what the measurement cannot see
 
 

@@ -111,20 +111,20 @@ STILL: dict[str, Any] = {
 }
 
 
-def alike(ranks: Ranks, device: Device | None, by_hand: dict[str, Any], steps: int = 7, **options: Any) -> Any:
-    """What both ranks decided, which is the same; their training is that of options set by hand, to the last bit."""
-    first, second = ranks.run(2, train, device, steps, **options)
-    for mine, theirs in zip((first, second), ranks.run(2, train, None, steps, **by_hand), strict=True):
+def alike(ranks: Ranks, device: Device | None, steps: int = 7, world_size: int = 2, **options: Any) -> Any:
+    """What all ranks decided, which is the same; their training is that of code that is not compiled, to the last bit."""
+    found = ranks.run(world_size, train, device, steps, **options)
+    for mine, theirs in zip(found, ranks.run(world_size, train, None, steps, compile=False), strict=True):
         assert mine["losses"] == theirs["losses"]
         assert same(mine["params"], theirs["params"])
-    for key in ("compiles_in", "activations", "offload", "kept"):
-        assert first[key] == second[key]
-    assert first["plan"]["chosen"] == second["plan"]["chosen"]
-    return first
+        for key in ("compiles_in", "activations", "offload", "kept"):
+            assert mine[key] == found[0][key]
+        assert mine["plan"]["chosen"] == found[0]["plan"]["chosen"]
+    return found[0]
 
 
 def test_with_room_left_weights_stay_after_some_steps(ranks: Ranks) -> None:
-    found = alike(ranks, Device(fuller=500_000), {"reshard_after_forward": False}, memory="auto")
+    found = alike(ranks, Device(fuller=500_000), memory="auto")
     assert found["compiles_in"] == [1, AGAIN]
     assert (found["activations"], found["offload"]) == (1.0, ())
     assert "backward" in found["kept"]
@@ -137,7 +137,7 @@ def test_with_room_left_weights_stay_after_some_steps(ranks: Ranks) -> None:
 def test_what_a_first_step_shows_is_planned_away_before_anything_is_compiled(ranks: Ranks) -> None:
     # 0.8 of what the eager step took count as activations: a fifth of them has to go, and after that all fits.
     memory = (HELD + 0.85 * SAVED) / GIB
-    found = alike(ranks, Device(), {"activation_memory_budget": 0.8}, memory=memory)
+    found = alike(ranks, Device(), world_size=1, memory=memory)
     assert found["compiles_in"][0] == 1
     assert len(found["compiles_in"]) <= 2
     assert found["activations"] < 1.0
@@ -146,7 +146,7 @@ def test_what_a_first_step_shows_is_planned_away_before_anything_is_compiled(ran
 
 def test_what_was_measured_to_be_too_much_is_compiled_once_more(ranks: Ranks) -> None:
     eager = Device(eager=1000)  # the first step shows nothing
-    found = alike(ranks, eager, {"activation_memory_budget": 0.5}, 13, memory=(HELD + 0.5 * SAVED) / GIB)
+    found = alike(ranks, eager, 13, memory=(HELD + 0.5 * SAVED) / GIB)
     assert found["compiles_in"] == [1, AGAIN]
     assert found["activations"] < 1.0
     assert found["plan"]["measured"] <= found["plan"]["limit"]
@@ -155,10 +155,9 @@ def test_what_was_measured_to_be_too_much_is_compiled_once_more(ranks: Ranks) ->
 
 @pytest.mark.slow
 def test_activations_leave_where_none_may_be_computed_again(ranks: Ranks) -> None:
-    by_hand = {"activation_memory_budget": 0.9, "offload": ("activations",)}
     memory = (HELD + 0.5 * SAVED) / GIB
     device = Device(eager=1000, may_leave=("optimizer", "activations"))
-    found = alike(ranks, device, by_hand, memory=memory, activation_memory_budget=0.9)
+    found = alike(ranks, device, world_size=1, memory=memory, activation_memory_budget=0.9)
     assert (found["activations"], found["offload"]) == (0.9, ("activations",))
     assert found["compiles_in"] == [1, AGAIN]
 

@@ -1,4 +1,4 @@
-"""Twenty steps of a small transformer on shards equal twenty steps of the plain model in one process."""
+"""Twelve steps of a small model on shards equal twelve steps of the plain model in one process."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.integrations.precision import FlatGradScaler
 from lightning_zero.sharding.refusals import plainly
-from tests.helpers.models import Case, TinyTransformer, build, make_batches
+from tests.helpers.models import Case, build, make_batches
 from tests.helpers.oracle import Batch, Reference, assert_close_relative, batches_for_rank, shard_batch, train_reference
 from tests.helpers.sharded import (
-    BACKENDS,
     EAGER,
     adamw,
     engine_for,
@@ -26,8 +26,8 @@ from tests.helpers.sharded import (
 )
 from tests.ranks.pool import Ranks
 
-STEPS, SAMPLES, CLIP = 20, 12, 0.25
-FOLLOWED = 10  # steps, each of which starts anew
+STEPS, SAMPLES, CLIP = 12, 12, 0.25
+FOLLOWED = 6  # steps, each of which starts anew
 
 # Arguments of the engine, and whether autocast is on.
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -42,9 +42,15 @@ def context_of(precision: str) -> Callable[[], Any]:
     return partial(torch.autocast, "cpu", torch.bfloat16) if precision in ("autocast", "bf16-mixed") else nullcontext
 
 
-class Transformer(TinyTransformer):
+class Counting(Case):
+    """Embedded, normed, through a layer and back; attention would take most of the time of compiling it."""
+
     def __init__(self) -> None:
-        super().__init__(dim=24, blocks=1)
+        super().__init__()
+        self.tokens = nn.Embedding(61, 24)
+        self.norm = nn.LayerNorm(24)
+        self.mlp = nn.Sequential(nn.Linear(24, 41), nn.GELU(), nn.Linear(41, 24))
+        self.head = nn.Linear(24, 61, bias=False)
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
@@ -53,9 +59,16 @@ class Transformer(TinyTransformer):
         ids = (start + torch.arange(9)) % 61
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
+    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        return self.head(x + self.mlp(self.norm(x)))
+
 
 def model_of(precision: str, kind: type[Case] | None = None) -> Case:
-    model = build(kind or Transformer)
+    model = build(kind or Counting)
     return model.bfloat16() if precision == "bf16-true" else model
 
 
@@ -71,7 +84,7 @@ def reference(
     with single_thread():
         return train_reference(
             model_of(precision),
-            make_batches(Transformer, STEPS, SAMPLES),
+            make_batches(Counting, STEPS, SAMPLES),
             make_optimizer,
             partial(loss_in, context_of(precision)),
             world=world,
@@ -86,7 +99,7 @@ def train(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> Reference:
     model = model_of(precision)
-    batches = make_batches(Transformer, STEPS, SAMPLES)
+    batches = make_batches(Counting, STEPS, SAMPLES)
     with engine_for(model, backend, **PRECISIONS[precision]) as engine:
         out = train_sharded(
             engine, model, batches, make_optimizer(model), clip_norm=clip, context=context_of(precision)
@@ -118,7 +131,7 @@ def test_unclipped_training_is_bitwise_that_of_one_process(
 
 @pytest.mark.parametrize(
     ("world_size", "backend"),
-    [(1, EAGER), (2, "aot_eager"), (2, EAGER), pytest.param(3, "aot_eager", marks=pytest.mark.slow), (3, EAGER)],
+    [*((world_size, EAGER) for world_size in (1, 2, 3)), (3, "aot_eager")],
 )
 def test_clipped_training_equals_one_process(ranks: Ranks, world_size: int, backend: str) -> None:
     out = ranks.run(world_size, train, "fp32", backend, CLIP, sgd)[0]
@@ -134,7 +147,7 @@ def follow(precision: str, backend: str) -> None:
     context = context_of(precision)
     optimizer, plain_optimizer = adamw(model), adamw(plain)
     with engine_for(model, backend, **PRECISIONS[precision]) as engine:
-        for step, batch in enumerate(make_batches(Transformer, FOLLOWED, SAMPLES)):
+        for step, batch in enumerate(make_batches(Counting, FOLLOWED, SAMPLES)):
             plain.load_state_dict(whole_params(engine, model))
             shares = []
             for share in range(engine.world_size):
@@ -186,10 +199,10 @@ def test_each_low_precision_step_equals_that_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_low_precision_loss_curve_lies_on_that_of_one_process(ranks: Ranks, precision: str) -> None:
-    out = ranks.run(3, train, precision, "aot_eager", CLIP)[0]
-    expected = reference(precision, 3, CLIP)
+def test_low_precision_loss_curve_lies_on_that_of_one_process(ranks: Ranks) -> None:
+    """Where there is a copy of the weights to be led astray by; without one, each step tells (above)."""
+    out = ranks.run(3, train, "bf16-mixed", "aot_eager", CLIP)[0]
+    expected = reference("bf16-mixed", 3, CLIP)
     assert_close_relative(out.losses, expected.losses, 1e-2, what="loss")
     assert expected.losses[-1] < 0.8 * expected.losses[0]
 
@@ -268,7 +281,9 @@ def train_with_scaler_in_one_process(world: int) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("world_size", "backend"), [*((world_size, EAGER) for world_size in (1, 2, 3)), (3, "aot_eager")]
+)
 def test_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, world_size: int, backend: str) -> None:
     expected = train_with_scaler_in_one_process(world_size)
     for rank, out in enumerate(ranks.run(world_size, train_with_scaler, backend)):
