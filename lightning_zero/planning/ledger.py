@@ -10,11 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.ops import to_copy
+from lightning_zero.compat.ops import to_copy, unsafe_view
 from lightning_zero.compat.tensors import TorchDispatchMode, tree_leaves
 
 __all__ = ["Ledger"]
 
+_aten = torch.ops.aten
+_NOTHING = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+}
 _COPIES = {to_copy, torch.ops.aten.clone.default}
 
 
@@ -31,6 +39,7 @@ class Ledger(TorchDispatchMode):
         alive: bytes, now.
         peak: the most so far.
         flops: floating-point operations of what ran here, by torch's formulas; counted where ``count`` is given.
+        moved: bytes that were read and written, likewise.
     """
 
     def __init__(self, weights: Iterable[Tensor] = (), count: Callable[..., int] | None = None) -> None:
@@ -72,7 +81,7 @@ class Ledger(TorchDispatchMode):
                 self._enter(tensor)
         if self._count is not None:
             self.flops += self._count(func, args, kwargs, result)
-            if not any(a is b for a in made for b in read):
+            if _moves(func) and not any(a is b for a in made for b in read):
                 self.moved += sum(tensor.nbytes for tensor in (*made, *read))
         return result
 
@@ -92,3 +101,12 @@ class Ledger(TorchDispatchMode):
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _moves(func: Any) -> bool:
+    """Whether an op reads and writes its tensors: views do not, nor what asks for a device or for empty memory, as
+    autograd does once or more for each gradient of a weight."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    views = any(alias is not None and not alias.is_write for alias in aliases)
+    nothing = func is unsafe_view or func.overloadpacket in _NOTHING
+    return func.namespace != "prim" and not views and not nothing

@@ -50,3 +50,21 @@ def test_casts_of_weights_do_not_count(mode: Any) -> None:
             assert ledger.peak == 0
             product = narrow @ narrow
             assert ledger.peak == product.nbytes
+
+
+@MODES
+def test_only_what_reads_or_writes_moves_bytes(mode: Any) -> None:
+    with mode():
+        weight = torch.empty(10, 10, requires_grad=True)
+        given = torch.empty(5, 10)
+        with Ledger([weight], count=lambda *_: 0) as ledger:
+            torch.empty(100)
+            torch.empty_like(given)
+            given.detach().view(2, 25).expand(3, 2, 25)
+            assert ledger.moved == 0
+            made = given + 1
+            assert ledger.moved == 2 * 200
+            weight.backward(torch.empty(10, 10))  # autograd takes what it is given
+            assert ledger.moved == 2 * 200
+            made.clone()
+            assert ledger.moved == 4 * 200
