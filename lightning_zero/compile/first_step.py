@@ -61,6 +61,7 @@ class FirstStep:
         self._begun = 0.0
         self._useless = 0  # bytes that the allocator could not give back
         self._passed: DeviceMemory | None = None  # when an optimizer was about to step
+        self._stepped = False
         self.before: DeviceMemory | None = None
         self.saves: SavedOnHost | None = None
 
@@ -73,9 +74,12 @@ class FirstStep:
 
     def optimizer_steps(self) -> None:
         """State is about to be made, which may not find room in what activations have left. Harmless when repeated."""
-        if self.saves is not None and self._passed is None:
+        if self.before is None or self._stepped:
+            return
+        self._stepped = True
+        if self.saves is not None:  # not the later one of several passes
             self._passed = self._gauge.read()
-            self._gauge.empty()
+        self._gauge.empty()
 
     def end(self) -> Shown:
         """Before anything else is trained: what it has taken. Peaks count anew."""
@@ -86,7 +90,7 @@ class FirstStep:
         passed = self._passed or now
         self._gauge.start(anew=True)
         took = max(passed.allocated - passed.resident, 0) + saves.nbytes
-        return Shown(now, took, saves.nbytes, seconds, self._passed is not None)
+        return Shown(now, took, saves.nbytes, seconds, self._stepped)
 
     def _excess(self) -> float:
         """Bytes by which more is saved than should be. What the allocator keeps is given back where the device would

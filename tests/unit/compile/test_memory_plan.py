@@ -147,9 +147,11 @@ def test_a_first_step_that_took_too_much_does_not_fit_and_both_phases_are_told()
     assert "expected peak" in warning
 
 
-def test_state_is_made_in_memory_that_was_given_back() -> None:
+@pytest.mark.parametrize("passes", [1, 3])
+def test_state_is_made_in_memory_that_was_given_back(passes: int) -> None:
     training = Simulated(30)
-    training.decided(training.config)
+    for _ in range(passes):
+        training.decided(training.config)
     given_back = training.given_back
     training.optimizer_steps()
     assert training.given_back == given_back + 1
