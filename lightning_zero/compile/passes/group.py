@@ -118,7 +118,8 @@ def _use(graph: Graph, group: Group, start: Node, before: Node, world_size: int)
             weight = graph.call_function(_view, (flat, list(node.meta["val"].shape)))
         flat.meta["val"] = buffer[offset : offset + numel]
         weight.meta.update({key: meta for key, meta in node.meta.items() if key not in (RECOMPUTE, "val")})
-        weight.meta["val"] = flat.meta["val"].view(node.meta["val"].shape)
+        shape = node.meta["val"].shape
+        weight.meta["val"] = flat.meta["val"] if len(shape) == 1 else flat.meta["val"].view(shape)
         node.replace_all_uses_with(weight)
         offset += _padded(node, world_size)
 
