@@ -36,7 +36,7 @@ def with_and_without(case: str | type[Case], backend: str, options: dict[str, An
         ("LoRA", "aot_eager", PLAIN, True),
         ("OddMLP", "aot_eager", RESIDENT, False),
         (TiedLayer, "aot_eager", STEP, True),
-        pytest.param("BranchByStep", "aot_eager", {"prefetch": False}, False, marks=pytest.mark.slow),
+        pytest.param("CalledTwice", "aot_eager", {"prefetch": False}, False, marks=pytest.mark.slow),
         ("OddMLP", EAGER, {}, False),
         ("NeverUsed", "aot_eager", PLAIN, False),
     ],

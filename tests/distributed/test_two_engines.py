@@ -95,11 +95,11 @@ def test_a_teacher_of_another_engine_only_teaches(ranks: Ranks) -> None:
 def a_model_for_each_part(parts: list[list[int]]) -> list[dict[str, torch.Tensor]]:
     mesh = Mesh.over(parts, torch.device("cpu"))
     number = next(n for n, part in enumerate(parts) if dist.get_rank() in part)
-    model = build("OddMLP", seed=number)
+    model = build("NeverUsed", seed=number)
     engine = Engine(mesh.device, config(compile_backend="aot_eager"), mesh=mesh)
     try:
         engine.shard(model)
-        return train_sharded(engine, model, make_batches("OddMLP", STEPS, SAMPLES), sgd(model)).params
+        return train_sharded(engine, model, make_batches("NeverUsed", STEPS, SAMPLES), sgd(model)).params
     finally:
         engine.close()
 
@@ -108,17 +108,17 @@ def test_parts_of_the_world_train_models_of_their_own(ranks: Ranks) -> None:
     parts = [[0, 2], [1]]
     found = ranks.run(3, a_model_for_each_part, parts)
     for number, part in enumerate(parts):
-        model = build("OddMLP", seed=number)
-        expected = train_plain(model, make_batches("OddMLP", STEPS, SAMPLES), sgd(model), world=len(part))
+        model = build("NeverUsed", seed=number)
+        expected = train_plain(model, make_batches("NeverUsed", STEPS, SAMPLES), sgd(model), world=len(part))
         for rank in part:
             for step, params in enumerate(found[rank]):
                 assert_close_relative(params, expected.params[step], 1e-6, 2e-8, what=f"params of rank {rank}")
 
 
 def what_stays_of_a_closed_engine(backend: str) -> list[str]:
-    model = build("OddMLP")
+    model = build("NeverUsed")
     with engine_for(model, backend) as engine:
-        train_sharded(engine, model, make_batches("OddMLP", 2, SAMPLES), sgd(model))
+        train_sharded(engine, model, make_batches("NeverUsed", 2, SAMPLES), sgd(model))
         # a group is threads and sockets: thousands of them, in a process that trains often
         gone = {
             "engine": weakref.ref(engine),
