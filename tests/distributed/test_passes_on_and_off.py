@@ -76,7 +76,7 @@ def copies_are_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> Non
 
 @pytest.fixture(scope="module")
 def tied(ranks: Ranks) -> list[list[tuple[Reference, dict[str, int]]]]:
-    """Trainings of a transformer with a tied weight in mixed precision: by rank; without prefetch, with it, with weights
+    """Trainings of a model with a tied weight in mixed precision: by rank; without prefetch, with it, with weights
     that stay, collected, and copied and resident."""
     return ranks.run(2, all_ways, TiedLayer, True, (OFF, ON, PERSISTENT, COLLECTED, RESIDENT), deadline=240)
 
