@@ -128,6 +128,9 @@ class _Graph:
         self._graph = torch.cuda.CUDAGraph()
         job.executor.graphs.begin(backward, backward and job.adding, job.segment if backward else -1)
         try:
+            if not backward:
+                # Graphs cannot use what is cached for others, the buckets among it that the books have just let go of.
+                torch.cuda.empty_cache()
             with capturing(self._graph, pool):
                 try:
                     run()
@@ -164,15 +167,20 @@ class CapturedPair:
         stream = beside._stream if beside is not None else torch.cuda.Stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
         executor.weights.sync_peers(ahead=True)  # or the graph would hold a wait, of one step for all
-        torch.cuda.empty_cache()  # graphs cannot use what is cached for others
-        reserved = torch.cuda.memory_reserved(device)
+        reserved = 0
         stream.wait_stream(current)
         self._executor = executor
         self.held = job.held()
         self._pool = beside._pool if beside is not None else torch.cuda.graph_pool_handle()
         with _joined(current, stream), torch.cuda.stream(stream), _own_workspaces(), job.holding(self.held):
             outputs: list[Tensor] = []
-            self._forward = _Graph(job, self._pool, lambda: outputs.extend(job.run()), backward=False)
+
+            def run() -> None:
+                nonlocal reserved
+                reserved = torch.cuda.memory_reserved(device)
+                outputs.extend(job.run())
+
+            self._forward = _Graph(job, self._pool, run, backward=False)
             self._outputs = [output.detach() for output in outputs]
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
             wanted = [output for output in outputs if output.requires_grad]

@@ -85,11 +85,16 @@ class Simulated(MeasuredBudget):
 def test_what_a_first_step_shows_is_planned_away_though_the_optimizer_made_its_state_after_it() -> None:
     training = Simulated(18, eager=8.0)
     decided = training.run()
-    # It took 8 GiB beside 10, which is all there is; and what comes has 4 more of state.
-    assert decided[0] == (1, 0.3)
+    # It took 8 GiB beside 10, which is all there is; and what comes has 4 more of state. Later, 0.5 would just fit.
+    assert decided == [(1, 0.3)]
     assert training.plan is not None
     assert training.plan.fits
     assert training.warned == []
+
+
+def test_more_activations_than_were_measured_have_to_leave_some_room() -> None:
+    # 18 GiB with half of them; all would be 22, but for the doubt about 4 GiB more.
+    assert Simulated(22.4, eager=12.4).run() == [(1, 0.5), (5, 0.6)]
 
 
 def test_what_was_expected_and_held_is_decided_once_more_at_most() -> None:
