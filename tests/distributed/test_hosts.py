@@ -158,7 +158,8 @@ def test_replicas_on_all_hosts_equal_one_process_and_each_other(
 @pytest.mark.parametrize(
     ("options", "gathers", "reductions"),
     [
-        (REPLICAS | {"reduce_across": "step"}, 0, 2),  # an all-reduce goes there and back
+        # an all-reduce goes there and back
+        pytest.param(REPLICAS | {"reduce_across": "step"}, 0, 2, marks=pytest.mark.slow),
         pytest.param(REPLICAS, 0, 2 * MICRO, marks=pytest.mark.slow),
         ({"reduce_across": "step"}, 1, 1),
         ({}, 1, MICRO),

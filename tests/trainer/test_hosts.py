@@ -70,8 +70,12 @@ def both(kind: str, trainer: dict[str, Any], options: dict[str, Any]) -> tuple[A
         ("eager", {"gradient_clip_val": 0.1}, HOSTS),
         ("compiled", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, HOSTS | {"reduce_across": "step"}),
         ("eager", {"accumulate_grad_batches": 3}, HOSTS | {"reduce_across": "step"}),
-        ("compiled", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, REPLICAS),
-        pytest.param("eager", {"gradient_clip_val": 0.1}, REPLICAS | {"reduce_across": "step"}, marks=pytest.mark.slow),
+        (
+            "eager",
+            {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+            REPLICAS | {"reduce_across": "step"},
+        ),
+        pytest.param("compiled", {"gradient_clip_val": 0.1}, REPLICAS, marks=pytest.mark.slow),
         ("compiled", {"accumulate_grad_batches": 2}, HOSTS | {"shard_compute_copy": "all"}),
     ],
     ids=[
@@ -79,7 +83,7 @@ def both(kind: str, trainer: dict[str, Any], options: dict[str, Any]) -> tuple[A
         "accumulated, reduced once",
         "eager, reduced once",
         "replicas",
-        "eager replicas",
+        "compiled replicas",
         "no copy per host",
     ],
 )
