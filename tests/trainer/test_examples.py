@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,10 +35,16 @@ class WithoutCode(L.Trainer):
         super().__init__(**arguments | {"enable_progress_bar": False, "enable_model_summary": False})
 
 
-ONE_LAYER: dict[str, Any] = {  # of what an example has several of
-    "train_gpt": lambda example: patch.dict(example.SHAPES, tiny=replace(example.SHAPES["tiny"], layers=1)),
-    "mixture_of_experts": lambda example: patch.object(example, "Model", partial(example.Model, layers=1)),
-}
+@contextmanager
+def smaller(example: Any) -> Iterator[None]:
+    """One layer of what an example has several of, and less to validate."""
+    with ExitStack() as stack:
+        if example.__name__ == "train_gpt":
+            stack.enter_context(patch.dict(example.SHAPES, tiny=replace(example.SHAPES["tiny"], layers=1)))
+            stack.enter_context(patch.object(sys.modules["gpt.data"], "VALIDATION_WINDOWS", 32))
+        if example.__name__ == "mixture_of_experts":
+            stack.enter_context(patch.object(example, "Model", partial(example.Model, layers=1)))
+        yield
 
 
 def run(name: str, arguments: list[str], folder: str) -> tuple[int, dict[str, float]]:
@@ -47,7 +54,7 @@ def run(name: str, arguments: list[str], folder: str) -> tuple[int, dict[str, fl
         patch.object(L, "Trainer", WithoutCode),
     ):
         example = importlib.import_module(name)
-        with ONE_LAYER.get(name, lambda example: nullcontext())(example):
+        with smaller(example):
             trainer = example.main(arguments)
     return trainer.global_step, {name: float(value) for name, value in trainer.callback_metrics.items()}
 

@@ -154,7 +154,7 @@ def _with_callback_under(home: str, *kinds: str) -> list[dict[str, Any]]:
     return [_with_callback(kind, home) for kind in kinds]
 
 
-@pytest.mark.parametrize("kind", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "captured"])
+@pytest.mark.parametrize("kind", ["eager", "captured"])
 def test_best_and_last_of_model_checkpoint(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     for ddp, ours in ranks.run(2, _with_callback_under, str(tmp_path), "ddp", kind):
         name, score, files = ours.pop("best")

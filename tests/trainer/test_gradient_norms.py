@@ -96,8 +96,9 @@ def _normed_under(kinds: list[str], make: Any = Normed, ours: bool = False, **ar
     return {kind: _normed(kind, make, ours, **arguments) for kind in kinds}
 
 
-@pytest.mark.parametrize("kind", ["eager", "captured", "compiled"])
-@pytest.mark.parametrize("ours", [False, True], ids=["Lightning's", "ours"])
+@pytest.mark.parametrize(
+    ("ours", "kind"), [(False, "captured"), (False, "compiled"), (True, "eager"), (True, "captured")]
+)
 def test_logged_norms_equal_ddps(ranks: Ranks, kind: str, ours: bool) -> None:
     for result in ranks.run(2, _normed_under, ["ddp", kind], ours=ours):
         (seen, logged), (expected, expected_logged) = result[kind], result["ddp"]

@@ -178,8 +178,10 @@ WAYS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_goes_on_elsewhere(ranks: Ranks, written: tuple[str, list[float]], world_size: int) -> None:
     home, losses = written
+    # others' strategies read a file on four ranks as they do on two
+    ways = [way for way in WAYS if way[0] == "eager" or world_size == 2]
     for resumed in ranks.run(
-        world_size, _going_on, [(kind, chosen, f"{home}/{name}.ckpt") for kind, chosen, name in WAYS]
+        world_size, _going_on, [(kind, chosen, f"{home}/{name}.ckpt") for kind, chosen, name in ways]
     ):
         for way, found in resumed.items():
             assert_close_relative(found, losses[3:], 5 * RTOL, what=f"{way} on {world_size} ranks: ")

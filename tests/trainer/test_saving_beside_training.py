@@ -190,6 +190,8 @@ def _named_alike(kind: str, home: str) -> dict[str, Any]:
     save after training, which goes on beside nothing."""
     module = MODULES["Scheduled"]()
     keeps = ModelCheckpoint(home, "best", monitor="step", mode="max", save_top_k=2, every_n_train_steps=1)
+    known: list[int] = []
+    module.on_train_batch_start = lambda *_: known.append(len(keeps.best_k_models))  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as monkeypatch:
         _slowly(monkeypatch)
         trainer = make_trainer(
@@ -210,7 +212,7 @@ def _named_alike(kind: str, home: str) -> dict[str, Any]:
     steps = {
         torch.load(f"{path}/meta.pt" if kind == "sharded" else path)["global_step"] for path in keeps.best_k_models
     }
-    return {"found": found, "there": there, "same": same, "steps": steps}
+    return {"found": found, "there": there, "same": same, "steps": steps, "known": known}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,6 +222,7 @@ def test_names_of_saves_that_go_on_are_taken_and_nothing_goes_on_after_training(
     for found in ranks.run(2, _named_alike, kind, str(tmp_path)):
         assert found["found"] == ["best-v1.ckpt", "best.ckpt"]
         assert found["steps"] == {3, 4}
+        assert found["known"] == [0, 1, 2, 2], "two of one name"
         assert found["there"], "it was saved, and is not there"
         assert found["same"]
 

@@ -63,9 +63,10 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "weights": ({"save_weights_only": True, "every_n_train_steps": 6, "save_top_k": -1}, {}),
     "by the clock": ({"train_time_interval": timedelta(seconds=25), "save_top_k": -1}, {}),
 }
-# When to save does not depend on how, so that what is written beside training as folders is only tried where names and
-# folders of saves that go on may be in each other's way.
+# When to save does not depend on how, so that what is written beside training is only tried where names and folders of
+# saves that go on may be in each other's way, and without optimizers.
 NAMING = (
+    "weights",
     "the best two",
     "the worst, in folders of its own",
     "the last only",
@@ -111,7 +112,7 @@ def _fit(kind: str, home: str, name: str, path: str | None = None, **more: Any) 
 
 @forked_writers()
 def _all_ways(kind: str, home: str) -> dict[str, Any]:
-    ways = NAMING if kind == "sharded, async" else WAYS
+    ways = NAMING if kind.endswith("async") else WAYS
     found = {name: _fit(kind, f"{home}/{number}", name) for number, name in enumerate(ways)}
     # one that goes on knows which were the best, and removes them when others are better
     _fit(kind, f"{home}/resumed", "the best two", max_epochs=1)
