@@ -239,7 +239,10 @@ def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
     graph = make_fx(traced, tracing_mode="fake")(*arguments)
     # Inductor would time two ways to launch the kernel, on clones of everything that it writes: of all this rank's
     # weights and moments, or, where there is no room, by way of the host, which takes minutes.
-    compiled: Any = inductor_compile(graph, list(arguments), options={"triton.autotune_pointwise": False})
+    # By the second option no multiplication is fused with an addition: which ones are would depend on the kernel, and
+    # stretches of other sizes, or of other members, would round otherwise than the whole segment.
+    options = {"triton.autotune_pointwise": False, "emulate_precision_casts": True}
+    compiled: Any = inductor_compile(graph, list(arguments), options=options)
     return lambda *inputs: dict(zip(names, compiled(*inputs), strict=True))
 
 
