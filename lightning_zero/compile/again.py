@@ -17,5 +17,6 @@ def why_again() -> str | None:
     reason = metrics_context()._metrics.get("recompile_reason")
     if not reason or "BACKEND_MATCH" in reason:
         return None
-    guard, *_ = re.sub(r"^\d+/\d+(_\d+)?: ", "", reason).splitlines()
+    lines = re.sub(r"^\d+/\d+(_\d+)?: ?", "", reason).splitlines()
+    guard = lines[0] if lines else "Dynamo does not say which guard failed"
     return guard if len(guard) <= LONGEST else f"{guard[:LONGEST]} ..."

@@ -10,6 +10,7 @@ import logging
 import torch
 from torch import Tensor
 
+from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.config import CompileConfig
 
 __all__ = ["warm_up"]
@@ -20,7 +21,8 @@ log = logging.getLogger(__name__)
 def warm_up(config: CompileConfig, device: torch.device) -> None:
     """Compiles a small function and its derivative. On CPUs without generating code, for which the compilers that build
     the executor are needed."""
-    if not config.enabled:
+    # With compiler collectives ranks compile together, and not all may have come before the executor was built.
+    if not config.enabled or dynamo_config.enable_compiler_collectives:
         return
     backend = config.backend if device.type != "cpu" else "aot_eager"
     try:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compile.warm_up import warm_up
 from lightning_zero.config import CompileConfig
 
@@ -29,9 +30,11 @@ def test_on_cpus_nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends == ["aot_eager"]
 
 
-def test_where_nothing_is_compiled_nothing_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_is_compiled_or_only_together_nothing_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     backends = asked(monkeypatch)
     warm_up(CompileConfig(enabled=False), CPU)
+    with dynamo_config.patch(enable_compiler_collectives=True):
+        warm_up(CompileConfig(), CPU)
     assert backends == []
 
 
