@@ -74,7 +74,7 @@ class Baseline:
         self.matmul = torch.get_float32_matmul_precision()
         gc.collect()
         gc.freeze()  # else every clean-up walks all that torch and Lightning ever imported
-        gc.set_threshold(20_000, 20, 20)  # tracing makes so many objects that clean-ups took a twentieth of the time
+        gc.set_threshold(200_000, 50, 50)  # tracing makes so many objects that clean-ups took a twentieth of the time
 
     def restore(self) -> None:
         import numpy

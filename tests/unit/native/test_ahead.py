@@ -15,6 +15,7 @@ from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.build import build, is_built
 from lightning_zero.native.commands import children
+from tests.helpers.command import WITHOUT_LIGHTNING
 from tests.unit.native.stand_in import WRITE, Compiler
 
 SLOW = "sleep 30"
@@ -138,7 +139,7 @@ def test_an_owner_that_goes_away_takes_the_build_with_it(
 
 def test_a_program_that_ends_does_not_wait_and_leaves_nothing(slowly: Compiler, tmp_path: Path) -> None:
     script = (
-        "import time, lightning_zero.native.ahead as a\n"
+        f"{WITHOUT_LIGHTNING}\nimport time, lightning_zero.native.ahead as a\n"
         "class Owner: pass\n"
         "owner = Owner(); ahead = a.BuildAhead(owner)\n"
         f"while not open({str(slowly.log)!r}, 'a+').seek(0, 2) > 200: time.sleep(0.02)\n"
