@@ -5,7 +5,7 @@ import pytest
 from tests.native.sequences import run_sequences
 from tests.ranks.pool import Ranks
 
-SEQUENCES = {1: 300, 2: 160, 3: 80}
+SEQUENCES = {1: 400, 2: 200, 3: 160}
 
 
 @pytest.mark.parametrize(
