@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.large import WEIGHT, Few, fit
 from tests.helpers.resident import MIB, Held, holding
 from tests.helpers.trainer import close
 from tests.ranks.pool import Ranks
-from tests.trainer.test_host_memory import WEIGHT, Few, fit
 
 pytestmark = pytest.mark.gpu(2)
 

@@ -13,42 +13,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
 
 from lightning_zero import export_safetensors, load_safetensors
 from lightning_zero.cli.main import main
 from tests.helpers import deepspeed
+from tests.helpers.large import LAYERS, WEIGHT, Few, fit
 from tests.helpers.resident import MIB, Held, holding
-from tests.helpers.trainer import Regression, close, make_trainer
+from tests.helpers.trainer import close
 from tests.ranks.pool import Ranks
 
-WIDTH, LAYERS = 1536, 4
-WEIGHT = WIDTH * WIDTH * 4  # bytes of one
 ALL = 3 * LAYERS * WEIGHT  # with what Adam keeps
 MARGIN = 8 * MIB  # of the interpreter, and of blocks that are compared
 ON_THE_WAY = 3 * WEIGHT + MARGIN  # gloo's threads hold what was gathered a moment longer
-
-
-class Few(Regression):
-    """Large weights, each cut as soon as it is built."""
-
-    layers = LAYERS
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential()
-
-    def configure_model(self) -> None:
-        for _ in range(self.layers - len(self.net)):
-            self.net.append(nn.Linear(WIDTH, WIDTH, bias=False))
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-4)
 
 
 class Parallel(Few):
@@ -56,15 +33,6 @@ class Parallel(Few):
         super().configure_model()
         for layer in self.net:
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-
-
-def fit(path: str | None = None, steps: int = 1, module: Any = None, **arguments: Any) -> tuple[Any, Any]:
-    """One step; from a checkpoint on, which was saved after that, none."""
-    module = module or Few()
-    trainer = make_trainer("eager", max_steps=steps, max_epochs=-1, **arguments)
-    trainer.fit(module, DataLoader(torch.ones(6, WIDTH), batch_size=1), ckpt_path=path)
-    assert trainer.global_step == steps
-    return module, trainer
 
 
 def _held(do: Callable[..., Any], *args: Any, **options: Any) -> Held:
