@@ -40,7 +40,7 @@ class Training:
                 at = (record.shard.data_ptr() - begin.data_ptr()) // 4
                 record.on_host = record.shard.detach()
                 record.memory = {Role.COMPUTE_COPY: copies[at : at + record.shard.numel()]}
-        self.stepper = OptimizerStepper(self.optimizer, self.sharder, None, capture, True, host, narrow)  # type: ignore[arg-type]
+        self.stepper = OptimizerStepper(self.optimizer, self.sharder, capture, True, host, narrow)
 
     def mark(self, indices: list[int], written: bool) -> None:
         self.marked = self.marked | {*indices} if written else self.marked - {*indices}
