@@ -81,7 +81,7 @@ def plan(
     config = _config(kind, options).over(hosts, inside)
     replicas = config.tuning.replicate_over is not None
     holders = inside if replicas else world_size
-    check_masters(config, 1 if replicas else hosts)
+    check_masters(config, hosts)
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         cuts = cut(module, holders, kind.own)
