@@ -68,6 +68,9 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "lightning.fabric.strategies.ParallelStrategy": lightnings("lightning.fabric.strategies.DDPStrategy"),
     "lightning.pytorch.LightningModule": lightnings("lightning.pytorch.LightningModule"),
     "lightning.pytorch.callbacks.WeightAveraging": lightnings("lightning.pytorch.callbacks.WeightAveraging"),
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector": lightnings(
+        "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector", None
+    ),
     "lightning.pytorch.Trainer": lightnings(
         "lightning.pytorch.Trainer", accelerator="cpu", logger=False, enable_checkpointing=False
     ),
