@@ -17,6 +17,7 @@ from lightning_zero.compat.autograd import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.reach import reach
 from lightning_zero.offload.saved import SavedOnHost, SavedTensor
+from lightning_zero.offload.unchanged import Unchanged
 from lightning_zero.sharding.full import gather_full
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
@@ -35,24 +36,25 @@ class _Note(NamedTuple):
 
 
 def regather_saved_weights(sharder: Sharder, rest: SavedOnHost | None = None) -> AbstractContextManager[Any]:
-    """Within the context autograd saves no gathered weight; ``rest`` packs what else it saves."""
+    """Within the context autograd saves no gathered weight; ``rest`` packs what else it saves, of which an error says
+    when it was changed before backward, as torch says it without hooks."""
     find = sharder.executor.weights.find_gathered
 
-    def pack(tensor: Tensor) -> Tensor | _Note | SavedTensor:
+    def pack(tensor: Tensor) -> Tensor | _Note | Unchanged | SavedTensor:
         index = find(tensor)
         record = sharder.records[index] if index >= 0 else _record_of_cast(tensor, sharder)
         if record is None:
-            return tensor if rest is None else rest.pack(tensor)
+            return Unchanged.of(tensor) if rest is None else rest.pack(tensor)
         if not _covers(tensor, record):
-            return tensor
+            return tensor.detach()  # or it would keep itself alive, where it is saved by what has made it
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         with plainly():
             return _Note(record, record.param._version, tensor.dtype, *view)
 
-    def unpack(saved: Tensor | _Note | SavedTensor) -> Tensor:
+    def unpack(saved: Tensor | _Note | Unchanged | SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if isinstance(saved, SavedTensor):
+        if not isinstance(saved, _Note):
             return saved.unpack()
         with plainly():
             version = saved.record.param._version

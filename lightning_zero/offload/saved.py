@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.memory import free_bytes
+from lightning_zero.offload.unchanged import Unchanged
 
 __all__ = ["SavedOnHost", "SavedTensor"]
 
@@ -32,13 +33,22 @@ class _Memory:
         self.source = weakref.ref(storage)
         self.version = tensor._version
         self.device = tensor.device
-        self.flat: Tensor = _over(storage, torch.uint8, (storage.nbytes(),), (1,), 0)  # keeps the storage
+        self.here: Unchanged | None = Unchanged.of(tensor)  # keeps the storage
+        self.flat: Tensor = _over(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
 
     def leave(self) -> int:
+        if self.here is None or not self.here.holds:
+            return 0  # what is wanted is not there any more, which backward will hear
         host = torch.empty(self.flat.numel(), dtype=torch.uint8)
         host.copy_(self.flat)
-        self.flat = host
+        self.flat, self.here = host, None
         return host.numel()
+
+    def there(self) -> Tensor:
+        """All of it, on its device."""
+        if self.here is not None:
+            self.here.unpack()
+        return self.flat.to(self.device)
 
 
 class SavedTensor(NamedTuple):
@@ -51,8 +61,12 @@ class SavedTensor(NamedTuple):
     offset: int
 
     def unpack(self) -> Tensor:
-        """The tensor, on its device."""
-        there = self.memory.flat.to(self.memory.device)
+        """The tensor, on its device.
+
+        Raises:
+            RuntimeError: it was changed before it left.
+        """
+        there = self.memory.there()
         return _over(there.untyped_storage(), self.dtype, self.size, self.stride, self.offset)
 
 
@@ -76,10 +90,10 @@ class SavedOnHost:
         self._known: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
         self._here: deque[weakref.ref[_Memory]] = deque()  # the oldest first
 
-    def pack(self, tensor: Tensor) -> Tensor | SavedTensor:
+    def pack(self, tensor: Tensor) -> Unchanged | SavedTensor:
         """What is to be saved in the tensor's place."""
         if not self._may_leave(tensor):
-            return tensor
+            return Unchanged.of(tensor)
         memory = self._memory(tensor)
         self._make_room()
         return SavedTensor(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))

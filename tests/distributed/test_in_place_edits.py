@@ -248,3 +248,37 @@ def test_an_edit_in_forward_arrives_or_raises(ranks: Ranks, backend: str) -> Non
     model = build(EditsItself)
     expected = train_plain(model, make_batches(Net, 4, SAMPLES), sgd(model))
     assert_close_relative(out.params, expected.params, 1e-6, what="params")
+
+
+class OverwritesWhatItNeeds(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        out = self.second(self.norm(torch.tanh(hidden)))
+        return out + torch.sigmoid(hidden.square()).mean() * hidden.mul_(2).mean()
+
+
+def overwritten(sharded: bool) -> str:
+    model, batch = build(OverwritesWhatItNeeds), Net.make_batch(0, SAMPLES)
+    if not sharded:
+        with pytest.raises(RuntimeError) as error:
+            model.loss(batch).backward()
+        return str(error.value)
+    with engine_for(model, "eager") as engine:
+        with engine.train_step():
+            loss = model.loss(batch)
+        with pytest.raises(RuntimeError) as error:
+            loss.backward()
+    return str(error.value)
+
+
+def both_overwritten() -> list[str]:
+    return [overwritten(sharded) for sharded in (False, True)]
+
+
+@pytest.mark.parametrize("world_size", [1])
+def test_activations_that_were_changed_before_backward_are_an_error_as_without_sharding(
+    ranks: Ranks, world_size: int
+) -> None:
+    [messages] = ranks.run(world_size, both_overwritten)
+    for message in messages:
+        assert "has been modified by an inplace operation" in message

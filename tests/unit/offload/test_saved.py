@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from lightning_zero.offload import saved
 from lightning_zero.offload.saved import SavedOnHost, SavedTensor
+from lightning_zero.offload.unchanged import Unchanged
 
 CPU = torch.device("cpu")
 
 
-def unpack(value: Tensor | SavedTensor) -> Tensor:
-    return value.unpack() if isinstance(value, SavedTensor) else value
+def unpack(value: Unchanged | SavedTensor) -> Tensor:
+    return value.unpack()
 
 
 def net() -> nn.Module:
@@ -100,7 +101,9 @@ def test_what_is_small_or_lies_elsewhere_stays_as_it_is() -> None:
         torch.eye(1000).to_sparse(),
         nn.Parameter(big(1000, 1.0)),
     ):
-        assert saves.pack(tensor) is tensor
+        packed = saves.pack(tensor)
+        assert isinstance(packed, Unchanged)
+        assert packed.unpack().data_ptr() == tensor.data_ptr() if tensor.layout is torch.strided else True
     assert saves.nbytes == 0
 
 
@@ -109,3 +112,17 @@ def test_a_host_that_is_full_takes_nothing() -> None:
     with patch.object(saved, "free_bytes", lambda: 100):
         assert torch.equal(unpack(saves.pack(big(100, 1.0))), big(100, 1.0))
     assert saves.nbytes == 0
+
+
+def test_what_was_changed_while_it_was_here_is_an_error_and_does_not_leave() -> None:
+    room = [-1.0, -1.0, 1e9]
+    saves = SavedOnHost(CPU, lambda: room.pop(0), least_bytes=1)
+    tensor, other = big(100, 1.0), big(100, 2.0)
+    packed, then = saves.pack(tensor), saves.pack(other)
+    tensor.mul_(2)
+    later = saves.pack(big(100, 3.0))
+    assert saves.nbytes == 2 * 400
+    for value, expected in ((then, 2.0), (later, 3.0)):
+        assert torch.equal(unpack(value), big(100, expected))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of 100 in float32"):
+        unpack(packed)
