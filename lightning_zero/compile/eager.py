@@ -40,6 +40,8 @@ def regather_saved_weights(sharder: Sharder, rest: SavedOnHost | None = None) ->
     when it was changed before backward, as torch says it without hooks."""
     find = sharder.executor.weights.find_gathered
 
+    # Dynamo runs code that it cannot trace, as recurrent modules, and would compile what is called from there.
+    @torch.compiler.disable
     def pack(tensor: Tensor) -> Tensor | _Note | Unchanged | SavedTensor:
         index = find(tensor)
         record = sharder.records[index] if index >= 0 else _record_of_cast(tensor, sharder)
@@ -51,6 +53,7 @@ def regather_saved_weights(sharder: Sharder, rest: SavedOnHost | None = None) ->
         with plainly():
             return _Note(record, record.param._version, tensor.dtype, *view)
 
+    @torch.compiler.disable
     def unpack(saved: Tensor | _Note | Unchanged | SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
