@@ -27,7 +27,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if not all(Path(arg).is_dir() for arg in config.args) or config.option.collectonly:
         return None
     slow = config.getoption("--slow")
-    what = "all tests, those marked slow, too: 17 to 24" if slow else "what is quick (--slow runs all): 8 to 11"
+    what = "all tests, those marked slow, too: 12 to 14" if slow else "what is quick (--slow runs all): 6 to 8"
     return f"lightning_zero: {what} minutes on two cores, one more where the C++ executor has to be built; without GPUs by gloo"
 
 
