@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers.models import Batch, BranchByStep, Case, build
+from tests.helpers.models import Batch, BranchByStep, Case, NextToken, build
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import BACKENDS, EAGER, sgd, train_case, train_plain
 from tests.ranks.pool import Ranks
@@ -13,7 +12,7 @@ from tests.ranks.pool import Ranks
 SAMPLES = 12
 
 
-class Lengths(Case):
+class Lengths(NextToken):
     """Every second micro-batch is shorter and smaller."""
 
     def __init__(self) -> None:
@@ -27,9 +26,6 @@ class Lengths(Case):
         n, length = (n, 8) if seed % 2 == 0 else (n // 2, 5)
         drawn = torch.randint(29, (n, length + 1), generator=torch.Generator().manual_seed(seed))
         return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-
-    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(torch.tanh(self.tokens(ids) + self.positions[: ids.size(1)]))

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph
 
@@ -13,7 +12,7 @@ from lightning_zero.errors import RankMismatchError
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import Costs
 from tests.helpers.forks import Forks, run_forks
-from tests.helpers.models import Batch, Case, TinyTransformer, build, make_batches
+from tests.helpers.models import NextToken, build, make_batches
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
 from tests.ranks.pool import RankFailure, Ranks
@@ -25,7 +24,7 @@ LENGTHS = [[8, 3, 8, 8, 5, 6], [8, 8, 8, 6, 8, 4], [4, 8, 7, 8, 8, 8]]  # [rank]
 BALANCED = Costs(((1, 1e-9),), DeviceSpeed({torch.float32: 1e10}, 1e12, 1e-9))
 
 
-class Residual(Case):
+class Residual(NextToken):
     """What a batch's length decides about, without what takes long to compile."""
 
     def __init__(self) -> None:
@@ -33,13 +32,6 @@ class Residual(Case):
         self.tokens = nn.Embedding(61, 32)
         self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
         self.head = nn.Linear(32, 61, bias=False)
-
-    @staticmethod
-    def make_batch(seed: int, n: int) -> Batch:
-        return TinyTransformer.make_batch(seed, n)
-
-    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.memory import allocations
-from tests.helpers.models import Batch, Case
+from tests.helpers.models import Batch, NextToken
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import EAGER, engine_for, train_plain, train_sharded, whole_params
 from tests.ranks.pool import Ranks
@@ -29,7 +29,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x)) * self.scale
 
 
-class Model(Case):
+class Model(NextToken):
     """Initialised in all the ways that are usual."""
 
     def __init__(self, blocks: int = 3, dim: int = 19) -> None:
@@ -60,9 +60,6 @@ class Model(Case):
     def make_batch(seed: int, n: int) -> Batch:
         drawn = torch.randint(29, (n, 6), generator=torch.Generator().manual_seed(seed))
         return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-
-    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -16,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.helpers.models import Batch, Case, TinyTransformer
+from tests.helpers.models import Batch, Case, NextToken
 
 WRAPPED = "_checkpoint_wrapped_module."  # what a wrapper puts into the names of parameters
 
@@ -39,7 +38,7 @@ class _Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-class Blocks(Case):
+class Blocks(NextToken):
     """Two blocks, each called by ``call``. Dropout at rates that a seed of the batch decides."""
 
     call: Call = staticmethod(plainly)
@@ -50,13 +49,6 @@ class Blocks(Case):
         self.tokens = nn.Embedding(61, 24)
         self.blocks = nn.ModuleList(_Block(24, self.dropout) for _ in range(2))
         self.head = nn.Linear(24, 61)
-
-    @staticmethod
-    def make_batch(seed: int, n: int) -> Batch:
-        return TinyTransformer.make_batch(seed, n)
-
-    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
@@ -139,7 +131,7 @@ class SharedAndCheckpointed(Shared):
     call = staticmethod(partial(checkpoint, use_reentrant=False))
 
 
-class _Transformers(Case):
+class _Transformers(NextToken):
     """A model of the library transformers, checkpointed by its own method."""
 
     checkpointed: bool | None = None  # None: not at all; else whether the reentrant way
@@ -157,9 +149,6 @@ class _Transformers(Case):
     def make_batch(seed: int, n: int) -> Batch:
         rng = torch.Generator().manual_seed(seed)
         return tuple(torch.randint(0, 61, (n, 8), generator=rng) for _ in range(2))
-
-    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.net(input_ids=ids, use_cache=False).logits

@@ -99,7 +99,18 @@ class _TransformerBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class TinyTransformer(Case):
+class NextToken(Case):
+    """Of sequences of tokens, by default of 8, of 61 that there are."""
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        return _tokens(seed, n, 8, 61)
+
+    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class TinyTransformer(NextToken):
     tied = False
 
     def __init__(self, dim: int = 32, blocks: int = 2) -> None:
@@ -111,13 +122,6 @@ class TinyTransformer(Case):
         self.head = nn.Linear(dim, 61, bias=False)
         if self.tied:
             self.head.weight = self.tokens.weight
-
-    @staticmethod
-    def make_batch(seed: int, n: int) -> Batch:
-        return _tokens(seed, n, 8, 61)
-
-    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions.weight[: ids.size(1)]
@@ -231,7 +235,7 @@ class TwelveBlocks(Case):
         return self.blocks(x)
 
 
-class TiedAcrossBreak(Case):
+class TiedAcrossBreak(NextToken):
     """Two graphs each hold a part of one parameter's gradient."""
 
     def __init__(self) -> None:
@@ -244,9 +248,6 @@ class TiedAcrossBreak(Case):
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
         return _tokens(seed, n, 4, 29)
-
-    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def forward(self, ids: Tensor) -> Tensor:
         x = torch.tanh(self.middle(self.tokens(ids)))
