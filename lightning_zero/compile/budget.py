@@ -347,11 +347,9 @@ class MeasuredBudget:
     def _show(self, config: EngineConfig) -> None:
         assert self.plan is not None
         self._progress.report(str(self.plan))
-        first, self._course.told_first = (
-            self._course.told_first,
-            self._course.told_first or (self.plan.first_step or 0) > self.plan.limit,
-        )
-        if self.plan.steady > self.plan.limit or self._course.told_first > first:
+        first = not self._course.told_first and (self.plan.first_step or 0) > self.plan.limit
+        self._course.told_first |= first
+        if first or self.plan.steady > self.plan.limit:
             self._warn(
                 f"{_option(config)} cannot be held: {gib(self.plan.missing)} GiB more are needed "
                 f"({self.plan.in_words()}). {self.plan.instead()}"
