@@ -14,13 +14,6 @@ from tests.ranks.pool import REPO
 
 DEADLINE = 120.0
 
-# Begins a program that needs a part of this package alone: importing all of it, and Lightning, takes 3 CPU seconds.
-WITHOUT_LIGHTNING = f"""
-import sys, types
-package = sys.modules["lightning_zero"] = types.ModuleType("lightning_zero")
-package.__path__ = [{str(REPO / "lightning_zero")!r}]
-"""
-
 
 def python_path() -> str:
     """``PYTHONPATH`` of a process that finds this project, and what the tests' own do."""

@@ -7,25 +7,16 @@ import pickle
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
+from lightning_zero.alone import without_lightning
 from lightning_zero.checkpoint.background.writer import Order
 from lightning_zero.checkpoint.sharded.writing import RankFiles
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["WriterProcess"]
 
-HOME = Path(__file__).resolve().parents[2]
-# The package itself would import Lightning, which takes seconds, and memory on every rank.
-PROGRAM = """
-import sys, types
-package = types.ModuleType("lightning_zero")
-package.__path__ = [sys.argv[1]]
-sys.modules["lightning_zero"] = package
-from lightning_zero.checkpoint.background.writer import main
-main()
-"""
+PROGRAM = without_lightning("from lightning_zero.checkpoint.background.writer import main\nmain()")
 
 
 class WriterProcess:
@@ -64,7 +55,7 @@ class WriterProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(HOME)],
+                [sys.executable, "-c", PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},

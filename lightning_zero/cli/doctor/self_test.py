@@ -10,20 +10,15 @@ from typing import Any
 
 import torch
 
+from lightning_zero.alone import without_lightning
 from lightning_zero.bench.processes import run_ranks
 
 __all__ = ["RANK", "self_test"]
 
 # Ranks train by the engine, which needs no Lightning: it took a quarter of their time to import, in each of them. What
 # imports it, the package's __init__, has run in this process, and is left out there.
-WITHOUT_LIGHTNING = """
-import importlib.machinery, runpy, sys, types
-package = types.ModuleType("lightning_zero")
-package.__path__ = importlib.machinery.PathFinder.find_spec("lightning_zero").submodule_search_locations
-sys.modules["lightning_zero"] = package
-runpy.run_module("lightning_zero.cli.doctor.rank", run_name="__main__", alter_sys=True)
-"""
-RANK = ("-c", WITHOUT_LIGHTNING)
+RUNS = 'import runpy\nrunpy.run_module("lightning_zero.cli.doctor.rank", run_name="__main__", alter_sys=True)'
+RANK = ("-c", without_lightning(RUNS))
 RANKS_ON_CPU = 2
 
 

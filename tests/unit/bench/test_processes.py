@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_zero.alone import without_lightning
 from lightning_zero.bench.processes import run_ranks
-from tests.helpers.command import WITHOUT_LIGHTNING, python_path
+from tests.helpers.command import python_path
 
 
 def test_ranks_know_who_they_are_and_import_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +92,11 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path("rank" + os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
 time.sleep(600)
 """
-    parent = f"{WITHOUT_LIGHTNING}\nfrom lightning_zero.bench.processes import run_ranks; run_ranks(['-c', {rank!r}], 2, 500.0)"
+    parent = f"from lightning_zero.bench.processes import run_ranks; run_ranks(['-c', {rank!r}], 2, 500.0)"
     files = [tmp_path / f"rank{number}" for number in range(2)]
-    job = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()})
+    job = subprocess.Popen(
+        [sys.executable, "-c", without_lightning(parent)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}
+    )
     try:
         deadline = time.monotonic() + 90
         while not all(file.exists() and len(file.read_text().split()) == 2 for file in files):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_zero.alone import without_lightning
 from lightning_zero.bench.processes import run_ranks
 from lightning_zero.cli.doctor.hosts import MUST_BE_EQUAL, Job, compared, said
 from lightning_zero.errors import UnsupportedError
-from tests.helpers.command import WITHOUT_LIGHTNING
 from tests.helpers.ports import free_port
 
 LAUNCHED = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
@@ -77,12 +77,12 @@ def test_rank_0_that_is_not_there_is_an_error_that_names_the_address() -> None:
 
 def test_ranks_that_come_are_heard_and_others_are_left_out() -> None:
     port = free_port()
-    later = f"""{WITHOUT_LIGHTNING}
+    later = f"""
 import json
 from lightning_zero.cli.doctor.hosts import Job
 assert Job(1, 3, 0, "127.0.0.1", {port}, False).heard(json.loads(sys.argv[1]), 60.0) == {{}}
 """
-    other = subprocess.Popen([sys.executable, "-c", later, json.dumps(one("b"))])
+    other = subprocess.Popen([sys.executable, "-c", without_lightning(later), json.dumps(one("b"))])
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         store.set("said", "")  # something else of the same store

@@ -1,7 +1,8 @@
 """What the self-test makes of what its ranks do; the ranks themselves run in tests/trainer/test_commands.py."""
 
+from lightning_zero.alone import without_lightning
 from lightning_zero.bench.processes import run_ranks
-from lightning_zero.cli.doctor.self_test import WITHOUT_LIGHTNING, self_test
+from lightning_zero.cli.doctor.self_test import RUNS, self_test
 
 WRITE = "import os, sys; os.environ['RANK'] == '0' and open(sys.argv[1], 'w').write('{}')"
 
@@ -27,7 +28,6 @@ def test_ranks_that_fail_or_say_nothing_fail() -> None:
 
 
 def test_ranks_do_without_lightning() -> None:
-    begins, _, runs = WITHOUT_LIGHTNING.strip().rpartition("\n")
-    assert '"lightning_zero.cli.doctor.rank"' in runs
+    assert '"lightning_zero.cli.doctor.rank"' in RUNS
     looks = "import lightning_zero.cli.doctor.rank\nassert not {'lightning', 'torchmetrics'} & set(sys.modules)"
-    assert run_ranks(["-c", f"{begins}\n{looks}"], 1, 100.0).failed == ""
+    assert run_ranks(["-c", without_lightning(looks)], 1, 100.0).failed == ""

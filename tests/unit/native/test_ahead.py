@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from lightning_zero.alone import without_lightning
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.build import build, is_built
 from lightning_zero.native.commands import children
-from tests.helpers.command import WITHOUT_LIGHTNING
 from tests.unit.native.stand_in import WRITE, Compiler
 
 SLOW = "sleep 30"
@@ -139,13 +139,15 @@ def test_an_owner_that_goes_away_takes_the_build_with_it(
 
 def test_a_program_that_ends_does_not_wait_and_leaves_nothing(slowly: Compiler, tmp_path: Path) -> None:
     script = (
-        f"{WITHOUT_LIGHTNING}\nimport time, lightning_zero.native.ahead as a\n"
+        "import time, lightning_zero.native.ahead as a\n"
         "class Owner: pass\n"
         "owner = Owner(); ahead = a.BuildAhead(owner)\n"
         f"while not open({str(slowly.log)!r}, 'a+').seek(0, 2) > 200: time.sleep(0.02)\n"
         "print(time.monotonic())"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", without_lightning(script)], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - float(done.stdout) < 20
     assert not left_behind(tmp_path)
