@@ -81,6 +81,12 @@ class Ring:
         room = self.slot_bytes - len(itemsizes) * ALIGNMENT
         return max(room // max(sum(itemsizes), 1) // 32, 1) * 32
 
+    def allocated(self) -> Tensor:
+        """The memory of all buffers: bytes, allocated now if it was not before."""
+        if self._memory is None:
+            self._memory = torch.empty(self.slots * self.slot_bytes, dtype=torch.uint8, device=self._device)
+        return self._memory
+
     def buffers(self, number: int, like: Load) -> dict[str, Tensor]:
         """Where the load of this number of a pass lies on the device.
 
@@ -89,14 +95,12 @@ class Ring:
         """
         if not like:
             return {}
-        if self._memory is None:
-            self._memory = torch.empty(self.slots * self.slot_bytes, dtype=torch.uint8, device=self._device)
-        begin = number % self.slots * self.slot_bytes
+        memory, begin = self.allocated(), number % self.slots * self.slot_bytes
         found, end = {}, begin + self.slot_bytes
         for name, tensor in like.items():
             if begin + tensor.nbytes > end:
                 raise ValueError(f"{name!r} of {tensor.nbytes} bytes does not fit into a slot of {self.slot_bytes}")
-            found[name] = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            found[name] = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             begin += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         return found
 
@@ -119,6 +123,9 @@ class Pass:
     def ahead(self) -> None:
         """The first loads come, once all that was to leave is on the host."""
         self._ring.current = self
+        if any(self._loads):
+            # With deterministic algorithms torch fills new memory, on compute: behind `now` that would meet copies.
+            self._ring.allocated()
         after = [self._lanes.now(), *([] if self._ring.last is None else [self._ring.last])]
         for number in range(min(self._ring.slots, len(self._loads))):
             self._bring(number, after)

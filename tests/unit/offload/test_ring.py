@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.ring import LEAST_SLOTS, Load, Pass, Ring
-from tests.helpers.lanes import ORDERS, DelayedLanes
+from tests.helpers.lanes import ORDERS, DelayedLanes, Event
 
 CPU = torch.device("cpu")
 LOADS, SIZE = 3 * LEAST_SLOTS + 1, 40
@@ -71,6 +71,22 @@ def test_loads_pass_unharmed_in_any_order_of_copies_and_compute(joined: bool) ->
 )
 def test_each_wait_is_needed(race: str) -> None:
     assert not all(in_every_order(race))
+
+
+def test_copies_in_wait_for_what_fills_the_new_buffers() -> None:
+    """Which is compute's, where torch's algorithms are deterministic: NaN would meet what comes."""
+
+    class Lanes(DelayedLanes):
+        def now(self) -> Event:
+            there.append(ring.nbytes > 0)
+            return super().now()
+
+    there: list[bool] = []
+    ring = Ring(CPU, SMALL, Lanes())
+    Pass(ring, [{}]).ahead()
+    assert ring.nbytes == 0  # nothing comes
+    Pass(ring, host()).ahead()
+    assert there == [False, True]
 
 
 def test_copies_out_copies_in_and_compute_are_under_way_at_once() -> None:
