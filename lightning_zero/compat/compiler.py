@@ -10,6 +10,7 @@ import torch._functorch.aot_autograd
 import torch._functorch.config
 import torch._functorch.partitioners
 from torch._dynamo.backends import common
+from torch._functorch._activation_checkpointing import knapsack as knapsacks
 from torch._functorch._aot_autograd import autograd_cache
 
 with warnings.catch_warnings():
@@ -51,6 +52,15 @@ CustomGraphPass = custom_graph_pass.CustomGraphPass
 
 # The form in which it takes partitioners, likewise. (torch 2.11+)
 CustomPartitionerFn = custom_graph_pass.CustomPartitionerFn
+
+# The form in which the partitioner takes whoever chooses what is saved within a budget. (torch 2.11+)
+CustomKnapsackSolver = custom_graph_pass.CustomKnapsackSolver
+
+# Whom it takes by itself. (torch 2.11+)
+knapsack = knapsacks.dp_knapsack
+
+# How it reckons what computing a node again costs. (torch 2.11+)
+estimate_runtime = torch._functorch.partitioners.estimate_runtime
 
 # Inductor as a function of a graph, which takes settings for one graph (config_patches); torch.compile takes them for
 # all graphs of a module. (torch 2.11+)

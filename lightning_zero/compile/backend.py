@@ -40,6 +40,7 @@ from lightning_zero.compile.again import why_again
 from lightning_zero.compile.attention import drop_causal_masks
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.discover import CallNotes
+from lightning_zero.compile.evenly import saved_within
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.graph import output_node
@@ -146,8 +147,7 @@ class Compiler:
             if (why := why_again()) is not None:
                 self._listener.report(f"What was compiled before is for other calls: {why}")
             try:
-                settings: dict[str, Any] = {
-                    "activation_memory_budget": self._config.activation_memory_budget,
+                settings: dict[str, Any] = saved_within(self._config.activation_memory_budget) | {
                     "bundled_autograd_cache": not self._config.whole_graphs,  # or it would not keep programs of pieces
                 }
                 if self.notes.keeps_graphs:

@@ -2,7 +2,8 @@
 
 A first training step runs eagerly, before anything is known that could be planned, and saves what compiled code would
 compute again. Nobody knows beforehand what comes: so everything stays where it is at first, and what was saved first,
-which backward needs last, is copied to the host once there is more than there should be, and back when it is asked for.
+which backward needs last, is copied to the host once there is more than there should be, and back when it is asked for;
+also while backward runs, which begins with what a loss takes for a moment, and nobody has seen that coming.
 Copies are plain ones, of memory that is not pinned: pinning takes longer than a step, and nobody does this twice.
 """
 
@@ -26,9 +27,11 @@ MOST_AROUND = 8  # times a tensor's bytes: it is a part of something larger, an 
 
 
 class _Memory:
-    """Of saved tensors that share it, as it was when the first of them was saved: on the device, or on the host."""
+    """Of saved tensors that share it, as it was when the first of them was saved: on the device, or on the host.
+    ``make_room`` comes before it is given back to backward."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, make_room: Callable[[], None]) -> None:
+        self.make_room = make_room
         storage = tensor.untyped_storage()
         self.source = weakref.ref(storage)
         self.version = tensor._version
@@ -46,6 +49,7 @@ class _Memory:
 
     def there(self) -> Tensor:
         """All of it, on its device."""
+        self.make_room()
         if self.here is not None:
             self.here.unpack()
         return self.flat.to(self.device)
@@ -110,7 +114,7 @@ class SavedOnHost:
         known = self._known.get(storage.data_ptr())
         if known is not None and known.source() is storage and known.version == tensor._version:
             return known
-        memory = self._known[storage.data_ptr()] = _Memory(tensor)
+        memory = self._known[storage.data_ptr()] = _Memory(tensor, self._make_room)
         self._here.append(weakref.ref(memory))
         return memory
 

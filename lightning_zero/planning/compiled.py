@@ -26,6 +26,7 @@ from lightning_zero.compat.compiler import (
 )
 from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, without_modes
 from lightning_zero.compile.context import PassContext
+from lightning_zero.compile.evenly import saved_within
 from lightning_zero.compile.graph import output_node, results
 from lightning_zero.compile.passes import leaving, saved_for_backward
 from lightning_zero.compile.passes.leaving import leave
@@ -139,7 +140,7 @@ class PaperCompiler:
         )
 
         def run(*args: Any) -> Any:
-            settings = functorch_config.patch(activation_memory_budget=budget, force_non_lazy_backward_lowering=True)
+            settings = functorch_config.patch(saved_within(budget) | {"force_non_lazy_backward_lowering": True})
             with settings, without_modes(), self._mode:
                 return compiled(*args)
 

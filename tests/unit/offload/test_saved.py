@@ -58,7 +58,7 @@ def big(n: int, value: float) -> Tensor:
 
 
 def test_the_oldest_leave_first_and_no_more_than_is_too_much() -> None:
-    room = [-1.0, -1.0, 900.0, -1.0]
+    room = [-1.0, -1.0, 900.0, *[-1.0] * 5]
     saves = SavedOnHost(CPU, lambda: room.pop(0), least_bytes=1)
     tensors = [big(100, value) for value in (1.0, 2.0, 3.0, 4.0)]
     packed: list[Any] = [saves.pack(tensor) for tensor in tensors]
@@ -67,6 +67,19 @@ def test_the_oldest_leave_first_and_no_more_than_is_too_much() -> None:
     assert here == [False, False, False, True]
     for value, tensor in zip(packed, tensors, strict=True):
         assert torch.equal(unpack(value), tensor)
+
+
+def test_what_is_too_much_once_backward_runs_leaves_then() -> None:
+    """A loss takes for a moment what nobody has seen coming."""
+    more = [0.0]
+    saves = SavedOnHost(CPU, lambda: more[0], least_bytes=0)
+    packed = [saves.pack(big(10, value)) for value in (1.0, 2.0, 3.0)]
+    assert saves.nbytes == 0
+    more[0] = 50.0  # bytes
+    assert torch.equal(unpack(packed[2]), big(10, 3.0))
+    assert saves.nbytes == 80  # of the two oldest
+    more[0] = 0.0
+    assert torch.equal(unpack(packed[0]), big(10, 1.0))
 
 
 def test_memory_that_left_is_let_go_of() -> None:
@@ -115,7 +128,7 @@ def test_a_host_that_is_full_takes_nothing() -> None:
 
 
 def test_what_was_changed_while_it_was_here_is_an_error_and_does_not_leave() -> None:
-    room = [-1.0, -1.0, 1e9]
+    room = [-1.0, -1.0, 1e9, *[-1.0] * 3]
     saves = SavedOnHost(CPU, lambda: room.pop(0), least_bytes=1)
     tensor, other = big(100, 1.0), big(100, 2.0)
     packed, then = saves.pack(tensor), saves.pack(other)
