@@ -226,7 +226,8 @@ def run(arguments: argparse.Namespace) -> None:
     files = [file for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
     gib = sum(file.stat().st_size for file in files) / GIB
     tell(arguments, saves.told(gib))
-    for name in () if arguments.run == "async" else ("load", "load_cold"):
+    loads = ("load",) if arguments.warm else ("load", "load_cold")
+    for name in () if arguments.run == "async" else loads:
         del trainer
         gc.collect()
         if torch.cuda.is_available():
@@ -274,7 +275,7 @@ def run_row(kind: str, size: str, arguments: argparse.Namespace, deadline: float
     command = [sys.executable, __file__, "--run", kind, "--size", size, "--home", str(arguments.home)]
     for name in ("batch", "length", "devices", "at", "after"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    command += ["--eager"] * arguments.eager
+    command += ["--eager"] * arguments.eager + ["--warm"] * arguments.warm
     begin, told = time.monotonic(), {}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     late = threading.Timer(max(1.0, deadline - begin), lambda: os.killpg(process.pid, signal.SIGKILL))
@@ -310,6 +311,7 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=Path("checkpoints"), help="an empty folder, removed at the end")
     parser.add_argument("--minutes", type=float, default=5.0, help="for everything; then it ends")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--warm", action="store_true", help="load out of the page cache only, which saves time")
     parser.add_argument("--run", choices=ROWS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:

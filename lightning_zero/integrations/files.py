@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import is_zipfile
@@ -17,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.checkpoint.archive import check_archive, write_archive
+from lightning_zero.checkpoint.elsewhere import write_elsewhere
 from lightning_zero.checkpoint.places import standing
 from lightning_zero.checkpoint.sharded.contents import bytes_of
 from lightning_zero.checkpoint.sharded.folder import full_path
@@ -33,8 +35,8 @@ T = TypeVar("T")
 
 
 class FileIO(TorchCheckpointIO):
-    """Writes beside, flushes to the disk and renames; holds no second copy in memory meanwhile. What is not on a file
-    system goes Lightning's way.
+    """Writes beside, flushes to the disk and renames, or does at a URL what comes closest; holds no second copy in
+    memory meanwhile.
 
     Attributes:
         telling: gives what tells of so many bytes, of what is done, and how that is called; None: nobody hears.
@@ -44,14 +46,19 @@ class FileIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)  # which says why not
         local = _local(path)
-        if local is None or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
-        elif self.telling is None:
-            write_archive(checkpoint, local)
-        else:
-            with self.telling(f"Saving {path}", "written", bytes_of(checkpoint, rank=0)) as wrote:
-                write_archive(checkpoint, local, wrote=wrote)
+        write = (
+            partial(write_elsewhere, checkpoint, str(path))
+            if local is None
+            else partial(write_archive, checkpoint, local)
+        )
+        if self.telling is None:
+            write()
+            return
+        with self.telling(f"Saving {path}", "written", bytes_of(checkpoint, rank=0)) as wrote:
+            write(wrote=wrote)
 
 
 class BackgroundFileIO(FileIO):

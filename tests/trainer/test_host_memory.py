@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_zero import export_safetensors, load_safetensors
 from lightning_zero.cli.main import main
 from tests.helpers import deepspeed
+from tests.helpers.elsewhere import mount
 from tests.helpers.large import LAYERS, WEIGHT, Few, fit
 from tests.helpers.resident import MIB, Held, holding
 from tests.helpers.trainer import close
@@ -64,6 +65,9 @@ def _both_kinds(home: str) -> dict[str, Held]:
     for kind in ("full", "sharded"):
         module, trainer = fit(state_dict_type=kind)
         found[f"save {kind}"] = _held(trainer.save_checkpoint, f"{home}/{kind}.ckpt")
+        if kind == "full":
+            mount(home)
+            found["save elsewhere"] = _held(trainer.save_checkpoint, "mounted://elsewhere.ckpt")
         close(module)
         del module, trainer
         found[f"load {kind}"] = _loading(f"{home}/{kind}.ckpt")
@@ -75,7 +79,8 @@ def _both_kinds(home: str) -> dict[str, Held]:
 )
 def test_ranks_hold_what_is_promised(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     for rank, found in enumerate(ranks.run(world_size, _both_kinds, str(tmp_path), deadline=240)):
-        assert found["save full"].most <= (ALL if rank == 0 else 0) + ON_THE_WAY, found
+        for kind in ("full", "elsewhere"):
+            assert found[f"save {kind}"].most <= (ALL if rank == 0 else 0) + ON_THE_WAY, found
         assert found["save sharded"].most <= MARGIN, found
         _assert_loaded(found["load full"], world_size)
         _assert_loaded(found["load sharded"], world_size)

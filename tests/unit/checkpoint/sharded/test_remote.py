@@ -13,8 +13,6 @@ from unittest.mock import patch
 import fsspec
 import pytest
 import torch
-from fsspec.implementations.dirfs import DirFileSystem
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.checkpoint.sharded.folder import INCOMPLETE, RemoteFolder
@@ -24,24 +22,10 @@ from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import read_together, read_whole
 from lightning_zero.integrations.trainer.finding import _beside_lost_link, newest_first
+from tests.helpers.elsewhere import Mounted, mount
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
 WORLD = 2
-
-
-class Mounted(DirFileSystem):
-    """A folder that only fsspec knows."""
-
-    protocol = "mounted"
-    home = "/"
-    cachable = False
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(path=self.home, fs=LocalFileSystem())
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return [cls._strip_protocol(one) for one in path] if isinstance(path, list) else str(path).split("://")[-1]
 
 
 @pytest.fixture(params=["memory", "mounted"])
@@ -50,8 +34,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         MemoryFileSystem.store.clear()
         MemoryFileSystem.pseudo_dirs[:] = [""]
     else:
-        Mounted.home = str(tmp_path)
-        fsspec.register_implementation("mounted", Mounted, clobber=True)
+        mount(tmp_path)
     yield f"{request.param}://run"
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]

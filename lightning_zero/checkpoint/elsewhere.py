@@ -1,0 +1,66 @@
+"""Single files where fsspec reaches and no file system of this host does: written as a stream, so that they stand in
+memory once, as what is saved, and not a second time as bytes.
+
+Object stores show what was written when it is closed, and keep what they had until then. Others are given the file
+beside its place, and rename it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any, BinaryIO
+
+import torch
+from fsspec.core import url_to_fs
+
+from lightning_zero.checkpoint.places import INCOMPLETE
+from lightning_zero.checkpoint.replaceable import refuse_others
+from lightning_zero.checkpoint.sharded.hashed import HashedFile
+
+__all__ = ["write_elsewhere"]
+
+# Of stores without a rename, which would copy all of it once more.
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "tos"}
+
+
+def write_elsewhere(
+    value: Any,
+    url: str,
+    save: Callable[[Any, BinaryIO], None] = torch.save,  # type: ignore[assignment]
+    wrote: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Saves ``value`` there, in place of what stands there. Where this fails, that stays.
+
+    Args:
+        value: what ``torch.save`` takes.
+        url: as fsspec takes it.
+        save: writes it into an open file.
+        wrote: is told how many bytes more are written.
+
+    Raises:
+        CheckpointError: a folder of something else stands there.
+    """
+    # An object of its own: in a transaction all that anybody opens on it is held back, and loggers write, too.
+    fs, place = url_to_fs(url, skip_instance_cache=True)
+    place = place.rstrip("/")
+    stores = not OBJECT_STORES.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
+    work = place if stores else f"{place}{INCOMPLETE}"
+    before = fs.isdir(place)
+    if before:
+        refuse_others(url, [entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(place, detail=False)])
+    fs.makedirs(fs._parent(place), exist_ok=True)
+    try:
+        with fs.transaction if stores else nullcontext(), HashedFile(fs.open(work, "wb"), wrote) as file:
+            save(value, file)  # type: ignore[arg-type]
+        if before:
+            fs.rm(place, recursive=True)
+        if work != place:
+            fs.mv(work, place)
+    except BaseException:
+        if work != place:
+            with suppress(Exception):  # the error that made it useless says more
+                fs.rm_file(work)
+        raise
+    finally:
+        url_to_fs(url)[0].invalidate_cache()  # the one that others use may remember what was there

@@ -1,0 +1,115 @@
+"""Full checkpoints at URLs: streams, which leave what stood there until all is written."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_zero.errors import CheckpointError
+from lightning_zero.integrations.files import FileIO
+from tests.helpers.elsewhere import Store, mount
+
+
+class Bad:
+    """It cannot be saved, which shows when half of the file is written."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("not this one")
+
+
+@pytest.fixture(params=["memory", "mounted", "stored"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    MemoryFileSystem.store.clear()
+    mount(tmp_path)
+    fsspec.register_implementation("stored", Store, clobber=True)
+    yield f"{request.param}://run"
+    MemoryFileSystem.store.clear()
+    Store.objects.clear()
+    Store.fails_after = None
+
+
+def _there(url: str) -> bytes:
+    if url.startswith("stored"):
+        return Store.objects[url.removeprefix("stored://")]
+    with fsspec.open(url, "rb") as file:
+        return bytes(file.read())
+
+
+def _names(root: str) -> list[str]:
+    if root.startswith("stored"):
+        return [name.rsplit("/", 1)[-1] for name in Store.objects]
+    fs, place = fsspec.core.url_to_fs(root)
+    return [entry.rsplit("/", 1)[-1] for entry in fs.ls(place, detail=False)]
+
+
+def _save(url: str, value: Any) -> None:
+    FileIO().save_checkpoint({"state_dict": {"w": torch.arange(1e6)}, "value": value}, url)
+
+
+def test_one_takes_the_place_of_another_once_it_is_whole(root: str) -> None:
+    url = f"{root}/a b%20ü.ckpt"
+    for value in (1, 2):
+        _save(url, value)
+        found = torch.load(io.BytesIO(_there(url)))
+        assert found["value"] == value
+        assert torch.equal(found["state_dict"]["w"], torch.arange(1e6))
+    before = _there(url)
+    with pytest.raises(ValueError, match="not this one"):
+        _save(url, Bad())
+    assert _there(url) == before
+    assert _names(root) == ["a b%20ü.ckpt"]
+
+
+def test_an_upload_that_fails_half_way_leaves_the_old_object() -> None:
+    fsspec.register_implementation("stored", Store, clobber=True)
+    url = "stored://run/x.ckpt"
+    try:
+        _save(url, 1)
+        before, Store.fails_after = _there(url), 1
+        with pytest.raises(OSError, match="throttled"):
+            _save(url, 2)
+        assert _there(url) == before
+    finally:
+        Store.objects.clear()
+        Store.fails_after = None
+
+
+def test_what_others_write_meanwhile_is_not_held_back(root: str) -> None:
+    """As a logger does, in another thread."""
+    fs, place = fsspec.core.url_to_fs(f"{root}/log")
+    seen = []
+
+    class Looks:
+        def __reduce__(self) -> Any:
+            def log() -> None:
+                with fs.open(place, "wb") as file:
+                    file.write(b"a line")
+                seen.append(_there(f"{root}/log"))
+
+            thread = threading.Thread(target=log)
+            thread.start()
+            thread.join()
+            return int, ()
+
+    _save(f"{root}/x.ckpt", Looks())
+    assert seen[0] == b"a line"
+
+
+def test_it_takes_the_place_of_a_checkpoint_only(tmp_path: Path) -> None:
+    mount(tmp_path)
+    for name, kept in (("data", "numbers.csv"), ("x.ckpt", ".metadata")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / kept).touch()
+    with pytest.raises(CheckpointError, match="is a folder, and no checkpoint: it holds 'numbers.csv'"):
+        _save("mounted://data", 1)
+    _save("mounted://x.ckpt", 1)
+    assert torch.load(tmp_path / "x.ckpt")["value"] == 1
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["data", "x.ckpt"]
