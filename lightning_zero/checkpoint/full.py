@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.checkpoint.telling import Telling
+from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
@@ -124,7 +125,7 @@ def _parts(
             values.sort(key=lambda one: one[1].shard.data_ptr())
             sizes = [record.layout.shard_numel for _, record, _ in values]
             for piece, (number, record, value) in zip(room(sum(sizes), dtype).split(sizes), values, strict=True):
-                record.write_part(value, piece)
+                record.write_part(mapped(value), piece)
                 parts[number, key] = piece.view(record.layout.visible_shape)
                 read(piece.nbytes)
     return parts

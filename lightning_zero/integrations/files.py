@@ -26,6 +26,7 @@ from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
 from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
+from lightning_zero.sharding.mapped import take_small
 
 __all__ = ["BackgroundFileIO", "FileIO", "load_file", "naming"]
 
@@ -153,6 +154,9 @@ def load_file(
     def read() -> None:
         if local is not None and is_zipfile(local):
             found.append(torch.load(local, map_location="cpu", mmap=True, weights_only=weights_only))
+            taken: list[Tensor] = []
+            apply_to_collection(found, Tensor, taken.append)
+            take_small(taken)
         else:
             found.append(io.load_checkpoint(path, weights_only=weights_only))
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
+from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.surgery import SHAPES
@@ -120,6 +121,6 @@ class StateDictHooks:
                 assert param is not None
                 state[prefix + key] = param.detach()  # unchanged, and not reported as missing besides
                 continue
-            state[prefix + key] = record.part_of(full)
+            state[prefix + key] = record.part_of(mapped(full))
             self.replaced += record.shard.nbytes
             self.on_replaced(record.shard.nbytes)

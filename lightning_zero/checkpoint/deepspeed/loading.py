@@ -6,13 +6,16 @@ version to version. :class:`StandIn` takes the place of each: it keeps what the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from lightning_zero.errors import CheckpointError
+from lightning_zero.sharding.mapped import take_small
 
 __all__ = ["StandIn", "load_mapped"]
 
@@ -73,4 +76,14 @@ def load_mapped(path: Path, weights_only: bool | None) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, and is not DeepSpeed's. Use another checkpoint.")
+    take_small(_tensors(found))
     return found
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple | StandIn):
+        parts = vars(value) if isinstance(value, StandIn) else value
+        for inner in parts.values() if isinstance(parts, Mapping) else parts:
+            yield from _tensors(inner)

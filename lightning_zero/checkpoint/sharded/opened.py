@@ -25,7 +25,7 @@ from lightning_zero.checkpoint.sharded.folder import read_at
 from lightning_zero.checkpoint.sharded.hashed import sum_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, read_metadata
-from lightning_zero.checkpoint.sharded.raw import MappedFiles
+from lightning_zero.checkpoint.sharded.raw import MappedFiles, lies_plainly
 from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
@@ -266,15 +266,17 @@ class OpenedFolder(Opened):
         return value
 
     def _in_place(self, info: Any, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Where it lies in a file that we wrote, which has been compared with its checksum; others are not trusted to
-        be laid out so."""
-        if self.manifest is None or not isinstance(self._fs, LocalFileSystem):
+        """Where it lies in a file that we wrote, which has been compared with its checksum; in others' files, where the
+        piece says that it is laid out so."""
+        if not isinstance(self._fs, LocalFileSystem):
             return None
         if self._mapped is None:
             self._mapped = MappedFiles(Path(self._place))
         with self.open(info.relative_path) as file:
             part = _Part(file, info.offset, info.length)
             try:
+                if self.manifest is None and not lies_plainly(part, dtype, sizes):
+                    return None
                 return self._mapped.values(info.relative_path, part, info.offset, dtype, sizes)
             except (ValueError, zipfile.BadZipFile):
                 return None

@@ -1,19 +1,20 @@
-"""Values of our own files where they lie: mapped, and not read through ``torch.load``, which copies them twice."""
+"""Values where they lie: mapped, and not read through ``torch.load``, which copies them twice."""
 
 from __future__ import annotations
 
 import mmap
 import struct
+import sys
 import zipfile
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-__all__ = ["MappedFiles"]
+__all__ = ["MappedFiles", "lies_plainly", "map_file"]
 
 # Of the header before each part of a zip archive: 26 bytes, then the lengths of its name and of what else stands there.
 HEADER, LENGTHS = 30, struct.Struct("<26xHH")
@@ -55,6 +56,37 @@ class MappedFiles:
     def _map(self, name: str) -> mmap.mmap:
         if name not in self._maps:
             with open(self._folder / name, "rb") as file:
-                # Private: torch takes no memory that it could not write to. Nothing is written.
-                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._maps[name] = map_file(file)
         return self._maps[name]
+
+
+def map_file(file: BinaryIO) -> mmap.mmap:
+    """All of it. Private, since torch takes no memory that it could not write to; nothing is written."""
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def lies_plainly(part: Any, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
+    """Whether one contiguous tensor, of this host's byte order, is all that ``torch.save`` has put into a piece of a
+    file. Its values are not read.
+
+    Args:
+        part: the piece, open for reading.
+        dtype: of the tensor.
+        sizes: of the tensor.
+    """
+    try:
+        with zipfile.ZipFile(part) as archive:
+            orders = [name for name in archive.namelist() if name.endswith("/byteorder")]
+            if any(archive.read(name).decode() != sys.byteorder for name in orders):
+                return False
+        part.seek(0)
+        value = torch.load(part, map_location="meta", weights_only=True)
+    except Exception:  # whoever reads it says what is wrong
+        return False
+    return (
+        type(value) is Tensor
+        and (value.dtype, value.shape) == (dtype, torch.Size(sizes))
+        and value.is_contiguous()
+        and not (value.is_conj() or value.is_neg())
+        and value.untyped_storage().nbytes() == value.numel() * value.itemsize
+    )

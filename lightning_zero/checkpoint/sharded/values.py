@@ -16,6 +16,7 @@ from lightning_zero.checkpoint.sharded.boxes import Box, boxes, overlap
 from lightning_zero.compat.tensors import disabled_torch_function, make_wrapper_subclass, tree_map_only
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout, inverse
+from lightning_zero.sharding.mapped import copy_mapped
 
 __all__ = ["SavedValue", "ShardedValue"]
 
@@ -143,7 +144,7 @@ class SavedValue(Tensor):
                 continue
             values = read()
             for common, box, target in shared:
-                target[common.within(box)].copy_(values[common.within(held)])
+                copy_mapped(values[common.within(held)], target[common.within(box)])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

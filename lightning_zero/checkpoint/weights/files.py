@@ -20,13 +20,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.boxes import Box
+from lightning_zero.checkpoint.sharded.raw import map_file
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["INDEX", "Part", "parse_size", "plan_files", "saved_values"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ROW_BYTES = 1 << 18  # that are read at once; a rank reads at most so much besides its own at either end of its part
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DTYPES = {
     "F64": torch.float64,
@@ -56,12 +56,12 @@ def saved_values(path: str | Path) -> dict[str, SavedValue]:
     found: dict[str, SavedValue] = {}
     for file, wanted in _files(Path(path)).items():
         try:
-            opened = safe_open(file, "pt")  # maps it; closed when the last of its values is gone
+            opened, lies = safe_open(file, "pt"), _Lies(file)
             held = set(opened.keys())
             for key in sorted(held) if wanted is None else wanted:
                 if key not in held:
                     raise CheckpointError(f"{file} lacks {key!r}, which the index beside it says is there.")
-                found[key] = _value(opened, file, key)
+                found[key] = _value(opened, lies, file, key)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
     return found
@@ -93,30 +93,33 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     return files
 
 
-def _value(opened: Any, file: Path, key: str) -> SavedValue:
+class _Lies:
+    """Where tensors lie in a file that safetensors has found to be whole: 8 bytes say how long what is said of them
+    is, and it is all after that."""
+
+    def __init__(self, file: Path) -> None:
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            self._said = json.loads(opened.read(length))
+            self._mapped = map_file(opened)
+        self._begin = 8 + length
+
+    def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Mapped, and not read yet."""
+        if not prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        offset = self._begin + self._said[key]["data_offsets"][0]
+        return torch.frombuffer(self._mapped, dtype=dtype, count=prod(shape), offset=offset).view(shape)
+
+
+def _value(opened: Any, lies: _Lies, file: Path, key: str) -> SavedValue:
     about = opened.get_slice(key)
     shape, name = tuple(about.get_shape()), about.get_dtype()
     if name not in DTYPES:
         raise CheckpointError(f"{file} holds {key!r} in {name}, which is not known here.")
     dtype = DTYPES[name]
-    if not shape or not prod(shape):
-        return SavedValue(key, torch.Size(shape), dtype, [(_rows(shape, 0, 0), partial(opened.get_tensor, key))])
-    step = max(1, ROW_BYTES // (prod(shape[1:]) * dtype.itemsize))
-    cut = [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
-    chunks = [(_rows(shape, first, last), partial(_read, about, first, last)) for first, last in cut]
-    return SavedValue(key, torch.Size(shape), dtype, chunks)
-
-
-def _rows(shape: tuple[int, ...], first: int, last: int) -> Box:
-    """Of a tensor without rows, all of it."""
-    if not shape or not prod(shape):
-        return Box((0,) * len(shape), shape)
-    return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-
-
-def _read(about: Any, first: int, last: int) -> Tensor:
-    rows: Tensor = about[first:last]
-    return rows
+    whole = Box((0,) * len(shape), shape)
+    return SavedValue(key, torch.Size(shape), dtype, [(whole, partial(lies.read, key, dtype, shape))])
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lightning_zero.cli.progress import bar
 from lightning_zero.cli.show import tell
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import as_trainers
+from lightning_zero.sharding.mapped import copy_mapped
 
 __all__ = ["DTYPES", "export_weights"]
 
@@ -71,7 +72,11 @@ def _only_module(names: Collection[str]) -> str:
 
 
 def _read(value: Tensor) -> Tensor:
-    return value.whole() if isinstance(value, SavedValue) else value
+    if isinstance(value, SavedValue):
+        return value.whole()
+    whole = torch.empty_like(value)
+    copy_mapped(value, whole)
+    return whole
 
 
 def _keep(value: Tensor, dtype: torch.dtype | None, whole: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from lightning_zero.integrations.uncompile import (
     take_apart_compiled,
 )
 from lightning_zero.sharding.copying import NotCopied
+from lightning_zero.sharding.mapped import mapped
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -114,7 +115,7 @@ class _AveragedShards(NotCopied):
         for name, record in self._records.items():
             full = state.get(prefix + name)
             if full is not None and full.shape == record.layout.shape:
-                state[prefix + name] = record.part_of(full)
+                state[prefix + name] = record.part_of(mapped(full))
 
     def _deepcopy(self, memo: dict[Any, Any]) -> Any:
         """A plain module with whole values on the average's device. Collective."""

@@ -1,0 +1,88 @@
+"""A file that is cut off once it was compared and mapped: reading from it ends in an error, and not in a signal, whoever
+has written it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_zero.checkpoint.archive import write_archive
+from lightning_zero.checkpoint.opening import open_folder
+from lightning_zero.checkpoint.sharded.saving import save_sharded
+from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.weights.files import saved_values
+from lightning_zero.errors import CheckpointError
+from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.mapped import mapped
+from tests.helpers import deepspeed
+from tests.helpers.folders import sharded
+
+VALUES = {"a": torch.randn(300, 512), "b": torch.randn(1 << 17)}
+Values = dict[str, Tensor]
+
+
+def _file(path: Path) -> Callable[[], Values]:
+    write_archive({"state_dict": VALUES, "step": torch.tensor(7.0)}, path)
+
+    def opened() -> Values:
+        found = load_file(FileIO(), path, None)
+        return found["state_dict"] | {"step": found["step"]}
+
+    return opened
+
+
+def _folder(path: Path) -> Callable[[], Values]:
+    save_sharded(path, {"state_dict": {key: sharded(value) for key, value in VALUES.items()}}, {}, Alone())
+    return lambda: open_folder(str(path)).content()["state_dict"]
+
+
+def _others(path: Path) -> Callable[[], Values]:
+    dcp.save({"state_dict": VALUES}, checkpoint_id=path, no_dist=True)
+    torch.save({}, path / "meta.pt")
+    return lambda: open_folder(str(path)).content()["state_dict"]
+
+
+def _deepspeeds(path: Path) -> Callable[[], Values]:
+    moments = {key: {"step": torch.tensor(1.0), "exp_avg": value} for key, value in VALUES.items()}
+    deepspeed.write(path, 2, 2, [{"lr": 0.1, "params": VALUES}], moments, {"frozen": VALUES["a"] + 1}, {})
+    return lambda: open_folder(str(path)).content()["state_dict"]
+
+
+def _safetensors(path: Path) -> Callable[[], Values]:
+    path.mkdir()
+    save_file(VALUES, path / "model.safetensors")
+    return lambda: saved_values(path)  # type: ignore[return-value]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("write", [_file, _folder, _others, _deepspeeds, _safetensors])
+def test_reading_says_so(tmp_path: Path, write: Callable[[Path], Callable[[], Values]]) -> None:
+    path = tmp_path / "x.ckpt"
+    opened = write(path)
+    for key, value in opened().items():
+        if key in VALUES:
+            assert torch.equal(_part(value), _part(VALUES[key])), key
+    values = opened()
+    _part(values["a"])  # all is mapped that will be
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if file.is_file() and file.stat().st_size > 8192:
+            os.truncate(file, 8192)
+    for key, value in values.items():
+        if key == "step":  # which was taken when the file was opened
+            assert value == 7
+            continue
+        with pytest.raises(CheckpointError, match=rf"{re.escape(str(tmp_path))}.* was cut off|is damaged where"):
+            _part(value)
+
+
+def _part(value: Tensor) -> Tensor:
+    return ShardLayout.of(value.shape, value.dtype, 2).part(mapped(value), 1)
