@@ -49,7 +49,8 @@ def write_elsewhere(
     before = fs.isdir(place)
     if before:
         refuse_others(url, [entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(place, detail=False)])
-    fs.makedirs(fs._parent(place), exist_ok=True)
+    if parent := place.rpartition("/")[0]:
+        fs.makedirs(parent, exist_ok=True)
     try:
         with fs.transaction if stores else nullcontext(), HashedFile(fs.open(work, "wb"), wrote) as file:
             save(value, file)  # type: ignore[arg-type]
