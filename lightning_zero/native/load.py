@@ -61,6 +61,8 @@ def _keep_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gather_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
     if grad is None:
         return None, None, None
+    if grad.layout != torch.strided:  # of nn.Embedding(sparse=True)
+        grad = grad.to_dense()
     if ctx.order is not None:
         grad = grad.permute(ctx.order)
     if isinstance(grad, FakeTensor | FunctionalTensor):

@@ -42,6 +42,7 @@ _WHOLE = {
     "NovoGrad": "normalises by the norm of whole gradients",
     "AdamMini": "shares statistics over blocks of whole parameters",
     "Adam_mini": "shares statistics over blocks of whole parameters",
+    "SparseAdam": "steps the rows that sparse gradients name",
 }
 # Families: anywhere in the name, as in SingleDeviceMuonWithAuxAdam.
 _FAMILIES = ("GaLore", "Muon", "Shampoo", "Adafactor", "DAdapt")

@@ -10,7 +10,19 @@ from torch import nn
 from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.mesh import Mesh
 
-__all__ = ["check_parameter", "check_same_model"]
+__all__ = ["check_module", "check_parameter", "check_same_model"]
+
+
+def check_module(name: str, module: nn.Module) -> None:
+    """Raises :class:`UnsupportedError` for a module whose forward writes to its weight: what it writes to is gathered,
+    and ranks would write different things."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        raise UnsupportedError(
+            f"Module {name!r} ({type(module).__name__}) has max_norm={module.max_norm}: its forward scales rows of the "
+            "weight in place, on each rank those of its own batch. Leave max_norm out, and scale all rows behind the "
+            "step, on every rank: in on_train_batch_end, `with torch.no_grad(): module.weight.renorm_("
+            f"{module.norm_type:g}, 0, {module.max_norm:g})`."
+        )
 
 
 def check_parameter(name: str, param: nn.Parameter) -> None:

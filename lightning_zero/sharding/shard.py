@@ -20,7 +20,7 @@ from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Lane
 from lightning_zero.sharding.access import ShardAccess
 from lightning_zero.sharding.away import Away
-from lightning_zero.sharding.checks import check_parameter, check_same_model
+from lightning_zero.sharding.checks import check_module, check_parameter, check_same_model
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 from lightning_zero.sharding.materialise import Materialiser
 from lightning_zero.sharding.memory import ShardMemory
@@ -76,6 +76,7 @@ class Sharder:
         own = [(key, param) for key, param in module._parameters.items() if param is not None]
         if not own or all(self.find(param) and is_sharded(module) for _, param in own):
             return
+        check_module(name, module)
         if any(param.is_meta and not self.find(param) for _, param in own):
             own = self._materialiser.values(module, name)
         for key, param in own:
@@ -143,6 +144,7 @@ class Sharder:
         check_same_model(root, self.mesh)
         # All of it before anything is cut: a module that is refused stays as it was.
         for name, module in root.named_modules():
+            check_module(name, module)
             for key, param in module._parameters.items():
                 if param is not None and self.find(param) is None:
                     self.classes.check(module)

@@ -76,18 +76,24 @@ def _weight_property(name: str) -> property:
             with DisableTorchFunction():
                 weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, resident)
                 return weight if order is None else weight.permute(inverse(order))
-        view: WeightView = self._zero_cache.view
-        if view.shows_shards:
-            return param
-        if type(param) is not nn.Parameter and _is_given(cast(Any, param), shape, view):
-            view.was_given()
-            return param
-        view.reads(param)
-        with DisableTorchFunctionSubclass():
-            weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
-        return view.shown(weight, param)
+        return _read_eagerly(self, param, shape)
 
     return property(read, doc=f"The whole parameter {name!r}, gathered from its shards.")
+
+
+# Dynamo runs code that it cannot trace, as recurrent modules, and would compile what is called from there.
+@torch.compiler.disable
+def _read_eagerly(module: Any, param: Tensor, shape: tuple[int, ...]) -> Tensor:
+    view: WeightView = module._zero_cache.view
+    if view.shows_shards:
+        return param
+    if type(param) is not nn.Parameter and _is_given(param, shape, view):
+        view.was_given()
+        return param
+    view.reads(cast(nn.Parameter, param))
+    with DisableTorchFunctionSubclass():
+        weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
+    return view.shown(weight, cast(nn.Parameter, param))
 
 
 def _is_given(weight: Tensor, shape: tuple[int, ...], view: WeightView) -> bool:

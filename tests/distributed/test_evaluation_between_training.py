@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.models import CalledTwice, build, make_batches
+from tests.helpers.models import CalledTwice, Case, LSTMNet, build, make_batches
 from tests.helpers.oracle import assert_close_relative, shard_batch
 from tests.helpers.sharded import BACKENDS, EAGER, adamw, engine_for, train_plain, train_sharded
 from tests.ranks.pool import Ranks
@@ -14,9 +14,9 @@ CASE, STEPS, SAMPLES = CalledTwice, 3, 12
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
-def train_evaluate_train(backend: str) -> tuple[Any, dict[str, float], Any, bool]:
-    model = build(CASE)
-    batches = make_batches(CASE, 2 * STEPS, SAMPLES)
+def train_evaluate_train(case: type[Case], backend: str) -> tuple[Any, dict[str, float], Any, bool]:
+    model = build(case)
+    batches = make_batches(case, 2 * STEPS, SAMPLES)
     with engine_for(model, backend) as engine:
         optimizer = adamw(model)
         first = train_sharded(engine, model, batches[:STEPS], optimizer)
@@ -24,7 +24,7 @@ def train_evaluate_train(backend: str) -> tuple[Any, dict[str, float], Any, bool
         model.eval()
         for name, mode in MODES.items():
             for samples in (2, 5):  # other shapes than in training
-                (batch,) = make_batches(CASE, 1, samples)
+                (batch,) = make_batches(case, 1, samples)
                 engine.eval_step()
                 with mode():
                     losses[f"{name} {samples}"] = model.loss(batch).item()
@@ -35,19 +35,22 @@ def train_evaluate_train(backend: str) -> tuple[Any, dict[str, float], Any, bool
 
 
 @pytest.mark.parametrize(
-    ("world_size", "backend"),
-    [(1, EAGER), (2, "aot_eager"), (3, EAGER)],
-    ids=["1-eager", "2-compiled", "3-eager"],
+    ("case", "world_size", "backend"),
+    # Dynamo runs the recurrent one as it is, and would compile what is called from there.
+    [(CASE, 1, EAGER), (CASE, 2, "aot_eager"), (CASE, 3, EAGER), (LSTMNet, 2, "aot_eager")],
+    ids=["1-eager", "2-compiled", "3-eager", "recurrent"],
 )
-def test_training_goes_on_as_if_nothing_had_been_evaluated(ranks: Ranks, world_size: int, backend: str) -> None:
-    plain = build(CASE)
-    batches = make_batches(CASE, 2 * STEPS, SAMPLES)
+def test_training_goes_on_as_if_nothing_had_been_evaluated(
+    ranks: Ranks, case: type[Case], world_size: int, backend: str
+) -> None:
+    plain = build(case)
+    batches = make_batches(case, 2 * STEPS, SAMPLES)
     optimizer = adamw(plain)
     expected = [train_plain(plain, batches[:STEPS], optimizer, world=world_size)]
     with torch.no_grad():
-        evaluated = {n: plain.loss(make_batches(CASE, 1, n)[0]).item() for n in (2, 5)}
+        evaluated = {n: plain.loss(make_batches(case, 1, n)[0]).item() for n in (2, 5)}
     expected.append(train_plain(plain, batches[STEPS:], optimizer, world=world_size))
-    for first, losses, second, normal in ranks.run(world_size, train_evaluate_train, backend, deadline=120):
+    for first, losses, second, normal in ranks.run(world_size, train_evaluate_train, case, backend, deadline=120):
         for got, want in zip((first, second), expected, strict=True):
             assert_close_relative(got.losses, want.losses, 1e-5, what="losses")
             assert_close_relative(got.params, want.params, 1e-5, atol=1e-6, what="parameters")

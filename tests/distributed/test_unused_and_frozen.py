@@ -186,6 +186,35 @@ def test_parameters_used_only_in_backward_train_as_in_one_process(
     assert (out.grads[0]["feedback"] is not None) == bool(case.learns)
 
 
+class DenseRows(Case):
+    sparse = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(29, 19, sparse=self.sparse)
+        self.last = nn.Linear(19, 13)
+
+    @staticmethod
+    def make_batch(seed: int, n: int) -> Batch:
+        rng = torch.Generator().manual_seed(seed)
+        return torch.randint(29, (n, 3), generator=rng), torch.randn(n, 13, generator=rng)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rows(x).mean(1))
+
+
+class SparseRows(DenseRows):
+    """Its gradient comes as a sparse tensor."""
+
+    sparse = True
+
+
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager"])
+def test_sparse_gradients_are_reduced_as_dense_ones(ranks: Ranks, backend: str) -> None:
+    out, _ = ranks.run(2, train_case, SparseRows, backend, STEPS, SAMPLES)[0]
+    compare(out, train_reference(build(DenseRows), make_batches(DenseRows, STEPS, SAMPLES), adamw, world=2))
+
+
 def thaw_the_second_base(model: LoRA, index: int) -> None:
     if index == 2:
         model.second.base.requires_grad_(True)

@@ -172,6 +172,21 @@ class Normalised(Smooth):
             self.net = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, OUTPUTS))
 
 
+class InNoOptimizer(Smooth):
+    """Nobody drops the gradients of one layer, which grow beside others that come anew at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(5):
+            self.beside = nn.Linear(INPUTS, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.beside(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), lr=1e-2, eps=1e-3)
+
+
 class StepsSeldom(ByHand):
     """After three batches, or two at the end."""
 
@@ -236,6 +251,7 @@ WAYS = {
     "inputs with gradients": Way(InputsWithGradients, replays=None, emulated=False),
     "batch norm": Way(Normalised, ddp=False),
     "steps by hand": Way(StepsSeldom),
+    "in no optimizer": Way(InNoOptimizer, emulated=False),
     "a closure": Way(Accumulating, replays=None, emulated=False),
     "two optimizers": Way(GAN, replays=None, emulated=False),
     "a teacher": Way(Teacher, validated=False, replays=None, emulated=False),

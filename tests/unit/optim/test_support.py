@@ -37,6 +37,7 @@ REASONS = {
     "projects on whole parameters": ["AdamP", "SGDP"],
     "normalises by the norm of whole gradients": ["NovoGrad"],
     "shares statistics over blocks of whole parameters": ["AdamMini", "Adam_mini"],
+    "steps the rows that sparse gradients name": ["SparseAdam"],
 }
 REFUSED = [(name, reason) for reason, names in REASONS.items() for name in names]
 

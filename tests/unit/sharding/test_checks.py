@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_zero.errors import RankMismatchError, UnsupportedError
-from lightning_zero.sharding.checks import check_parameter, check_same_model
+from lightning_zero.sharding.checks import check_module, check_parameter, check_same_model
 
 
 class Mesh:
@@ -69,6 +69,13 @@ def test_what_another_has_sharded_is_refused() -> None:
 def test_a_lazy_parameter_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"'weight' has no shape yet .*Run one batch"):
         check_parameter("weight", nn.LazyLinear(3).weight)
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_a_forward_that_scales_its_weight_is_refused(make: Any) -> None:
+    check_module("net.words", make(3, 4))
+    with pytest.raises(UnsupportedError, match=r"'net\.words' \(Embedding.*max_norm=1\.5: .*renorm_\(2, 0, 1\.5\)"):
+        check_module("net.words", make(3, 4, max_norm=1.5))
 
 
 def test_equal_models_are_compared_by_one_small_message() -> None:
