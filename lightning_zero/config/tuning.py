@@ -75,7 +75,7 @@ class Tuning:
     state_dtype: Literal["bf16"] | None = _memory(
         "``'bf16'``: what optimizers keep for each element of a parameter of at least 4096 (Adam's moments) is "
         "bfloat16, rounded stochastically at each step: half the memory, and half of what ``offload`` copies, where "
-        "memory is short; single elements' steps of Adam are off by 3 %. For optimizers whose formula is known",
+        "memory is short; single elements' steps of Adam are off by 2 to 4 %. For optimizers whose formula is known",
         default=None,
         change=Change.APPLIED,
         shown="as the optimizer makes it",

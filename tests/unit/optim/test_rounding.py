@@ -2,6 +2,7 @@
 lies."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,3 +91,44 @@ def test_noise_looks_random_over_elements_steps_parameters_and_halves() -> None:
         assert abs(chi - 255) < 5 * math.sqrt(510), f"stream {number} is not uniform"
     pairs = torch.corrcoef(torch.stack(streams).double()) - torch.eye(len(streams), dtype=torch.float64)
     assert pairs.abs().max() < 5 / math.sqrt(numel), f"streams that follow each other: {pairs}"
+
+
+LARGE = (32, 32)
+
+
+def equally_large(share: float) -> Tensor:
+    return torch.randn(LARGE).flatten()
+
+
+def falling(share: float) -> Tensor:
+    """To a tenth, over the training; sizes differ from element to element by up to a thousand."""
+    return torch.randn(LARGE).flatten() * torch.logspace(-3, 0, math.prod(LARGE)) * 10**-share
+
+
+@pytest.mark.parametrize(("gradient", "most", "to_the_nearest"), [(equally_large, 0.025, 0.08), (falling, 0.04, 0.3)])
+def test_adams_steps_are_off_by_a_few_percent_where_rounding_to_the_nearest_is_off_by_far_more(
+    gradient: Callable[[float], Tensor], most: float, to_the_nearest: float
+) -> None:
+    """The numbers in examples/docs/options.md are those of this test."""
+    torch.manual_seed(0)
+    steps, betas = 2000, (0.9, 0.999)
+    records: Any = OneRank([LARGE]).live
+    at = Places.of(records, CPU)
+    exact, narrow, nearest = (torch.zeros(2, math.prod(LARGE)) for _ in range(3))
+    for step in range(steps):
+        new = gradient(step / steps)
+        for kept in (exact, narrow, nearest):
+            for average, beta, value in zip(kept, betas, (new, new * new), strict=True):
+                average.lerp_(value, 1 - beta)
+        words = noise_at(at.owners, at.shifts, at.begin, keys_of(at.salts, torch.tensor(step)))
+        for number, average in enumerate(narrow):
+            average.copy_(rounded(average, words, number))
+        nearest.copy_(nearest.bfloat16())
+
+    def off(kept: Tensor) -> float:
+        """The root of the mean square of what steps are off by, beside that of steps."""
+        moved, expected = (first / second.sqrt() for first, second in (kept, exact))
+        return ((moved - expected).square().mean() / expected.square().mean()).sqrt().item()
+
+    assert off(narrow) < most < to_the_nearest < off(nearest)
+    assert (narrow[1] / exact[1]).mean().item() == pytest.approx(1, abs=2e-3)
