@@ -187,6 +187,24 @@ class InNoOptimizer(Smooth):
         return torch.optim.AdamW(self.net.parameters(), lr=1e-2, eps=1e-3)
 
 
+class DropsLayers(Smooth):
+    """Each rank leaves out others of its layers, and others in each batch: layer drop, experts without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(6):
+            self.net = nn.Linear(INPUTS, WIDTH)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.head = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net(x)
+        for number, layer in enumerate(self.layers):
+            if not self.training or (self.global_step * (2 + self.global_rank) + number) % 3:
+                hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+
 class StepsSeldom(ByHand):
     """After three batches, or two at the end."""
 
@@ -251,6 +269,7 @@ WAYS = {
     "inputs with gradients": Way(InputsWithGradients, replays=None, emulated=False),
     "batch norm": Way(Normalised, ddp=False),
     "steps by hand": Way(StepsSeldom),
+    "layers dropped": Way(DropsLayers, replays=None, emulated=False),
     "in no optimizer": Way(InNoOptimizer, emulated=False),
     "a closure": Way(Accumulating, replays=None, emulated=False),
     "two optimizers": Way(GAN, replays=None, emulated=False),
