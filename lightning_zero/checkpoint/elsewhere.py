@@ -12,8 +12,8 @@ from contextlib import nullcontext, suppress
 from typing import Any, BinaryIO
 
 import torch
-from fsspec.core import url_to_fs
 
+from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import INCOMPLETE
 from lightning_zero.checkpoint.replaceable import refuse_others
 from lightning_zero.checkpoint.sharded.hashed import HashedFile
@@ -42,7 +42,7 @@ def write_elsewhere(
         CheckpointError: a folder of something else stands there.
     """
     # An object of its own: in a transaction all that anybody opens on it is held back, and loggers write, too.
-    fs, place = url_to_fs(url, skip_instance_cache=True)
+    fs, place = located(url, skip_instance_cache=True)
     place = place.rstrip("/")
     stores = not OBJECT_STORES.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
     work = place if stores else f"{place}{INCOMPLETE}"
@@ -64,4 +64,4 @@ def write_elsewhere(
                 fs.rm_file(work)
         raise
     finally:
-        url_to_fs(url)[0].invalidate_cache()  # the one that others use may remember what was there
+        located(url)[0].invalidate_cache()  # the one that others use may remember what was there

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -25,12 +26,16 @@ __all__ = [
 ]
 
 INCOMPLETE = ".incomplete"  # what is written
+LONGEST, SOME = 255, 40  # bytes of a name, and characters of one, each up to four bytes
 REPLACED = ".replaced"  # what stood there before, where one rename cannot put something else in its place
 
 
 def beside(path: Path, ending: str) -> Path:
-    """The name next to it."""
-    return path.with_name(path.name + ending)
+    """The name next to it; a short one where file systems, which take that one, would not take this."""
+    name = path.name + ending
+    if len(os.fsencode(name)) > LONGEST >= len(os.fsencode(path.name)):
+        name = f"{path.name[:SOME]}-{hashlib.blake2s(os.fsencode(path.name)).hexdigest()[:32]}{ending}"
+    return path.with_name(name)
 
 
 def put_in_place(work: Path, path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -19,6 +18,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.archive import check_archive, write_archive
 from lightning_zero.checkpoint.elsewhere import write_elsewhere
+from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import standing
 from lightning_zero.checkpoint.sharded.contents import bytes_of
 from lightning_zero.checkpoint.sharded.folder import full_path
@@ -233,5 +233,5 @@ def _standing(path: str | Path) -> Path | None:
 
 def _local(path: str | Path) -> Path | None:
     """None for what is not on a file system that this host mounts."""
-    fs, place = url_to_fs(str(path))
+    fs, place = located(path)
     return Path(place) if isinstance(fs, LocalFileSystem) else None

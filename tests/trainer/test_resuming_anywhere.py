@@ -171,7 +171,7 @@ WAYS: list[tuple[str, dict[str, Any], str]] = [
     ("eager", {}, "one"),
     ("eager", {}, "sharded/step=3"),
     ("eager", {"stage": 1}, "sharded/step=3"),
-    ("eager", {"stage": 2}, "full/step=3"),
+    ("eager", {"stage": 2, "offload": ("optimizer",)}, "full/step=3"),
 ]
 
 

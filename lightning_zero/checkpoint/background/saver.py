@@ -72,8 +72,9 @@ class BackgroundSaver:
         return self._saving.path if self._saving is not None and self._saving.is_alive() else None
 
     def prepare(self, count: int) -> None:
-        """Begins to have memory for ``count`` bytes ready, so that the first save does not wait for it. Once."""
-        if self._prepared is None:
+        """Begins to have memory for ``count`` bytes ready, so that the first save does not wait for it. Once, and not
+        while a save goes on, whose copies lie in the memory that this would give back."""
+        if self._prepared is None and not self.busy:
             self._prepared = threading.Thread(target=self._reserve, args=(count,), daemon=True)
             self._prepared.start()
 

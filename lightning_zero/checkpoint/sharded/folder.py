@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.lateness import ask_again
+from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import (
     INCOMPLETE,
     beside,
@@ -62,20 +62,20 @@ class Folder(Protocol):
 
 def folder_at(path: str | Path) -> Folder:
     """On a local file system, or wherever fsspec reaches."""
-    fs, place = url_to_fs(str(path))
+    fs, place = located(path)
     return LocalFolder(Path(place)) if isinstance(fs, LocalFileSystem) else RemoteFolder(fs, place)
 
 
 def full_path(path: str | Path) -> str:
     """The same from wherever this process goes."""
-    fs, place = url_to_fs(str(path))
+    fs, place = located(path)
     return str(place) if isinstance(fs, LocalFileSystem) else str(path)
 
 
 def read_at(path: str) -> tuple[Any, str]:
     """The file system, and the place in it, where the checkpoint of that name is read: also that of a save that was
     killed after it had been complete, and before it stood in its place."""
-    fs, place = url_to_fs(path)
+    fs, place = located(path)
     if isinstance(fs, LocalFileSystem):
         return fs, str(standing(Path(place)))
     beside = f"{place.rstrip('/')}{INCOMPLETE}"

@@ -11,13 +11,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.lateness import ask_again
+from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.opened import Opened
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.contents import nested
@@ -47,7 +47,7 @@ def kind_of(path: Any) -> str:
 def kind_anew(path: str | Path) -> str:
     """The same, when it may be otherwise than this host remembers."""
     if not str(path).startswith(DOWNLOADED):
-        fs, place = url_to_fs(str(path))
+        fs, place = located(path)
         fs.invalidate_cache()
         if isinstance(fs, LocalFileSystem):
             ask_again(Path(place).parent)

@@ -16,10 +16,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from fsspec.core import url_to_fs
 from lightning.pytorch.core import saving
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.opened import kind_of
@@ -47,7 +47,7 @@ def named_by_word(trainer: pl.Trainer) -> bool:
 
 def newest_first(path: str | Path) -> list[str]:
     """The other checkpoints beside one that is no good, whole or not."""
-    fs, place = url_to_fs(str(path))
+    fs, place = located(path)
     home = os.path.dirname(place)
     entries = fs.ls(home, detail=False) if fs.isdir(home) else []
     named = {entry: os.path.basename(entry) for entry in entries}
