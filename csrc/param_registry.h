@@ -31,8 +31,9 @@ struct ShardCopy {
   Stamp written;
   bool by_steps = false;  // see [Note: shards on the host] in compute_copies.h
   // -- of a host shard
-  int64_t place = -1;  // in the order of first use; negative: not used yet
-  int64_t part = -1;   // of the exchange that was begun last
+  const std::string* name = nullptr;  // the parameter's
+  int64_t place = -1;                 // in the order of first use; negative: not used yet
+  int64_t part = -1;                  // of the exchange that was begun last
 };
 
 // Memory for the whole parameter, padded, in which it stays until the optimizer steps. Undefined where it

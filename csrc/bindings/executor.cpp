@@ -15,13 +15,20 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
   using Watched = c10::intrusive_ptr<Facet<Watchdog, Watchdog>>;
   Rows<Watchdog, Watchdog> dog(m, "Watchdog", watchdog);
   dog.by_hand()
-      .def(torch::init([](const std::string& group_name, double report_s, double timeout_s) {
-        return c10::make_intrusive<Facet<Watchdog, Watchdog>>(
-            c10::make_intrusive<Watchdog>(group_name, report_s, timeout_s));
-      }))
+      .def(torch::init(
+          [](const std::string& group_name, double report_s, double timeout_s, std::vector<int64_t> hosts) {
+            return c10::make_intrusive<Facet<Watchdog, Watchdog>>(
+                c10::make_intrusive<Watchdog>(group_name, report_s, timeout_s, std::move(hosts)));
+          }))
       .def("watch_replay",
            [](const Watched& self, const at::Tensor& ended, int64_t lane, int64_t number) {
              self->whole->activity().watch_replay(ended, static_cast<Lane>(lane), number);
+           })
+      .def("watch_device",
+           [](const Watched& self, const at::Tensor& words) { self->whole->activity().watch_device(words); })
+      .def("tell_parts",
+           [](const Watched& self, int64_t first, std::vector<std::string> weights) {
+             self->whole->activity().tell_parts(first, std::move(weights));
            })
       .def("met", [](const Watched& self, int64_t lane) {
         return self->whole->activity().status().met.at(static_cast<size_t>(lane));

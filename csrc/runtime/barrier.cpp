@@ -26,9 +26,9 @@ DeviceBarrier::DeviceBarrier(const at::Tensor& code, std::vector<at::Tensor> row
   barrier_ = driver.find_kernel(module, "rank_barrier");
   begin_epoch_ = driver.find_kernel(module, "begin_epoch");
   TORCH_INTERNAL_ASSERT(words_.is_pinned() && words_.scalar_type() == at::kInt &&
-                        words_.numel() >= 1 + 2 * DEVICE_LANES);
-  check_rows(rows_, DEVICE_LANES * static_cast<int64_t>(rows_.size()));
-  counts_ = tensors::zeros(DEVICE_LANES, rows_[static_cast<size_t>(rank)].options());
+                        words_.numel() >= device_words::COUNT);
+  check_rows(rows_, device_words::BARRIERS * static_cast<int64_t>(rows_.size()));
+  counts_ = tensors::zeros(device_words::BARRIERS, rows_[static_cast<size_t>(rank)].options());
 }
 
 std::vector<void*> DeviceBarrier::rows_of(int lane) const {
@@ -37,7 +37,8 @@ std::vector<void*> DeviceBarrier::rows_of(int lane) const {
 
 void DeviceBarrier::operator()(int lane, const c10::Stream& stream) const {
   auto rows = rows_of(lane);
-  int rank = static_cast<int>(rank_), arrived = 1 + 2 * lane, passed = 2 + 2 * lane;
+  int rank = static_cast<int>(rank_), arrived = device_words::arrived(lane),
+      passed = device_words::passed(lane);
   void* count = counts_.mutable_data_ptr<int>() + lane;
   void* host = words_.mutable_data_ptr<int>();
   // The first is a structure that the kernel takes by value.

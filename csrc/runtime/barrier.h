@@ -6,15 +6,15 @@
 
 #include <vector>
 
-#include "runtime/rank_status.h"
+#include "runtime/device_words.h"
 
 namespace lightning_zero {
 
 class DeviceBarrier {
  public:
-  // `code`: bytes that the device's driver loads, of barrier.cu. `rows`: of each rank, DEVICE_LANES * ranks
-  // numbers that all ranks write, zero; `words`: 1 + 2 * DEVICE_LANES integers in pinned memory of the host,
-  // zero; see barrier.cu. Numbers are 32 bits wide.
+  // `code`: bytes that the device's driver loads, of barrier.cu. `rows`: of each rank, for each of its lanes
+  // as many numbers as there are ranks, zero, which all ranks write; `words`: see device_words.h, zero, and
+  // barrier.cu. Numbers are 32 bits wide.
   DeviceBarrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words, int64_t rank);
 
   // All ranks' work queued before it has ended when what `stream` is given next begins. `lane`: from 0.
@@ -26,7 +26,7 @@ class DeviceBarrier {
   void begin_epoch(int64_t epoch, const c10::Stream& stream) const;
 
   // Whether the host ends all waits.
-  void let_pass(bool all) const { words_.mutable_data_ptr<int>()[0] = all; }
+  void let_pass(bool all) const { words_.mutable_data_ptr<int>()[device_words::STOP] = all; }
   const at::Tensor& words() const { return words_; }
 
  private:

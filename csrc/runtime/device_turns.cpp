@@ -6,14 +6,15 @@
 
 #include "runtime/cuda_api.h"
 #include "runtime/device.h"
+#include "runtime/device_words.h"
 #include "runtime/rank_rows.h"
 
 namespace lightning_zero {
 
 namespace {
 
-constexpr unsigned kTurnThreads = 32;                                                       // as in turns.cu
-constexpr int kLane = DEVICE_LANES - 1, kArrived = 1 + 2 * kLane, kPassed = 2 + 2 * kLane;  // of weights
+constexpr unsigned kTurnThreads = 32;              // as in turns.cu
+constexpr int kLane = device_words::BARRIERS - 1;  // of weights
 
 }  // namespace
 
@@ -41,7 +42,8 @@ void DeviceTurns::wait_for(int64_t number, bool to_read) {
 
 void DeviceTurns::launch(void* kernel, int64_t number, const c10::Stream& stream) const {
   auto rows = row_addresses(rows_);
-  int rank = static_cast<int>(rank_), arrived = kArrived, passed = kPassed;
+  int rank = static_cast<int>(rank_), arrived = device_words::arrived(kLane);
+  int passed = device_words::passed(kLane);
   auto low = low_word(number);
   void* host = words_.mutable_data_ptr<int>();
   // The first is a structure that the kernel takes by value.

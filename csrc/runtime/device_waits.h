@@ -1,18 +1,18 @@
-// Waits of a device for those of other ranks, as its barriers tell of them in memory of the host.
+// Waits of a device for those of other ranks, as its kernels tell of them in memory of the host.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
 
+#include "runtime/device_words.h"
 #include "runtime/rank_status.h"
 
 namespace lightning_zero {
 
 class DeviceWaits {
  public:
-  // `words`: as DeviceBarrier's; for each of DEVICE_LANES, how many barriers this device has come to, and how
-  // many it has passed.
+  // `words`: see device_words.h.
   void watch(const at::Tensor& words);
   // Ends all waits, or has devices wait again.
   void let_pass(bool all) const;
@@ -21,11 +21,15 @@ class DeviceWaits {
 
  private:
   struct Seen {
-    int64_t arrived = 0;
+    int64_t number = 0;
     double since = 0;
   };
+  // Kernels wait for `number` of that lane, or are past it.
+  void add(RankStatus& status, Lane lane, Seen& seen, int64_t number, bool waits, const char* what);
+
   at::Tensor words_;
-  std::array<Seen, DEVICE_LANES> seen_{};
+  std::array<Seen, device_words::BARRIERS> barriers_{};
+  std::array<Seen, device_words::READERS> parts_{};
 };
 
 }  // namespace lightning_zero

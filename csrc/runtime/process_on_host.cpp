@@ -85,6 +85,10 @@ std::optional<ProcessOnHost> ProcessOnHost::find(const std::string& what) {
   return ProcessOnHost{std::strtoll(theirs[2].c_str(), nullptr, 10), theirs[3]};
 }
 
+std::string ProcessOnHost::host_in(const std::string& what) {
+  return what.substr(0, what.find('/'));
+}
+
 bool ProcessOnHost::is_alive() const {
   const auto state = state_of(pid);
   return !state.empty() && state[0] != "Z" && state[0] != "X" && state[kStarted] == started;

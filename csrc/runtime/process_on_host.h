@@ -14,6 +14,7 @@ struct ProcessOnHost {
   std::string started;       // by which a later process of the same number is told apart
   static std::string own();  // what others need to find this one
   static std::optional<ProcessOnHost> find(const std::string& what);
+  static std::string host_in(const std::string& what);  // what that host calls itself; empty: not known
   bool is_alive() const;
 };
 

@@ -4,8 +4,9 @@
 
 namespace lightning_zero {
 
-RankActivity::RankActivity(int64_t rank) {
+RankActivity::RankActivity(int64_t rank, const std::vector<int64_t>& hosts) {
   mine_.rank = rank;
+  mine_.stands(hosts);
   mine_.known = true;
   mine_.phase_since = seconds_since_epoch();
 }
@@ -64,6 +65,21 @@ void RankActivity::end_wait(int64_t id) {
   ++activity_;
 }
 
+void RankActivity::tell_parts(int64_t first, std::vector<std::string> weights) {
+  std::lock_guard lock(mutex_);
+  first_part_ = first;
+  parts_ = std::move(weights);
+}
+
+std::string RankActivity::part(int64_t number) const {
+  // Devices count with 32 bits.
+  const auto index = static_cast<uint32_t>(number) - static_cast<uint32_t>(first_part_) - 1;
+  if (index >= parts_.size())
+    return "weights that hosts exchange";
+  return "part " + std::to_string(index + 1) + " of " + std::to_string(parts_.size()) +
+         " of the weights that hosts exchange (" + parts_[index] + ")";
+}
+
 void RankActivity::watch_device(const at::Tensor& words) {
   std::lock_guard lock(mutex_);
   devices_.watch(words);
@@ -100,6 +116,8 @@ RankStatus RankActivity::status() {
   }
   devices_.add_to(status);
   replays_.add_to(status);
+  if (status.waits() && status.wait.lane == static_cast<int>(Lane::PART))
+    status.wait.what = part(status.wait.number);
   return status;
 }
 

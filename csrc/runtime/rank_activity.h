@@ -7,6 +7,7 @@
 #include <list>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "runtime/device_waits.h"
 #include "runtime/rank_status.h"
@@ -17,7 +18,8 @@ namespace lightning_zero {
 // All methods may be called from any thread.
 class RankActivity {
  public:
-  explicit RankActivity(int64_t rank);
+  // `hosts`: of each rank, the number of its host; empty where there is one.
+  RankActivity(int64_t rank, const std::vector<int64_t>& hosts);
 
   void enter(Phase phase);
   void begin_stage();
@@ -37,6 +39,10 @@ class RankActivity {
   // what end_wait() is given.
   int64_t begin_wait(int lane, int64_t number, std::string what);
   void end_wait(int64_t id);
+
+  // Hosts exchange weights next, in parts, of which the first has the number `first` + 1. `weights`: of each
+  // part, which it holds.
+  void tell_parts(int64_t first, std::vector<std::string> weights);
 
   // See DeviceWaits.
   void watch_device(const at::Tensor& words);
@@ -58,7 +64,11 @@ class RankActivity {
   };
 
   mutable std::mutex mutex_;
+  std::string part(int64_t number) const;
+
   RankStatus mine_;
+  int64_t first_part_ = 0;
+  std::vector<std::string> parts_;
   int64_t ids_ = 0;
   std::list<Wait> waits_;  // of all threads, the oldest first
   std::atomic<const std::string*> last_{nullptr};

@@ -16,11 +16,14 @@ std::string failed_key(int64_t stage, int64_t rank) {
 
 }  // namespace
 
-RankBoard::RankBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size)
-    : store_(std::move(store)), rank_(rank), size_(size) {
+RankBoard::RankBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size,
+                     std::vector<int64_t> hosts)
+    : store_(std::move(store)), rank_(rank), size_(size), hosts_(std::move(hosts)) {
   processes_.resize(static_cast<size_t>(size));
   known_.resize(static_cast<size_t>(size));
   asked_.resize(static_cast<size_t>(size));
+  beating_.resize(static_cast<size_t>(size));
+  process_texts_.resize(static_cast<size_t>(size));
 }
 
 bool RankBoard::has(const std::string& key) {
@@ -53,15 +56,41 @@ std::vector<RankStatus> RankBoard::statuses(const RankStatus& mine) {
       known_[other] = has(key("status", other));
     all.push_back(RankStatus::from_text(other, known_[other] ? get(key("status", other)) : ""));
   }
+  for (auto& status : all) {
+    status.stands(hosts_);
+    if (status.host >= 0)
+      status.host_name = ProcessOnHost::host_in(process_text(status.rank).value_or(""));
+  }
   return all;
 }
 
+const std::optional<std::string>& RankBoard::process_text(int64_t other) {
+  auto& text = process_texts_[other];
+  if (!text && has(key("process", other)))
+    text = get(key("process", other));
+  return text;
+}
+
 const std::optional<ProcessOnHost>& RankBoard::process_of(int64_t other) {
-  if (!asked_[other] && has(key("process", other))) {
+  // What is told apart as hosts is taken for hosts that do not see each other.
+  if (asked_[other] || (!hosts_.empty() && hosts_[other] != hosts_[rank_]))
+    return processes_[other];
+  if (const auto& text = process_text(other)) {
     asked_[other] = true;
-    processes_[other] = ProcessOnHost::find(get(key("process", other)));
+    processes_[other] = ProcessOnHost::find(*text);
   }
   return processes_[other];
+}
+
+void RankBoard::beat() {
+  // Another text than those of a watchdog that this process had before, too.
+  store_->set(key("beat", rank_), std::to_string(seconds_since_epoch()) + " " + std::to_string(++beats_));
+}
+
+std::string RankBoard::beat_of(int64_t other) {
+  if (!beating_[other])
+    beating_[other] = has(key("beat", other));
+  return beating_[other] ? get(key("beat", other)) : "";
 }
 
 void RankBoard::tell_failure(int64_t stage, const std::string& kind, const std::string& text) {

@@ -19,7 +19,8 @@ namespace lightning_zero {
 // Every method but tell_failure() is for one thread, and throws where the store is gone.
 class RankBoard {
  public:
-  RankBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size);
+  // `hosts`: of each rank, the number of its host; empty where there is one.
+  RankBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size, std::vector<int64_t> hosts);
 
   // Tells the others how this rank is, if that is news.
   void publish(const RankStatus& mine);
@@ -27,6 +28,11 @@ class RankBoard {
   std::vector<RankStatus> statuses(const RankStatus& mine);
   // That rank's process, where it is on this host.
   const std::optional<ProcessOnHost>& process_of(int64_t other);
+
+  // This rank is there; and what that one has written last, which is another text each time. Empty: nothing
+  // yet.
+  void beat();
+  std::string beat_of(int64_t other);
 
   // From any thread: why this rank ends.
   void tell_failure(int64_t stage, const std::string& kind, const std::string& text);
@@ -40,11 +46,16 @@ class RankBoard {
  private:
   bool has(const std::string& key);
   std::string get(const std::string& key);
+  // What that rank says of its process; none: nothing yet.
+  const std::optional<std::string>& process_text(int64_t other);
 
   c10::intrusive_ptr<c10d::Store> store_;
   int64_t rank_, size_;
+  std::vector<int64_t> hosts_;
   std::string published_;
-  std::vector<bool> known_, asked_;
+  int64_t beats_ = 0;
+  std::vector<bool> known_, asked_, beating_;
+  std::vector<std::optional<std::string>> process_texts_;
   std::vector<std::optional<ProcessOnHost>> processes_;
 };
 

@@ -45,23 +45,18 @@ std::string seconds(double since, double now) {
   return text;
 }
 
-// Devices count with 32 bits, over and over.
-bool is_behind(int64_t met, int64_t number, int lane) {
-  if (lane < static_cast<int>(Lane::DEVICE_REDUCE))
-    return met < number;
-  return static_cast<int32_t>(static_cast<uint32_t>(met) - static_cast<uint32_t>(number)) < 0;
-}
-
-std::string of_ranks(const std::vector<int64_t>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  return text;
-}
-
 }  // namespace
 
 double seconds_since_epoch() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+void RankStatus::stands(const std::vector<int64_t>& hosts) {
+  if (hosts.empty())
+    return;
+  const auto own = hosts.begin() + rank;
+  host = *own;
+  place = std::count(hosts.begin(), own, host);
 }
 
 std::string RankStatus::to_text() const {
@@ -133,87 +128,6 @@ std::string RankStatus::describe(double now) const {
   if (!last.empty())
     text += ", last used parameter '" + last + "'";
   return text;
-}
-
-std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<RankStatus>& all) {
-  std::vector<int64_t> missing;
-  if (!waiting.waits() || waiting.wait.lane < 0)
-    return missing;
-  for (const auto& other : all) {
-    if (other.rank != waiting.rank &&
-        (!other.known || is_behind(other.met[waiting.wait.lane], waiting.wait.number, waiting.wait.lane)))
-      missing.push_back(other.rank);
-  }
-  return missing;
-}
-
-std::vector<int64_t> left_behind(const std::vector<RankStatus>& all) {
-  const auto& first = all.front();
-  // Of hosts: devices are all at the same place while they compute what all have launched.
-  const bool together =
-      first.waits() && first.wait.lane >= 0 && std::all_of(all.begin(), all.end(), [&](const auto& status) {
-        return status.known && !status.left && status.waits() && !status.wait.on_device &&
-               status.wait.lane == first.wait.lane && status.wait.number == first.wait.number;
-      });
-  std::vector<int64_t> missing;
-  for (const auto lane : {static_cast<size_t>(Lane::GATHER), static_cast<size_t>(Lane::REDUCE)}) {
-    if (!together || !missing.empty())
-      break;
-    int64_t most = 0;
-    for (const auto& status : all) most = std::max(most, status.met[lane]);
-    for (const auto& status : all) {
-      if (status.met[lane] < most)
-        missing.push_back(status.rank);
-    }
-  }
-  return missing;
-}
-
-bool is_deadlock(const std::vector<RankStatus>& all) {
-  if (!left_behind(all).empty())
-    return std::all_of(all.begin(), all.end(), [](const RankStatus& status) { return status.busy.empty(); });
-  bool any = false;
-  for (const auto& status : all) {
-    if (!status.known || !status.busy.empty())
-      return false;
-    if (status.left)
-      continue;
-    if (held_up_by(status, all).empty())
-      return false;
-    any = true;
-  }
-  return any;
-}
-
-bool is_still(const std::vector<RankStatus>& all) {
-  return std::all_of(all.begin(), all.end(), [](const RankStatus& status) {
-    return status.known && !status.left && status.busy.empty() && status.phase != Phase::OUTSIDE &&
-           !status.waits();
-  });
-}
-
-std::string report(const std::vector<RankStatus>& all, int64_t rank, double now) {
-  const auto& mine = all[static_cast<size_t>(rank)];
-  const auto behind = left_behind(all);
-  auto missing = behind.empty() ? held_up_by(mine, all) : behind;
-  if (missing.empty()) {
-    for (const auto& other : all) {
-      if (other.rank != rank && !other.waits())
-        missing.push_back(other.rank);
-    }
-  }
-  std::string text = mine.describe(now) + ".";
-  if (mine.waits() && !missing.empty()) {
-    text +=
-        " Missing: " + of_ranks(missing) +
-        (behind.empty() ? "." : ", which took no part in collectives that the devices of others wait for.");
-  }
-  std::string others;
-  for (const auto& other : all) {
-    if (other.rank != rank)
-      others += (others.empty() ? " " : "; ") + other.describe(now);
-  }
-  return text + (others.empty() ? "" : " The others:" + others + ".");
 }
 
 }  // namespace lightning_zero

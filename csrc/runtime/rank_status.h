@@ -1,5 +1,4 @@
-// What ranks tell each other about themselves, and what follows from it when they are put side by side. Pure:
-// no store, no threads, no clocks.
+// What ranks tell each other about themselves, in words, too. Pure: no store, no threads, no clocks.
 #pragma once
 
 #include <array>
@@ -11,10 +10,10 @@
 namespace lightning_zero {
 
 // Kinds of meetings; within one, ranks meet in the same order. DEVICE lanes: barriers that run on a device.
-// Each is a process group, or what is like one, except for WORLD: Lightning's own meetings.
-enum class Lane : int { CONTROL, WORLD, GATHER, REDUCE, TURN, DEVICE_REDUCE, DEVICE_GATHER };
-constexpr int LANES = 7;
-constexpr int DEVICE_LANES = 2;
+// Each is a process group, or what is like one, except for WORLD: Lightning's own meetings; and for the last
+// two, which count parts of what hosts exchange: those that have come to a rank, and those that it has sent.
+enum class Lane : int { CONTROL, WORLD, GATHER, REDUCE, TURN, DEVICE_REDUCE, DEVICE_GATHER, PART, PART_SENT };
+constexpr int LANES = 9;
 
 enum class Phase : int { OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION };
 
@@ -29,9 +28,11 @@ struct RankWait {
 
 struct RankStatus {
   int64_t rank = 0;
-  bool known = false;  // false: nothing has been heard of it
-  bool left = false;   // it has closed its engine, or ended
-  int64_t stage = 0;   // how many stages of a Trainer it has begun
+  int64_t host = -1, place = 0;  // its place among that host's; negative: there is one host
+  std::string host_name;         // empty: not known
+  bool known = false;            // false: nothing has been heard of it
+  bool left = false;             // it has closed its engine, or ended
+  int64_t stage = 0;             // how many stages of a Trainer it has begun
   Phase phase = Phase::OUTSIDE;
   int64_t batches = 0;     // training batches that it has begun
   double phase_since = 0;  // seconds since the epoch, as `busy_since`
@@ -42,29 +43,14 @@ struct RankStatus {
   RankWait wait;
   std::array<int64_t, LANES> met{};
 
+  // `hosts`: of each rank, the number of its host; empty where there is one.
+  void stands(const std::vector<int64_t>& hosts);
   bool waits() const { return !wait.what.empty(); }
   std::string to_text() const;
   static RankStatus from_text(int64_t rank, const std::string& text);
   // "rank 1, forward of training batch 7, for 31 s; last used 'net.0.weight'"
   std::string describe(double now) const;
 };
-
-// The ranks for which this one waits: those that have not come to its meeting. Empty: all have, or it cannot
-// be told.
-std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<RankStatus>& all);
-
-// The ranks that began fewer collectives than others, although all wait at the same place: devices wait for
-// those that never come, and hosts for their devices. Empty: there are none, or it cannot be told.
-std::vector<int64_t> left_behind(const std::vector<RankStatus>& all);
-
-// Whether no rank can ever go on: each waits for one that does not come, or has left.
-bool is_deadlock(const std::vector<RankStatus>& all);
-
-// Whether every rank should be doing something, and none waits where that is seen.
-bool is_still(const std::vector<RankStatus>& all);
-
-// Who is missing, where it was last, and where the others wait.
-std::string report(const std::vector<RankStatus>& all, int64_t rank, double now);
 
 double seconds_since_epoch();
 

@@ -19,8 +19,8 @@ constexpr std::chrono::microseconds kFirstNap{50}, kLongestNap{2000};
 
 }  // namespace
 
-SharedNumbers::SharedNumbers(std::vector<at::Tensor> numbers, int64_t rank)
-    : numbers_(std::move(numbers)), rank_(rank) {
+SharedNumbers::SharedNumbers(std::vector<at::Tensor> numbers, int64_t rank, Lane lane)
+    : numbers_(std::move(numbers)), rank_(rank), lane_(lane) {
   for (const auto& memory : numbers_)
     TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kLong && memory.device().is_cpu());
 }
@@ -29,7 +29,7 @@ void SharedNumbers::set(int64_t number) {
   auto& own = *numbers_[static_cast<size_t>(rank_)].mutable_data_ptr<int64_t>();
   std::atomic_ref(own).store(number, std::memory_order_release);
   if (watchdog_)
-    watchdog_->activity().reach(Lane::TURN, number);
+    watchdog_->activity().reach(lane_, number);
 }
 
 bool SharedNumbers::all_are(int64_t number) const {
@@ -45,7 +45,7 @@ void SharedNumbers::wait_for(int64_t number, const char* what) const {
     return;
   std::optional<Watchdog::Waiting> waiting;
   if (watchdog_)
-    waiting.emplace(*watchdog_, Lane::TURN, number, what);
+    waiting.emplace(*watchdog_, lane_, number, what);
   auto nap = kFirstNap;
   for (int tries = 0; !all_are(number); ++tries) {
     if (tries < kSpins) {

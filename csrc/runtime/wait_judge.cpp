@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "runtime/rank_waits.h"
+
 namespace lightning_zero {
 
 namespace {

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "runtime/compat.h"
+#include "runtime/heartbeats.h"
 #include "runtime/rank_board.h"
 
 namespace lightning_zero {
@@ -18,10 +19,11 @@ constexpr milliseconds kToLeave{6000};
 
 }  // namespace
 
-Watchdog::Watchdog(const std::string& group_name, double report_s, double timeout_s)
+Watchdog::Watchdog(const std::string& group_name, double report_s, double timeout_s,
+                   std::vector<int64_t> hosts)
     : rank_(compat::process_group(group_name)->getRank()),
       size_(compat::process_group(group_name)->getSize()),
-      activity_(rank_),
+      activity_(rank_, hosts),
       end_(activity_),
       judge_(rank_, size_, report_s, timeout_s),
       report_s_(report_s) {
@@ -30,7 +32,9 @@ Watchdog::Watchdog(const std::string& group_name, double report_s, double timeou
   // A client of its own: whoever waits in the group's holds its lock.
   auto store = compat::process_group(group_name)->getStore()->clone();
   store->setTimeout(milliseconds(5000));
-  board_ = std::make_unique<RankBoard>(std::move(store), rank_, size_);
+  if (!hosts.empty())
+    hearts_ = std::make_unique<Heartbeats>(rank_, hosts);
+  board_ = std::make_unique<RankBoard>(std::move(store), rank_, size_, std::move(hosts));
   thread_ = std::thread([this] { run(); });
 }
 
@@ -40,8 +44,9 @@ Watchdog::~Watchdog() {
 
 // ---- what this rank does
 
-Watchdog::Waiting::Waiting(Watchdog& watchdog, Lane lane, int64_t number, const char* what)
-    : activity_(watchdog.activity_), id_(activity_.begin_wait(static_cast<int>(lane), number, what)) {}
+Watchdog::Waiting::Waiting(Watchdog& watchdog, Lane lane, int64_t number, std::string what)
+    : activity_(watchdog.activity_),
+      id_(activity_.begin_wait(static_cast<int>(lane), number, std::move(what))) {}
 
 void Watchdog::wait(c10d::Work& work, Lane lane, int64_t number, const char* what) {
   if (size_ == 1) {

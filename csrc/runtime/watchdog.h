@@ -14,7 +14,8 @@
 // see.
 //
 // Ranks talk through the store of the process group, over a connection of their own; processes of one host
-// see each other, so that one that was killed is missed at once.
+// see each other, so that one that was killed is missed at once, and the other hosts are told. A host that is
+// gone with all of its ranks is missed by the next one, see heartbeats.h.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -40,6 +41,7 @@ class Work;
 namespace lightning_zero {
 
 class RankBoard;
+class Heartbeats;
 
 class Watchdog : public c10::intrusive_ptr_target {
  public:
@@ -47,7 +49,8 @@ class Watchdog : public c10::intrusive_ptr_target {
 
   // `group_name`: a process group of all ranks that are watched, whose store they share.
   // `report_s`: a wait that takes longer is reported; `timeout_s`: one that takes longer ends the process.
-  Watchdog(const std::string& group_name, double report_s, double timeout_s);
+  // `hosts`: of each rank, the number of its host; empty where there is one.
+  Watchdog(const std::string& group_name, double report_s, double timeout_s, std::vector<int64_t> hosts);
   ~Watchdog() override;
 
   // -- what this rank does
@@ -62,7 +65,7 @@ class Watchdog : public c10::intrusive_ptr_target {
   // Surrounds a wait for the others to come to that number.
   class Waiting {
    public:
-    Waiting(Watchdog& watchdog, Lane lane, int64_t number, const char* what);
+    Waiting(Watchdog& watchdog, Lane lane, int64_t number, std::string what);
     ~Waiting() { activity_.end_wait(id_); }
     Waiting(const Waiting&) = delete;
     Waiting& operator=(const Waiting&) = delete;
@@ -108,14 +111,17 @@ class Watchdog : public c10::intrusive_ptr_target {
   void end_where_the_device_is_left();
   bool look_for_failures(const RankStatus& mine);
   bool look_for_deaths(const RankStatus& mine);
+  bool look_for_silence(const RankStatus& mine);
   bool look_at_backends(const RankStatus& mine);
-  void end(const std::string& kind, const std::string& text);
+  // `rest`: of the text, which the others are not told.
+  void end(const std::string& kind, const std::string& text, const std::string& rest = {});
   void say(const std::string& text) const;
 
   int64_t rank_ = 0, size_ = 1;
   RankActivity activity_;
   RankEnd end_;
-  std::unique_ptr<RankBoard> board_;  // null where there is one rank
+  std::unique_ptr<RankBoard> board_;    // null where there is one rank
+  std::unique_ptr<Heartbeats> hearts_;  // null where there is one host
   WaitJudge judge_;
 
   std::mutex mutex_;
@@ -128,6 +134,7 @@ class Watchdog : public c10::intrusive_ptr_target {
   struct Since {  // what must not last began; never: it is not so
     Clock::time_point store_lost{}, device_left{};
   } since_;
+  bool silence_said_ = false;
   int64_t looked_stage_ = -1;
   struct Failure {
     Clock::time_point at;

@@ -6,7 +6,9 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "runtime/heartbeats.h"
 #include "runtime/rank_board.h"
+#include "runtime/rank_waits.h"
 #include "runtime/watchdog.h"
 
 namespace lightning_zero {
@@ -22,6 +24,9 @@ constexpr milliseconds kToFail{3000};  // that a rank gets to fail by itself onc
 constexpr milliseconds kToEnd{4000};   // and then to end
 constexpr milliseconds kStoreGone{5000};
 constexpr milliseconds kDeviceLeft{10000};  // that a rank which has failed gives its device
+// Of a rank of another host, in seconds: after which that is said; after which nobody waits any more; and the
+// same where a connection is known to be broken.
+constexpr double kSilent = 8, kGone = 30, kGoneWhereBroken = 2.5;
 
 }  // namespace
 
@@ -87,7 +92,8 @@ void Watchdog::end_where_the_device_is_left() {
 void Watchdog::look() {
   const auto mine = activity_.status();
   board_->publish(mine);
-  if (end_.is_ending() || look_for_failures(mine) || look_for_deaths(mine) || look_at_backends(mine))
+  if (end_.is_ending() || look_for_failures(mine) || look_for_deaths(mine) || look_for_silence(mine) ||
+      look_at_backends(mine))
     return;
   {
     std::lock_guard lock(mutex_);
@@ -111,10 +117,13 @@ bool Watchdog::look_for_failures(const RankStatus& mine) {
     if (other == rank_ || !board_->has_failed(mine.stage, other))
       continue;
     const auto failure = board_->failure_of(mine.stage, other);
-    other_failed_ = {Clock::now(), failure.kind,
-                     "Rank " + std::to_string(other) + " failed: " + failure.text};
+    other_failed_ = {
+        Clock::now(), failure.kind,
+        "Rank " + std::to_string(other) + (failure.kind == "gone" ? " says: " : " failed: ") + failure.text};
   }
-  if (other_failed_ && (end_.is_hurried() || Clock::now() - other_failed_->at > kToFail))
+  // Of one that is gone nobody has to say why by himself.
+  if (other_failed_ &&
+      (end_.is_hurried() || other_failed_->kind == "gone" || Clock::now() - other_failed_->at > kToFail))
     end(other_failed_->kind, other_failed_->text + "\nThis is " + mine.describe(seconds_since_epoch()) +
                                  ". It cannot go on alone, and ends, too.");
   return other_failed_.has_value();
@@ -132,23 +141,55 @@ bool Watchdog::look_for_deaths(const RankStatus& mine) {
     const auto all = board_->statuses(activity_.status());
     const auto& last = all[static_cast<size_t>(other)];
     // One that has left is missed only by who waits for it.
-    const auto missing = held_up_by(mine, all);
+    const auto missing = held_up_by(all[static_cast<size_t>(rank_)], all);
     if (last.left && std::find(missing.begin(), missing.end(), other) == missing.end())
       continue;
     // It may have said why a moment ago.
     if (board_->has_failed(mine.stage, other))
       return false;
     const auto now = seconds_since_epoch();
-    end("failed",
+    end("gone",
         "The process of rank " + std::to_string(other) + " (number " + std::to_string(process->pid) +
             (last.left ? ") has ended its part and is gone, but this rank waits for it."
                        : ") is gone without a word. It was killed (SIGKILL, out of host memory), it "
                          "crashed, or it called exit().") +
-            " Last seen: " + last.describe(now) + ".\nThis is " + mine.describe(now) +
-            ". It cannot go on alone, and ends, too.");
+            " Last seen: " + last.describe(now) + ".",
+        "\nThis is " + mine.describe(now) + ". It cannot go on alone, and ends, too.");
     return true;
   }
   return false;
+}
+
+bool Watchdog::look_for_silence(const RankStatus& mine) {
+  if (!hearts_)
+    return false;
+  const auto seconds = hearts_->silence(*board_);
+  const auto other = hearts_->watched();
+  const bool broken = end_.is_hurried();
+  if (seconds < (broken ? kGoneWhereBroken : kSilent) || (mine.phase == Phase::OUTSIDE && !mine.waits())) {
+    silence_said_ = false;
+    return false;
+  }
+  const bool gone = broken || seconds > kGone;
+  if (silence_said_ && !gone)
+    return false;
+  const auto all = board_->statuses(mine);
+  const auto& last = all[static_cast<size_t>(other)];
+  if (last.left || board_->has_failed(mine.stage, other))
+    return false;
+  const auto now = seconds_since_epoch();
+  auto text =
+      "There has been no sign of life of " + named({other}, all) + " for " +
+      std::to_string(static_cast<int64_t>(seconds)) +
+      " s: its process was killed or stopped, or its host, or the network to it, is gone. Last seen: " +
+      last.describe(now) + ".";
+  if (!gone) {
+    silence_said_ = true;
+    say(text + " It is given up after " + std::to_string(static_cast<int64_t>(kGone)) + " s.");
+    return false;
+  }
+  end("gone", text, "\nThis is " + mine.describe(now) + ". It cannot go on alone, and ends, too.");
+  return true;
 }
 
 // NCCL's own watchdog is kept from ending the process (TORCH_NCCL_RETHROW_CUDA_ERRORS), also for what it
@@ -168,9 +209,9 @@ bool Watchdog::look_at_backends(const RankStatus& mine) {
   return false;
 }
 
-void Watchdog::end(const std::string& kind, const std::string& text) {
-  end_.decide(kind, text, Clock::now() + kToEnd);
-  say(text);
+void Watchdog::end(const std::string& kind, const std::string& text, const std::string& rest) {
+  end_.decide(kind, text + rest, Clock::now() + kToEnd);
+  say(text + rest);
   if (kind != "failed")
     board_->tell_failure(activity_.stage(), kind, text);
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <thread>
 
 #include "runtime/compat.h"
@@ -12,6 +13,9 @@
 namespace lightning_zero {
 
 namespace {
+
+constexpr std::chrono::milliseconds kSleepSlice{
+    100};  // of a sleep, between two looks at whether it should end
 
 // A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
 class PendingWork : public c10d::Work {
@@ -43,10 +47,21 @@ void Pending::wait(const c10::Device& device) {
   for (auto& work : std::exchange(works_, {}))
     watchdog_ ? watchdog_->wait(*work, lane_, number_, what_) : static_cast<void>(work->wait());
   if (arrives_ > std::chrono::steady_clock::now())
-    std::this_thread::sleep_until(arrives_);
+    sleep();
   fence_.block(current_stream(device));
   if (auto then = std::exchange(continuation_, {}))
     then();
+}
+
+void Pending::sleep() const {
+  std::optional<Watchdog::Waiting> waiting;
+  if (watchdog_)
+    waiting.emplace(*watchdog_, lane_, number_, what_);
+  while (!ready()) {
+    std::this_thread::sleep_until(std::min(arrives_, std::chrono::steady_clock::now() + kSleepSlice));
+    if (watchdog_)
+      watchdog_->check();
+  }
 }
 
 bool Pending::ready() const {

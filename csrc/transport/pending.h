@@ -47,6 +47,8 @@ class Pending {
 
  private:
   friend class Communicator;
+  void sleep() const;  // until it arrives
+
   Works works_;
   Fence fence_;
   std::function<void()> continuation_;

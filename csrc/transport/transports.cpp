@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "runtime/device_turns.h"
+#include "runtime/device_words.h"
 #include "runtime/tensors.h"
 #include "transport/peer_reduce.h"
 
@@ -102,8 +103,8 @@ void Transports::take_device_arrivals(const at::Tensor& code, std::vector<at::Te
   const bool alone = rows.size() == 1;
   TORCH_INTERNAL_ASSERT(alone || static_cast<int64_t>(rows.size()) == context_.inside.size);
   // Where there is no barrier, ranks read nothing of each other, and wait for their own collectives only.
-  auto words = barrier_ ? barrier_->words()
-                        : tensors::zeros(1, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+  const auto pinned = at::TensorOptions().dtype(at::kInt).pinned_memory(true);
+  auto words = barrier_ ? barrier_->words() : tensors::zeros(device_words::COUNT, pinned);
   communicators_.take(std::make_unique<DeviceArrivals>(code, std::move(rows), std::move(words),
                                                        alone ? 0 : context_.inside.rank));
 }

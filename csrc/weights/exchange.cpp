@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <optional>
+#include <string>
 
 namespace lightning_zero {
 
@@ -10,9 +12,20 @@ namespace {
 
 constexpr int kSmallParts = 3;  // of an eighth, a quarter and a half: the first layers need not wait for more
 
+// What whoever waits for a part is told that it holds.
+std::vector<std::string> names_of(const std::vector<std::vector<ShardCopy*>>& parts) {
+  std::vector<std::string> names;
+  for (const auto& part : parts) {
+    names.push_back("'" + *part.front()->name + "'");
+    if (part.size() > 1)
+      names.back() += " to '" + *part.back()->name + "', " + std::to_string(part.size()) + " weights";
+  }
+  return names;
+}
+
 }  // namespace
 
-void Exchange::begin(const std::vector<ShardCopy*>& copies) {
+void Exchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
   std::vector<std::vector<ShardCopy*>> parts;
   int64_t room = 0;
   for (auto* copy : copies) {
@@ -29,8 +42,13 @@ void Exchange::begin(const std::vector<ShardCopy*>& copies) {
   parts_.clear();
   come_ = 0;
   seen_ = {};
+  first_ = first;
+  planned_ = static_cast<int64_t>(parts.size());
   if (auto* arrivals = comms_.arrivals())
-    arrivals->begin(static_cast<int64_t>(parts.size()));
+    arrivals->begin(first);
+  if (context_.watchdog)
+    context_.watchdog->activity().tell_parts(first, names_of(parts));
+  tell_sending();
   for (const auto& part : parts) {
     std::vector<at::Tensor> whole, own;
     for (const auto* copy : part) {
@@ -42,7 +60,15 @@ void Exchange::begin(const std::vector<ShardCopy*>& copies) {
     send(std::move(whole), std::move(own));
   }
   context_.count("host_shard_refreshes");
-  context_.count("exchanged_parts", static_cast<int64_t>(parts.size()));
+  context_.count("exchanged_parts", planned_);
+}
+
+// Nothing keeps one part behind another but those at other places of the network, so this is said once.
+void Exchange::tell_sending() {
+  if (auto* arrivals = comms_.arrivals(); arrivals != nullptr && has_streams(context_.device))
+    comms_.gathers_across()->run([&] { arrivals->send(planned_ - 1); });
+  else if (context_.watchdog)
+    context_.watchdog->activity().reach(Lane::PART_SENT, last());
 }
 
 void Exchange::send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own) {
@@ -65,7 +91,14 @@ void Exchange::end() {
 
 void Exchange::come(int64_t part) {
   for (; come_ <= part; ++come_) {
-    parts_[static_cast<size_t>(come_)].wait(context_.device);
+    auto& pending = parts_[static_cast<size_t>(come_)];
+    std::optional<Watchdog::Waiting> waiting;
+    if (context_.watchdog && !pending.ready())
+      waiting.emplace(*context_.watchdog, Lane::PART, number_of(come_), "weights of other hosts");
+    pending.wait(context_.device);
+    waiting.reset();
+    if (context_.watchdog)
+      context_.watchdog->activity().reach(Lane::PART, number_of(come_));
     if (auto* arrivals = comms_.arrivals())
       arrivals->announce(come_);
     context_.count("awaited_parts");
@@ -84,15 +117,15 @@ void Exchange::let_read(const ShardCopy& copy, Reader reader, bool of_peers) {
     if (!of_peers || seen > part)
       return;
     TORCH_INTERNAL_ASSERT(arrivals, "nobody tells what peers have got");
-    arrivals->wait_for(part);
+    arrivals->wait_for(part, reader);
     seen = part + 1;
     return;
   }
   if (seen > part || (in_graph && !arrivals))
     return;
   const auto wait = [&] {
-    if (in_graph || (arrivals && arrivals->of_peers()))
-      return arrivals->wait_for(part);
+    if (arrivals != nullptr)
+      return arrivals->wait_for(part, reader);
     auto pending = parts_[static_cast<size_t>(part)];
     pending.wait(context_.device);
   };

@@ -24,16 +24,17 @@
 
 namespace lightning_zero {
 
-// Who waits for a part: the stream on which weights are gathered, or the current one.
-enum class Reader : int { GATHERS, CURRENT };
-
 class Exchange {
  public:
   Exchange(Context& context, Communicators& comms) : context_(context), comms_(comms) {}
 
   // All of these, each of which lies on the current stream with this rank's part written: sends them. After
-  // end(), and after ranks of the host that read them.
-  void begin(const std::vector<ShardCopy*>& copies);
+  // end(), and after ranks of the host that read them. Their parts have the numbers behind `first`, which is
+  // the same on every rank.
+  void begin(const std::vector<ShardCopy*>& copies, int64_t first);
+  // The parts of all exchanges so far have numbers up to this, as far as this rank knows: an exception may
+  // have kept it from one that others began.
+  int64_t last() const { return first_ + planned_; }
   // The last one is over on this rank; on a device, for what is queued on the current stream.
   void end();
 
@@ -50,10 +51,13 @@ class Exchange {
   using Seen = std::array<int64_t, 2>;  // by reader: how many parts it has waited for
 
   void send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own);
+  void tell_sending();
   void come(int64_t part);
+  int64_t number_of(int64_t part) const { return first_ + part + 1; }
 
   Context& context_;
   Communicators& comms_;
+  int64_t first_ = 0, planned_ = 0;  // numbers of parts before this exchange, and how many it has
   std::vector<Pending> parts_;
   int64_t come_ = 0;  // on a CPU: how many this rank has waited for
   Seen seen_{}, recorded_{};

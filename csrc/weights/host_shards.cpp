@@ -24,10 +24,11 @@ bool HostShards::any_stale() const {
 
 bool HostShards::on_any_rank(bool yes) {
   const auto order = static_cast<int64_t>(order_ >> 2);
-  std::vector<int64_t> said{yes, order, -order};
+  std::vector<int64_t> said{yes, order, -order, exchange_.last()};
   comms_.control()->all_reduce_max(said, "whether weights have changed");
   if (said[1] == -said[2])
     agreed_ = used_.size();
+  parts_ = said[3];
   return said[0] > 0;
 }
 
@@ -53,13 +54,14 @@ void HostShards::refresh() {
       const auto numel = record->shard_numel();
       own.push_back(piece(copy->own, context_.across.rank * numel, numel));
       shards.push_back(record->shard);
+      copy->name = &record->name;
       copy->written = record->stamp(context_.epoch);
       if (copy->place < 0 || copy->place >= agreed)
         copies.push_back(copy);
     }
   }
   tensors::copy_each(own, shards);
-  exchange_.begin(copies);
+  exchange_.begin(copies, parts_);
 }
 
 }  // namespace lightning_zero

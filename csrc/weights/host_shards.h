@@ -36,6 +36,7 @@ class HostShards {
   // In the order of their first use, as this rank has seen it, and a number that tells it apart from others;
   // of these so many first ones are in that order on every rank.
   std::vector<ShardCopy*> used_;
+  int64_t parts_ = 0;  // exchanged so far, as all ranks count
   uint64_t order_ = 0;
   size_t agreed_ = 0;
 };

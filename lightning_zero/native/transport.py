@@ -51,7 +51,7 @@ class Transport:
             RuntimeError: the kernel cannot be compiled or loaded here.
         """
         code = self._kernels("barrier.cu", RANKS=self._ranks, LANES=2)
-        words = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+        words = torch.zeros(16, dtype=torch.int32, pin_memory=True)  # device_words.h says which
         self._native.set_barrier(code, rows, words)
 
     def compile_means(self) -> None:

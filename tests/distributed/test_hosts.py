@@ -40,7 +40,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "replayed": ("aot_eager", {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}),
 }
 REPLICAS: dict[str, Any] = {"replicate_over": "hosts"}
-HOSTS = [(4, 2), (2, 1), (3, 1), (4, 1)]  # ranks, and those of each host
 
 
 class Wide(Case):
@@ -159,7 +158,7 @@ def test_replicas_on_all_hosts_equal_one_process_and_each_other(
     ("options", "gathers", "reductions"),
     [
         # an all-reduce goes there and back
-        pytest.param(REPLICAS | {"reduce_across": "step"}, 0, 2, marks=pytest.mark.slow),
+        (REPLICAS | {"reduce_across": "step"}, 0, 2),
         pytest.param(REPLICAS, 0, 2 * MICRO, marks=pytest.mark.slow),
         ({"reduce_across": "step"}, 1, 1),
         ({}, 1, MICRO),

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from tests.faults.model import DEPTH, Net, Trained
 from tests.faults.spec import Fault
 
 __all__ = ["ACTIONS", "Planned", "Skip", "Stuck"]
@@ -57,6 +59,27 @@ def _exit(where: str, fault: Fault) -> NoReturn:
 
 def _exit_at_once(where: str, fault: Fault) -> NoReturn:
     os._exit(3)
+
+
+def _exit_well(where: str, fault: Fault) -> NoReturn:
+    os._exit(0)
+
+
+def _stop(where: str, fault: Fault) -> None:
+    """All threads stand still, the watchdog's too, until somebody else has the process go on."""
+    script = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["bash", "-c", script], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _reorder(where: str, fault: Fault) -> None:
+    """From now on this rank runs two blocks, which are alike, in the other order."""
+    Net.order = (1, 0, *range(2, DEPTH))
+
+
+def _nan(where: str, fault: Fault) -> None:
+    """From now on this rank's losses, and with them its gradients, are no numbers."""
+    Trained.scale = float("nan")
 
 
 def _sleep(where: str, fault: Fault) -> None:
@@ -130,6 +153,10 @@ ACTIONS: dict[str, Callable[[str, Fault], None]] = {
     "sigint": _signal(signal.SIGINT),
     "exit": _exit,
     "exit_at_once": _exit_at_once,
+    "exit_well": _exit_well,
+    "stop": _stop,
+    "reorder": _reorder,
+    "nan": _nan,
     "sleep": _sleep,
     "hang": _hang,
     "hang_busily": _hang_busily,

@@ -36,7 +36,7 @@ def test_means_compile_for_any_number_of_ranks(rows: int, capability: tuple[int,
     [
         ("barrier.cu", ["rank_barrier", "begin_epoch"]),
         ("turns.cu", ["announce", "wait_for"]),
-        ("arrivals.cu", ["announce_parts", "wait_for_parts"]),
+        ("arrivals.cu", ["tell_sending", "announce_parts", "wait_for_parts"]),
     ],
 )
 @pytest.mark.parametrize("ranks", [2, 72])

@@ -183,6 +183,13 @@ def test_a_refused_step_does_not_end_the_one_that_goes_on() -> None:
     assert bench.log == ["expire_compute_copies", "end_writing"]
 
 
+def test_a_reset_drops_a_backward_before_what_it_brought_could_be_written() -> None:
+    bench = Bench().run("forward")
+    bench.log.clear()
+    bench.do("reset")
+    assert bench.log == ["reset", "abort", "sync_edits forget", "drop", "reset"]  # compiled code first, buffers last
+
+
 def test_a_training_step_is_prepared_in_one_order() -> None:
     bench = Bench().run("forward")
     assert bench.log == [

@@ -37,6 +37,17 @@ def test_a_step_that_adds_to_gradients_is_another_capture_beside_the_first() -> 
     assert all(pair.replays > 2 for pair in training.made)
 
 
+def test_a_first_call_after_another_graphs_backward_is_another_capture() -> None:
+    training = Training()
+    for number in range(4 * WARMUPS):
+        if number % 2:
+            training.books.passes += 1  # a backward of something else, since the optimizer stepped
+        training.step()
+        training.replays.adding(training.books.steps, training.books.passes)
+    assert sorted(pair.adding for pair in training.made) == [False, True]
+    assert all(pair.replays >= WARMUPS for pair in training.made)
+
+
 def test_nothing_is_captured_before_it_is_settled_what_is_compiled() -> None:
     training = Training()
     training.settled = False
