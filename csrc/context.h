@@ -49,7 +49,10 @@ struct Context {
   c10::intrusive_ptr<Watchdog> watchdog;
   std::vector<std::unique_ptr<ParamRecord>> records;
   int64_t epoch = 0;  // changes when shards may have
-  int64_t told = 0;   // changes when somebody who is no optimizer has said that he changes shards
+  // Tells apart in which order code that is not compiled has gathered weights by collectives, since ranks
+  // compared it last: to read others than the rest goes unnoticed where they are of one size.
+  uint64_t read_order = 0;
+  int64_t told = 0;  // changes when somebody who is no optimizer has said that he changes shards
   std::map<std::string, int64_t> counters;
   // Of all owners' state, and held by each of their methods that others than the owners call: what is called
   // from Python, from ops, and from autograd's threads.
@@ -64,6 +67,9 @@ struct Context {
   bool exchanges_weights() const { return has_hosts() && !replicated; }
   ParamRecord& at(int64_t index) const { return *records.at(static_cast<size_t>(index)); }
   void count(const char* what, int64_t by = 1) { counters[what] += by; }
+  void note_read(int64_t index) {
+    read_order = (read_order ^ static_cast<uint64_t>(index + 1)) * 0x100000001b3;  // as FNV does
+  }
   void touch(const ParamRecord& record) const {
     if (watchdog)
       watchdog->activity().touch(record.name);

@@ -19,7 +19,7 @@ class Agreement {
     bool same_order = true;      // of arrival, on all ranks
   };
   // `flags`: of this rank; as long on every rank. `barriers`: that there were before this backward. Throws
-  // where ranks came to them at different times.
+  // where ranks came to them at different times, or have read weights in another order than others.
   Agreed agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals, int64_t barriers);
 
   // Something that the agreements to come carry along; and whether, since the last question, some rank had
@@ -28,6 +28,8 @@ class Agreement {
   bool was_said() { return std::exchange(said_, false); }
 
  private:
+  [[noreturn]] void refuse_order(int64_t mine);
+
   Context& context_;
   Communicator* control_;
   bool to_say_ = false, said_ = false;

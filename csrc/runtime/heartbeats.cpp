@@ -24,7 +24,7 @@ int64_t next_of(int64_t rank, const std::vector<int64_t>& hosts) {
   const auto count = *std::max_element(hosts.begin(), hosts.end()) + 1;
   for (int64_t other = 0; other < static_cast<int64_t>(hosts.size()); ++other) {
     const auto status = stands(other);
-    if (status.host == (mine.host + 1) % count && status.place == mine.place)
+    if (status.at.host == (mine.at.host + 1) % count && status.at.place == mine.at.place)
       return other;
   }
   return rank;

@@ -58,8 +58,8 @@ std::vector<RankStatus> RankBoard::statuses(const RankStatus& mine) {
   }
   for (auto& status : all) {
     status.stands(hosts_);
-    if (status.host >= 0)
-      status.host_name = ProcessOnHost::host_in(process_text(status.rank).value_or(""));
+    if (status.at.host >= 0)
+      status.at.host_name = ProcessOnHost::host_in(process_text(status.rank).value_or(""));
   }
   return all;
 }

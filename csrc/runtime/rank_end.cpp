@@ -36,11 +36,8 @@ void RankEnd::decide(const std::string& kind, const std::string& text, Clock::ti
 }
 
 void RankEnd::check() {
-  if (ending_.load(std::memory_order_acquire))
-    raise();
-}
-
-void RankEnd::raise() {
+  if (!ending_.load(std::memory_order_acquire))
+    return;
   std::string kind, text;
   {
     std::lock_guard lock(mutex_);
@@ -48,6 +45,10 @@ void RankEnd::raise() {
     text = text_;
     told_ = true;
   }
+  raise(kind, text);
+}
+
+void RankEnd::raise(const std::string& kind, const std::string& text) const {
   if (!end_op_.empty())
     compat::call(end_op_, {kind, text});
   TORCH_CHECK(false, text);

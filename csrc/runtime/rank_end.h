@@ -31,6 +31,8 @@ class RankEnd {
 
   // Throws once it must not go on.
   void check();
+  // Throws, as check() does.
+  [[noreturn]] void raise(const std::string& kind, const std::string& text) const;
   std::string verdict() const;  // why; empty while nothing is wrong
 
   bool has_failed() const;
@@ -40,8 +42,6 @@ class RankEnd {
   bool is_overdue() const;  // it has been told to end, or could not be, and goes on
 
  private:
-  [[noreturn]] void raise();
-
   RankActivity& activity_;
   mutable std::mutex mutex_;  // taken before the activity's
   std::string end_op_;

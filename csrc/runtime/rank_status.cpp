@@ -55,8 +55,8 @@ void RankStatus::stands(const std::vector<int64_t>& hosts) {
   if (hosts.empty())
     return;
   const auto own = hosts.begin() + rank;
-  host = *own;
-  place = std::count(hosts.begin(), own, host);
+  at.host = *own;
+  at.place = std::count(hosts.begin(), own, at.host);
 }
 
 std::string RankStatus::to_text() const {

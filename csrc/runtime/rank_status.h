@@ -26,13 +26,18 @@ struct RankWait {
   bool on_device = false;  // its device waits, but the host may not
 };
 
-struct RankStatus {
-  int64_t rank = 0;
+// Where a rank runs.
+struct RankPlace {
   int64_t host = -1, place = 0;  // its place among that host's; negative: there is one host
   std::string host_name;         // empty: not known
-  bool known = false;            // false: nothing has been heard of it
-  bool left = false;             // it has closed its engine, or ended
-  int64_t stage = 0;             // how many stages of a Trainer it has begun
+};
+
+struct RankStatus {
+  int64_t rank = 0;
+  RankPlace at;
+  bool known = false;  // false: nothing has been heard of it
+  bool left = false;   // it has closed its engine, or ended
+  int64_t stage = 0;   // how many stages of a Trainer it has begun
   Phase phase = Phase::OUTSIDE;
   int64_t batches = 0;     // training batches that it has begun
   double phase_since = 0;  // seconds since the epoch, as `busy_since`

@@ -30,7 +30,7 @@ std::vector<int64_t> not_sent(const RankStatus& waiting, const std::vector<RankS
   std::vector<int64_t> missing;
   for (const auto& other : all) {
     const bool awaited = std::any_of(all.begin(), all.end(), [&](const RankStatus& peer) {
-      return peer.host == waiting.host && peer.place == other.place &&
+      return peer.at.host == waiting.at.host && peer.at.place == other.at.place &&
              is_behind(peer, Lane::PART, waiting.wait.number);
     });
     if (awaited && other.rank != waiting.rank && is_behind(other, Lane::PART_SENT, waiting.wait.number))
@@ -43,7 +43,7 @@ std::vector<int64_t> not_sent(const RankStatus& waiting, const std::vector<RankS
 std::vector<int64_t> not_come(const RankStatus& waiting, const std::vector<RankStatus>& all) {
   std::vector<int64_t> ranks;
   for (const auto& other : all) {
-    if (other.host == waiting.host && is_behind(other, Lane::PART, waiting.wait.number))
+    if (other.at.host == waiting.at.host && is_behind(other, Lane::PART, waiting.wait.number))
       ranks.push_back(other.rank);
   }
   return ranks;
@@ -71,7 +71,7 @@ std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<Ran
     return not_sent(waiting, all);
   const auto lane = static_cast<Lane>(waiting.wait.lane);
   for (const auto& other : all) {
-    const bool comes = other.rank != waiting.rank && !(is_of_host(lane) && other.host != waiting.host);
+    const bool comes = other.rank != waiting.rank && !(is_of_host(lane) && other.at.host != waiting.at.host);
     if (comes && is_behind(other, lane, waiting.wait.number))
       missing.push_back(other.rank);
   }
@@ -153,8 +153,8 @@ std::string named(const std::vector<int64_t>& ranks, const std::vector<RankStatu
   std::map<int64_t, std::string> hosts;
   for (size_t i = 0; i < ranks.size(); ++i) {
     text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-    if (const auto& status = all[static_cast<size_t>(ranks[i])]; status.host >= 0)
-      hosts[status.host] = status.host_name;
+    if (const auto& status = all[static_cast<size_t>(ranks[i])]; status.at.host >= 0)
+      hosts[status.at.host] = status.at.host_name;
   }
   std::string of;
   for (const auto& [host, name] : hosts)

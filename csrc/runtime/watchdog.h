@@ -96,6 +96,8 @@ class Watchdog : public c10::intrusive_ptr_target {
   void hurry() { end_.hurry(); }
   // Throws when this rank must not go on.
   void check() { end_.check(); }
+  // Throws what all ranks have found together, and need not tell each other.
+  [[noreturn]] void refuse(const std::string& text) { end_.raise("mismatch", text); }
   // Why; empty while nothing is wrong.
   std::string verdict() const { return end_.verdict(); }
   // The rank leaves, and is not missed.
@@ -113,8 +115,10 @@ class Watchdog : public c10::intrusive_ptr_target {
   bool look_for_deaths(const RankStatus& mine);
   bool look_for_silence(const RankStatus& mine);
   bool look_at_backends(const RankStatus& mine);
-  // `rest`: of the text, which the others are not told.
+  // This rank has found something, of which it tells the others, or has heard of it from one of them. `rest`:
+  // of the text, for this rank alone.
   void end(const std::string& kind, const std::string& text, const std::string& rest = {});
+  void end_as_told(const std::string& kind, const std::string& text);
   void say(const std::string& text) const;
 
   int64_t rank_ = 0, size_ = 1;
@@ -134,13 +138,14 @@ class Watchdog : public c10::intrusive_ptr_target {
   struct Since {  // what must not last began; never: it is not so
     Clock::time_point store_lost{}, device_left{};
   } since_;
-  bool silence_said_ = false;
-  int64_t looked_stage_ = -1;
   struct Failure {
     Clock::time_point at;
     std::string kind, text;
   };
-  std::optional<Failure> other_failed_;  // in that stage
+  struct OtherFailed {
+    int64_t stage = -1;            // in which others were asked last
+    std::optional<Failure> found;  // there
+  } other_failed_;
   std::thread thread_;
 };
 

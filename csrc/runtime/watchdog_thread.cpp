@@ -47,7 +47,8 @@ void Watchdog::run() {
       if (Clock::now() - since_.store_lost > kStoreGone && !end_.is_ending()) {
         if (const auto mine = activity_.status(); mine.phase == Phase::OUTSIDE && !mine.waits())
           break;  // the others have ended, and this rank needs them no more
-        end("failed",
+        end_as_told(
+            "failed",
             "The key-value store through which ranks find each other is gone: the process that serves it, "
             "rank 0's or the launcher, has ended. Look for its error first.");
       }
@@ -109,24 +110,25 @@ void Watchdog::look() {
 bool Watchdog::look_for_failures(const RankStatus& mine) {
   if (end_.has_failed())
     return true;
-  if (std::exchange(looked_stage_, mine.stage) != mine.stage)
-    other_failed_.reset();
+  if (std::exchange(other_failed_.stage, mine.stage) != mine.stage)
+    other_failed_.found.reset();
   if (!board_->any_failed(mine.stage))
     return false;
-  for (int64_t other = 0; other < size_ && !other_failed_; ++other) {
+  for (int64_t other = 0; other < size_ && !other_failed_.found; ++other) {
     if (other == rank_ || !board_->has_failed(mine.stage, other))
       continue;
     const auto failure = board_->failure_of(mine.stage, other);
-    other_failed_ = {
+    other_failed_.found = {
         Clock::now(), failure.kind,
         "Rank " + std::to_string(other) + (failure.kind == "gone" ? " says: " : " failed: ") + failure.text};
   }
   // Of one that is gone nobody has to say why by himself.
-  if (other_failed_ &&
-      (end_.is_hurried() || other_failed_->kind == "gone" || Clock::now() - other_failed_->at > kToFail))
-    end(other_failed_->kind, other_failed_->text + "\nThis is " + mine.describe(seconds_since_epoch()) +
-                                 ". It cannot go on alone, and ends, too.");
-  return other_failed_.has_value();
+  if (other_failed_.found && (end_.is_hurried() || other_failed_.found->kind == "gone" ||
+                              Clock::now() - other_failed_.found->at > kToFail))
+    end_as_told(other_failed_.found->kind, other_failed_.found->text + "\nThis is " +
+                                               mine.describe(seconds_since_epoch()) +
+                                               ". It cannot go on alone, and ends, too.");
+  return other_failed_.found.has_value();
 }
 
 bool Watchdog::look_for_deaths(const RankStatus& mine) {
@@ -167,16 +169,18 @@ bool Watchdog::look_for_silence(const RankStatus& mine) {
   const auto other = hearts_->watched();
   const bool broken = end_.is_hurried();
   if (seconds < (broken ? kGoneWhereBroken : kSilent) || (mine.phase == Phase::OUTSIDE && !mine.waits())) {
-    silence_said_ = false;
+    hearts_->said = false;
     return false;
   }
   const bool gone = broken || seconds > kGone;
-  if (silence_said_ && !gone)
+  if (hearts_->said && !gone)
     return false;
   const auto all = board_->statuses(mine);
   const auto& last = all[static_cast<size_t>(other)];
-  if (last.left || board_->has_failed(mine.stage, other))
+  if (last.left || board_->has_failed(mine.stage, other)) {
+    hearts_->excuse();
     return false;
+  }
   const auto now = seconds_since_epoch();
   auto text =
       "There has been no sign of life of " + named({other}, all) + " for " +
@@ -184,7 +188,7 @@ bool Watchdog::look_for_silence(const RankStatus& mine) {
       " s: its process was killed or stopped, or its host, or the network to it, is gone. Last seen: " +
       last.describe(now) + ".";
   if (!gone) {
-    silence_said_ = true;
+    hearts_->said = true;
     say(text + " It is given up after " + std::to_string(static_cast<int64_t>(kGone)) + " s.");
     return false;
   }
@@ -199,7 +203,8 @@ bool Watchdog::look_at_backends(const RankStatus& mine) {
     const auto error = backend->getError();
     if (error == c10d::ErrorType::SUCCESS)
       continue;
-    end("failed",
+    end_as_told(
+        "failed",
         "NCCL reports " +
             std::string(error == c10d::ErrorType::TIMEOUT ? "that a collective took longer than its timeout"
                                                           : "an error of communication") +
@@ -210,10 +215,13 @@ bool Watchdog::look_at_backends(const RankStatus& mine) {
 }
 
 void Watchdog::end(const std::string& kind, const std::string& text, const std::string& rest) {
-  end_.decide(kind, text + rest, Clock::now() + kToEnd);
-  say(text + rest);
-  if (kind != "failed")
-    board_->tell_failure(activity_.stage(), kind, text);
+  end_as_told(kind, text + rest);
+  board_->tell_failure(activity_.stage(), kind, text);
+}
+
+void Watchdog::end_as_told(const std::string& kind, const std::string& text) {
+  end_.decide(kind, text, Clock::now() + kToEnd);
+  say(text);
 }
 
 void Watchdog::say(const std::string& text) const {

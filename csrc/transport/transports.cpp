@@ -111,6 +111,7 @@ void Transports::take_device_arrivals(const at::Tensor& code, std::vector<at::Te
 
 void Transports::begin_stage() {
   Lock lock(context_.mutex);
+  context_.read_order = 0;  // an exception may have ended the stage before, on each rank elsewhere
   auto* control = communicators_.control();
   if (control == nullptr)
     return;

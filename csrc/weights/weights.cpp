@@ -37,8 +37,11 @@ at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType 
     // The same values again: autograd must not take them for an edit of the weight that was read first.
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     std::vector<at::Tensor> sources;
-    if (!resident_.read(record, dtype, flat))
+    if (!resident_.read(record, dtype, flat)) {
+      if (tracked && !access_.takes_turns())
+        context_.note_read(index);
       gatherer_.gather(record, dtype, flat, sources).wait(context_.device);
+    }
   }
   if (!tracked)
     return as_parameter(flat, record.numel, shape);

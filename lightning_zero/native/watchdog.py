@@ -55,8 +55,8 @@ class Watchdog:
     def __init__(self, mesh: Mesh, report_s: float) -> None:
         load()
         hosts = list(mesh.hosts) if mesh.host_count > 1 else []
-        name = mesh.control_group.group_name
-        self.native = torch.classes.lightning_zero.Watchdog(name, report_s, mesh.timeout_s, hosts)
+        group_name = mesh.control_group.group_name
+        self.native = torch.classes.lightning_zero.Watchdog(group_name, report_s, mesh.timeout_s, hosts)
         for group in mesh.device_groups:
             # An error that the group's own watchdog, NCCL's, has found ends this rank.
             self.native.watch_group(group.group_name)

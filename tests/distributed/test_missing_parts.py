@@ -7,16 +7,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_zero.engine import Engine
 from lightning_zero.errors import RankFailedError
+from tests.distributed.test_exchange import LAYER_MB, Layers
 from tests.helpers.models import build, make_batches
 from tests.helpers.options import config
 from tests.helpers.sharded import sgd, train_sharded
-from tests.distributed.test_exchange import LAYER_MB, Layers
 from tests.ranks.pool import Ranks
 
 TIMEOUT_S, PATIENCE_S = 4.0, 20.0
@@ -119,6 +118,3 @@ def test_a_host_that_waits_for_a_part_ends_within_the_time_limit(ranks: Ranks) -
         assert "of the weights that hosts exchange ('layers.6.weight')" in text, "the first that is read"
         assert "Every rank has sent its part of that" in text
         assert TIMEOUT_S < seconds < TIMEOUT_S + 12
-
-
-pytestmark = pytest.mark.usefixtures("native_library")

@@ -68,7 +68,9 @@ def _exit_well(where: str, fault: Fault) -> NoReturn:
 def _stop(where: str, fault: Fault) -> None:
     """All threads stand still, the watchdog's too, until somebody else has the process go on."""
     script = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
-    subprocess.Popen(["bash", "-c", script], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.Popen(
+        ["bash", "-c", script], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -154,24 +154,26 @@ def _on_hosts() -> Iterator[Case]:
         yield case(action, "batch_end", **compiled)
     yield case("raise", "gradient_hook", **hosts)
     yield case("exit", "batch_end", **hosts)
-    yield case("exit_well", "batch_end", **compiled, slow=True)
+    yield case("exit_well", "batch_end", **compiled, ends="stops", slow=True)
     yield case("hang_busily", "forward", **hosts, **AFTER_TIMEOUT)
     # ranks that no longer do the same, and what is no fault of ours
     yield case("skip", "log", **hosts, **OTHER_COLLECTIVES | {"named": False})
     yield case("skip", "validation_step", **compiled, **OTHER_COLLECTIVES)
     yield case("reorder", "batch_end", **hosts, **OTHER_COLLECTIVES)
-    yield case("reorder", "batch_end", **compiled, **OTHER_COLLECTIVES)
-    yield case("nan", "batch_end", **compiled, **GOES_ON | {"named": False, "named_within_s": None})
+    yield case("reorder", "batch_end", options={"gather_transport": "collective"}, **OTHER_COLLECTIVES)
+    as_ever = GOES_ON | {"named": False, "named_within_s": None}
+    yield case("reorder", "batch_end", **compiled, **as_ever)  # a host has all weights, and ranks read alone
+    yield case("nan", "batch_end", **compiled, **as_ever)
     # hosts of one rank, whose processes nobody else sees
     ones: dict[str, Any] = {"options": {"ranks_per_host": 1}}
-    for strategy in ("zero3", "aot_eager"):
-        yield case("sigkill", "forward", **ones, strategy=strategy, slow=strategy == "zero3")
+    yield case("sigkill", "forward", **ones, slow=True)
+    yield case("sigkill", "compiled_forward", **ones)
     yield case("sigkill", "batch_end", **ones, strategy="aot_eager", ranks=(0,))
-    yield case("exit_well", "batch_end", **ones)
+    yield case("exit_well", "batch_end", **ones, ends="stops")
     yield case("hang", "forward", **ones, **AFTER_TIMEOUT)
     # one that is stopped beats no more, and is given up; it ends once it may go on
     for options in (hosts, ones):
-        yield case("stop", "forward", **options, seconds=40.0, limit_s=40.0 + LIMIT_S, named_within_s=15.0)
+        yield case("stop", "forward", **options, seconds=40.0, limit_s=40.0 + LIMIT_S, named_within_s=NAMED_S)
 
 
 # Who fails must be able to get there while the other is where it is, hence the pairs of points.

@@ -1,0 +1,62 @@
+"""Two ranks as two hosts, of which one's device does not send its part of the weights: the other's device waits in a
+kernel, or in a replayed graph, which no host sees, and both end within the time limit with the name of the one that is
+late. See tests/distributed/test_missing_parts.py, where devices are emulated."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.errors import RankFailedError
+from tests.helpers.sharded import engine_for, sgd
+from tests.ranks.pool import Ranks
+
+TIMEOUT_S, HELD_S, LATE_AT, STEPS = 6.0, 11.0, 12, 14
+CYCLES = 1.98e9  # of a device in a second, at most
+
+
+def one_device_is_held(replayed: bool) -> tuple[str, float, dict[str, int]]:
+    device = f"cuda:{torch.cuda.current_device()}"
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
+    options = {
+        "ranks_per_host": 1,
+        "gather_group_mb": 0.25,
+        "cuda_graph_model": replayed,
+        "timeout": timedelta(seconds=TIMEOUT_S),
+        "report_stall_after_s": 2.0,
+    }
+    with engine_for(model, "aot_eager", device=device, **options) as engine:
+        optimizer, begun = sgd(model), 0.0
+        try:
+            for number in range(STEPS):
+                if number == LATE_AT:
+                    torch.cuda.synchronize()
+                    begun = time.monotonic()
+                    if engine.rank == 1:
+                        torch.cuda._sleep(int(HELD_S * CYCLES))
+                with engine.train_step():
+                    loss = model(torch.ones(4, 256, device=device)).square().mean()
+                loss.backward()
+                with engine.optimizers.stepping(optimizer):
+                    optimizer.step()
+                optimizer.zero_grad()
+                loss.item()
+                engine.watchdog.check()
+        except RankFailedError as error:
+            return str(error), time.monotonic() - begun, engine.executor.counters()
+        return "trained on", 0.0, engine.executor.counters()
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("replayed", [False, True], ids=["run", "replayed"])
+def test_a_device_that_sends_no_part_is_named_within_the_time_limit(ranks: Ranks, replayed: bool) -> None:
+    for rank, (said, seconds, counters) in enumerate(
+        ranks.run(2, one_device_is_held, replayed, backend="nccl", deadline=120)
+    ):
+        assert ("replayed_graphs" in counters) == replayed
+        assert f"A wait took longer than the timeout of {TIMEOUT_S:.0f} s" in said, (rank, said)
+        assert "its device waits in part 1 of" in said, (rank, said)
+        assert "Missing: rank 1 of host 1" in said, (rank, said)
+        assert TIMEOUT_S < seconds < HELD_S + 6, (rank, seconds)
