@@ -326,3 +326,23 @@ def test_a_trainer_saves_a_module_that_it_has_not_set_up(ranks: Ranks, tmp_path:
     for before, after, state in ranks.run(2, _saved_before_it_is_sharded, str(tmp_path)):
         assert_close_relative(dict(before), dict(Scheduled().state_dict()), 0.0)
         assert_close_relative(dict(after), state, 0.0)
+
+
+def _loaded_by_hand(home: str) -> list[Any]:
+    """By a strategy that has no module, and by one whose module belongs to no Trainer."""
+    saving, loading = make_trainer("eager"), make_trainer("eager").strategy
+    saving.strategy.connect(Scheduled())
+    saving.save_checkpoint(f"{home}/x.ckpt", weights_only=True)
+    dist.barrier()
+    found = [loading.load_checkpoint(f"{home}/x.ckpt")["state_dict"]]
+    loading.connect(Scheduled(seed=1))
+    found.append(loading.load_checkpoint(f"{home}/x.ckpt")["state_dict"])
+    with pytest.raises(FileNotFoundError):
+        loading.load_checkpoint(f"{home}/none.ckpt")
+    return found
+
+
+def test_a_strategy_loads_before_there_is_a_module_or_its_trainer(ranks: Ranks, tmp_path: Path) -> None:
+    for states in ranks.run(2, _loaded_by_hand, str(tmp_path)):
+        for state in states:
+            assert_close_relative(dict(state), dict(Scheduled().state_dict()), 0.0)

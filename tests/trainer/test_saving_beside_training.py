@@ -1,6 +1,7 @@
 """``async_save=True``: what is saved is what was there when it was asked for, and errors surface."""
 
 import os
+import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_zero import CheckpointError
+from lightning_zero import CheckpointError, ZeroStrategy
 from lightning_zero.checkpoint.background.process import WriterProcess
-from lightning_zero.integrations.files import BackgroundFileIO
+from lightning_zero.integrations.files import BackgroundFileIO, FileIO
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.saved import MODULES, resume, uninterrupted_fit
@@ -38,8 +40,6 @@ class Stopped(pl.Callback):
 
 def _slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """No file is written before two more steps have been made."""
-    import time
-
     for cls, name in ((WriterProcess, "write"), (BackgroundFileIO, "_save")):
         real = getattr(cls, name)
 
@@ -255,3 +255,62 @@ def _with_options(home: str) -> dict[str, int]:
 def test_it_is_what_was_there_whatever_is_sharded_how(ranks: Ranks, tmp_path: Path) -> None:
     compared, _ = ranks.run(2, _with_options, str(tmp_path), deadline=120)
     assert compared == dict.fromkeys(WITH, 2 * 6 * 2)
+
+
+class Mine(TorchCheckpointIO):
+    """A user's own, which notes what it wrote, and is slow."""
+
+    def __init__(self) -> None:
+        self.wrote: list[str] = []
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        time.sleep(0.3)
+        super().save_checkpoint(checkpoint, path)
+        self.wrote.append(Path(path).name)
+
+
+def _save_by_mine(home: str) -> dict[str, Any]:
+    mine, there = Mine(), []
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(f"{home}/x.ckpt")
+                there.append(os.path.exists(f"{home}/x.ckpt"))
+
+    module = MODULES["Scheduled"]()
+    trainer = make_trainer("eager", plugins=[AsyncCheckpointIO(mine)], callbacks=[Saves()])
+    trainer.fit(module, make_loader("eager"))
+    trainer.save_checkpoint(f"{home}/y.ckpt")
+    there.append(os.path.exists(f"{home}/y.ckpt"))
+    read = torch.load(f"{home}/y.ckpt")["state_dict"]
+    state = whole_state(module)
+    close(module)
+    return {"there": there, "wrote": mine.wrote, "read": read, "state": state}
+
+
+def test_what_users_put_inside_of_the_plugin_writes_beside_training(ranks: Ranks, tmp_path: Path) -> None:
+    """It was left out without a word. Outside of a training the file is there when the call returns."""
+    (found,) = ranks.run(1, _save_by_mine, str(tmp_path))
+    assert found["there"] == [False, True]
+    assert found["wrote"] == ["x.ckpt", "y.ckpt"]
+    assert_close_relative(found["read"], found["state"], 0)
+
+
+def test_a_plugin_around_another_one_writes_by_ours() -> None:
+    outer = AsyncCheckpointIO(AsyncCheckpointIO())
+    strategy = ZeroStrategy(checkpoint_io=outer)
+    assert strategy.checkpoint_io is outer
+    assert isinstance(outer.checkpoint_io, AsyncCheckpointIO)
+    ours = outer.checkpoint_io.checkpoint_io
+    assert type(ours) is FileIO
+    assert strategy.checkpoint_io is outer
+    assert outer.checkpoint_io.checkpoint_io is ours
+
+
+def test_the_plugin_is_not_forgotten_once_the_checkpoint_io_was_asked_for() -> None:
+    """Sharded checkpoints were then written while training waited."""
+    strategy = ZeroStrategy(checkpoint_io=AsyncCheckpointIO(), state_dict_type="sharded")
+    assert isinstance(strategy.checkpoint_io, BackgroundFileIO)
+    assert strategy.saves_beside
+    assert not ZeroStrategy().saves_beside

@@ -64,12 +64,17 @@ class Saving(ParallelStrategy):
 
     @property
     def saves_beside(self) -> bool:
-        return self._options.async_save or isinstance(self._checkpoint_io, AsyncCheckpointIO)
+        return self._options.async_save or isinstance(self._checkpoint_io, (AsyncCheckpointIO, BackgroundFileIO))
+
+    @property
+    def _attached(self) -> pl.Trainer | None:
+        """The module's Trainer; None where there is none yet: users may load by hand, too."""
+        module = self.lightning_module
+        return None if module is None else module._trainer
 
     def _runs(self) -> bool:
         """Whether there is a training that a save can go on beside; else a checkpoint is there when it was saved."""
-        module = self.lightning_module
-        return module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+        return self._attached is not None and self._attached.state.status == TrainerStatus.RUNNING
 
     def saving_to(self) -> str | None:
         """Where a save goes on that readers do not see yet. On rank 0."""
@@ -99,11 +104,13 @@ class Saving(ParallelStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None or type(self._checkpoint_io) is AsyncCheckpointIO:
-            self._checkpoint_io = BackgroundFileIO() if self.saves_beside else FileIO()
-        elif isinstance(self._checkpoint_io, WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
-            self._checkpoint_io.checkpoint_io = FileIO()
-        return self._checkpoint_io
+        io = self._checkpoint_io
+        # Lightning's way to write beside training is replaced by ours, unless it writes by what users have put inside.
+        if io is None or (type(io) is AsyncCheckpointIO and io.checkpoint_io is None):
+            io = self._checkpoint_io = BackgroundFileIO() if self.saves_beside else FileIO()
+        elif isinstance(io, WrappingCheckpointIO):
+            io.checkpoint_io = FileIO()  # only where the innermost one has none: what is there stays
+        return io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
@@ -135,9 +142,8 @@ class Saving(ParallelStrategy):
     @contextmanager
     def _telling(self) -> Iterator[None]:
         """Inside, bars are shown of what takes long, where the Trainer shows one."""
-        assert self.lightning_module is not None
         checkpoints, io = self._require_engine().checkpoints, self.checkpoint_io
-        checkpoints.show = bars_of(self.lightning_module.trainer)
+        checkpoints.show = None if self._attached is None else bars_of(self._attached)
         if type(io) is FileIO:  # others write beside training, or are users'
             io.telling = checkpoints.telling
         try:
@@ -149,8 +155,13 @@ class Saving(ParallelStrategy):
 
     def _write(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        if isinstance(self.checkpoint_io, BackgroundFileIO) and not self._runs():
-            self.checkpoint_io.finish()
+        io = self.checkpoint_io
+        if self._runs():
+            return
+        if isinstance(io, BackgroundFileIO):
+            io.finish()
+        elif isinstance(io, AsyncCheckpointIO):
+            io.teardown()  # which waits; the next save starts it anew
 
     def _saved_twice(self, path: str, checkpoint: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:
         """Which callback with ``save_last=True`` saves after which step, and whether for the second time: first it
@@ -227,8 +238,7 @@ class Saving(ParallelStrategy):
         try:
             return self._load(checkpoint_path, weights_only)
         except (CheckpointError, FileNotFoundError) as error:
-            assert self.lightning_module is not None
-            if not named_by_word(self.lightning_module.trainer):
+            if self._attached is None or not named_by_word(self._attached):
                 raise
             together = self._require_engine().checkpoints.together
             for other in together.first("look for another checkpoint", lambda: newest_first(checkpoint_path)):
