@@ -60,12 +60,21 @@ class Speed:
         passes: of them in a step of the optimizer.
         gather_s: of gathering one byte of weights, with nothing beside it; and of reducing one of gradients.
         host_bytes_per_s: that go to the host and come from it, at once.
+        pass_known: how ``pass_s`` is, in words.
+        host_known: likewise.
     """
 
     pass_s: float = 0.1
     passes: float = 1.0
     gather_s: float = 0.0
     host_bytes_per_s: float = HOST_BYTES_PER_S
+    pass_known: str = "guessed"
+    host_known: str = "nominal"
+
+    def in_words(self) -> str:
+        """How sure what is reckoned from these is."""
+        link = f"{self.host_known} ({self.host_bytes_per_s / 1e9:.0f} GB/s each way)"
+        return f"of a pass {self.pass_known} ({self.pass_s * 1e3:.0f} ms), of copies to and from the host {link}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ Seconds are estimates that serve to compare, as those of :mod:`lightning_zero.pr
 * Weights that are gathered again wait for their transfer as far as it takes longer than the computing beside it.
 * Gradients of micro-batches that each reduces wait likewise; those that stay whole until the last one's do not.
 * What lies on the host is copied there and back. Of activations as many leave as are copied beside forward, and come
-  beside backward; an optimizer's state comes and goes while it steps, in both directions at once, beside nothing else.
+  beside backward. An optimizer's state, and master weights with it, come and go while it steps, in both directions at
+  once: what the device's buffers hold comes beside backward and leaves beside the next forward; nothing hides the rest.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def _optimizer_bytes(offload: tuple[str, ...], facts: Facts) -> float:
 
 def _optimizer_seconds(offload: tuple[str, ...], facts: Facts) -> float:
     moved = facts.states * ("optimizer" in offload) + facts.masters * ("parameters" in offload)
-    return moved / facts.speed.host_bytes_per_s
+    hidden = min(facts.ring, moved)
+    return exposed(moved / facts.speed.host_bytes_per_s, hidden / facts.speed.host_bytes_per_s)
 
 
 def _gradients(facts: Facts, free: Freedom) -> Item:

@@ -20,7 +20,7 @@ from lightning_zero.budget.items import (
 from lightning_zero.budget.knapsack import Item, Pick, Variant, pick
 from lightning_zero.config.text import gib
 
-__all__ = ["Line", "MemoryPlan", "decide"]
+__all__ = ["Line", "MemoryPlan", "advised", "decide"]
 
 OPTIONS = {
     ACTIVATIONS: "activation_memory_budget",
@@ -63,6 +63,8 @@ class MemoryPlan:
         lines: what that is, one by one.
         measured: the peak as it was later; None until then.
         first_step: the peak of the first step, which runs eagerly; None where nobody knows.
+        seconds_known: how those in ``lines`` are, in words.
+        before: what would hold the limit, had ``offload`` had it when the model was sharded; empty where nothing would.
     """
 
     source: str
@@ -72,6 +74,8 @@ class MemoryPlan:
     lines: tuple[Line, ...] = ()
     measured: int | None = None
     first_step: int | None = None
+    seconds_known: str = ""
+    before: tuple[str, ...] = ()
 
     @property
     def steady(self) -> int:
@@ -100,6 +104,8 @@ class MemoryPlan:
         """What to do where the limit cannot be held, in words."""
         free = "" if all(line.by_hand for line in self.lines) else "All that may be chosen is at its smallest. "
         by_hand = [OPTIONS[line.what] for line in self.lines if line.by_hand]
+        if self.before:
+            free += f"offload={self.before!r} is estimated to fit, and has to be passed before the model is sharded. "
         leave = f"leave {' and '.join(by_hand)} at the default for plans to choose, " if by_hand else ""
         return (
             f"{free}To go on, {leave}take fewer samples in a batch (and accumulate_grad_batches), write "
@@ -125,7 +131,8 @@ class MemoryPlan:
             rows.append((line.what, choice, gib(line.nbytes), gib(line.saved), f"{line.seconds * 1e3:.1f}"))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([f"Memory plan, {self.source}: {self.in_words()}.", *(f"  {line.rstrip()}" for line in shown)])
+        told = [f"Memory plan, {self.source}: {self.in_words()}.", *(f"  {line.rstrip()}" for line in shown)]
+        return "\n".join([*told, *([f"  seconds: {self.seconds_known}"] if self.seconds_known else [])])
 
 
 def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan:
@@ -148,7 +155,22 @@ def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan
     chosen = chosen_of(found.chosen, facts)
     told = [pair for pair in zip(items, found.chosen, strict=True) if pair[0].name not in later]
     lines = tuple(_line(*pair) for pair in told if pair[0].name != GRADIENTS or len(pair[0].variants) > 1)
-    return MemoryPlan(facts.source, int(facts.limit), int(base + found.nbytes), chosen, lines)
+    peak = int(base + found.nbytes)
+    return MemoryPlan(facts.source, int(facts.limit), peak, chosen, lines, seconds_known=facts.speed.in_words())
+
+
+def advised(
+    plan: MemoryPlan, facts: Facts, free: Freedom, before: Sequence[str], later: Sequence[str] = ()
+) -> MemoryPlan:
+    """The plan, with what would fit where it does not.
+
+    Args:
+        before: what could have gone to the host, had that been said before the model was sharded.
+    """
+    if plan.fits or not before or free.offload is None:
+        return plan
+    instead = decide(facts, replace(free, offload=(*free.offload, *before)), later)
+    return replace(plan, before=instead.chosen.offload if instead.fits else ())
 
 
 def _filled(found: Pick, facts: Facts, items: Sequence[Item], room: float) -> Pick:

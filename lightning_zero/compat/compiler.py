@@ -59,9 +59,6 @@ CustomKnapsackSolver = custom_graph_pass.CustomKnapsackSolver
 # Whom it takes by itself. (torch 2.11+)
 knapsack = knapsacks.dp_knapsack
 
-# How it reckons what computing a node again costs. (torch 2.11+)
-estimate_runtime = torch._functorch.partitioners.estimate_runtime
-
 # Inductor as a function of a graph, which takes settings for one graph (config_patches); torch.compile takes them for
 # all graphs of a module. (torch 2.11+)
 lookup_backend = torch._dynamo.lookup_backend

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning_zero.budget.facts import Chosen, Facts, Freedom
 from lightning_zero.budget.items import ACTIVATIONS, WEIGHTS, carried_out
 from lightning_zero.budget.options import as_set, freedom
-from lightning_zero.budget.plan import MemoryPlan, decide
+from lightning_zero.budget.plan import MemoryPlan, advised, decide
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.compile.course import Course, Decided
 from lightning_zero.compile.first_step import FirstStep
@@ -122,6 +122,7 @@ class MeasuredBudget:
 
     def backward_begins(self) -> None:
         """Should come where a forward is over: what is there then has been saved."""
+        self.first_step.backward_begins()
         # Once all is decided nobody asks, and reading a device in each backward would take time for ever.
         if (self.plan is not None or self._course.looked) and not self.settled():
             self._measuring.backward_begins()
@@ -140,7 +141,8 @@ class MeasuredBudget:
         facts = before_training(self.known, config, memory, now)
         (room,) = self._least(facts.limit - facts.peak)
         facts = replace(facts, peak=facts.limit - room)
-        self.plan = plan = decide(facts, freedom(config, known.may_leave), later=(ACTIVATIONS, WEIGHTS))
+        free, later = freedom(config, known.may_leave), (ACTIVATIONS, WEIGHTS)
+        self.plan = plan = advised(decide(facts, free, later), facts, free, known.before, later)
         if not self._gauge.exists or plan.chosen != now or not plan.fits:
             self._show(config)
         self._now = plan.chosen
@@ -220,6 +222,7 @@ class MeasuredBudget:
         if more > 0:  # than was measured: it must be held at once, not only once it has been measured, too
             limit = facts.limit - DOUBT * more * facts.activations
             plan = replace(decide(replace(facts, limit=limit), free, later), limit=plan.limit)
+        plan = advised(plan, facts, free, self.known.before, later)
         return replace(plan, first_step=self._course.first_peak)
 
     def _agreed(self, config: EngineConfig) -> Agreed:
@@ -327,7 +330,7 @@ class MeasuredBudget:
         peak = max(memory.taken, memory.total - requested) + requested + to_come
         quiet = Agreed(room=limit - peak, took=took)
         facts = measured(self.known, limit, quiet, False, now)
-        free = freedom(replace(config, memory="auto"), self.known.may_leave)
+        free = freedom(replace(config, memory="auto"), (*self.known.may_leave, *self.known.before))
         later = () if now.weights else (WEIGHTS,)
         return decide(replace(facts, source="estimated", weights=now.weights), free, later)
 

@@ -2,9 +2,9 @@
 
 It runs eagerly, to show what to compile, and nothing has been planned for it but what is known without activations. It
 saves what compiled code computes again; and what it has let go of, the allocator keeps for its next tensors of those
-sizes, while the optimizer is about to make its state. So what setup has left with the allocator is given back before
-it, what it saves goes to the host while there would be too little left, and what it has let go of is given back before
-an optimizer steps.
+sizes, while backward needs others, and the optimizer is about to make its state. So what setup has left with the
+allocator is given back before it, what it saves goes to the host while there would be too little left, and what it has
+let go of is given back before backward and before an optimizer steps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ __all__ = ["FirstStep", "Shown"]
 # Of what is free when it begins, so much may be taken by what is saved for backward: the rest is for what lives for a
 # moment, of which nobody is told before it is asked for.
 SAVED_SHARE = 0.7
+# And so many times the largest thing that is saved stay free: the backward of a loss, in float32, makes as many of it.
+AT_ONCE = 5
 # Of the limit: so much has to come together before the allocator is asked once more to give back what it keeps.
 WORTH = 1 / 64
 
@@ -72,6 +74,12 @@ class FirstStep:
         self.before = self._gauge.read()
         self.saves = SavedOnHost(self._gauge.device, self._excess)
 
+    def backward_begins(self) -> None:
+        """A forward is over, and what it has let go of has other sizes than what comes. Harmless where it is not the
+        first step's."""
+        if self.saves is not None and self._gauge.read().cached > WORTH * self._limit:
+            self._gauge.empty()
+
     def optimizer_steps(self) -> None:
         """State is about to be made, which may not find room in what activations have left. Harmless when repeated."""
         if self.before is None or self._stepped:
@@ -96,11 +104,12 @@ class FirstStep:
         """Bytes by which more is saved than should be. What the allocator keeps is given back where the device would
         hold more than it may."""
         assert self.before is not None
-        now = self._gauge.read()
+        now, largest = self._gauge.read(), 0 if self.saves is None else self.saves.largest
         if now.here + now.cached > self._limit and now.cached > self._useless + WORTH * self._limit:
             self._gauge.empty()
             self._useless = self._gauge.read().cached
         free = self._limit - self.before.here
         if free <= 0:
             return math.inf
-        return now.here - self.before.here - SAVED_SHARE * free
+        room = min(SAVED_SHARE * free, free - AT_ONCE * largest)
+        return now.here - self.before.here - room

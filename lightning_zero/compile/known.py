@@ -27,13 +27,14 @@ class Known:
             before there is all of it.
         states: of optimizers, as large as shards.
         to_come: of these, that were not there before the first step.
-        masters: of the shards that optimizers step.
+        masters: of the shards that optimizers step, that could lie on the host.
         gradients: of all gradients, whole, where those of micro-batches can wait; 0 where they cannot.
         wire: of gradients that a pass reduces.
         whole: of all weights, whole, in the dtype they are used in.
         ring: of the device's buffers for what lies on the host.
         host: free on the host, for this rank; None where nobody says.
         may_leave: what can go to the host in this training.
+        before: what could have, had that been said before the model was sharded.
         gather_s: seconds of gathering a byte.
         host_bytes_per_s: each way.
     """
@@ -48,12 +49,15 @@ class Known:
     ring: int = 0
     host: float | None = None
     may_leave: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     gather_s: float = 0.0
     host_bytes_per_s: float | None = None
 
     def facts(self, source: str, limit: float, peak: float, now: Chosen) -> Facts:
         """With nothing known of a pass."""
-        speed = Speed(gather_s=self.gather_s, host_bytes_per_s=self.host_bytes_per_s or HOST_BYTES_PER_S)
+        link = self.host_bytes_per_s
+        known = "measured" if link else "nominal"
+        speed = Speed(gather_s=self.gather_s, host_bytes_per_s=link or HOST_BYTES_PER_S, host_known=known)
         host = float("inf") if self.host is None else self.host
         return Facts(
             source,
@@ -88,9 +92,8 @@ def after_first_step(known: Known, limit: float, shown: Shown, now: Chosen) -> F
     to_come = 0 if shown.stepped or "optimizer" in now.offload else known.to_come
     peak = shown.memory.here + to_come + shown.took
     facts = known.facts("estimated after the first step", limit, peak, now)
-    return replace(
-        facts, activations=EAGER_SAVED * shown.took, speed=replace(facts.speed, pass_s=shown.seconds * LATER)
-    )
+    speed = replace(facts.speed, pass_s=shown.seconds * LATER, pass_known="guessed from the first step's")
+    return replace(facts, activations=EAGER_SAVED * shown.took, speed=speed)
 
 
 @dataclass(frozen=True)
@@ -126,5 +129,10 @@ def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Cho
         facts,
         activations=(quiet.saved or EAGER_SAVED * quiet.took) / max(now.activation_memory_budget, 0.01),
         weights=max(whole, now.weights),
-        speed=replace(facts.speed, pass_s=quiet.pass_s or facts.speed.pass_s, passes=quiet.passes),
+        speed=replace(
+            facts.speed,
+            pass_s=quiet.pass_s or facts.speed.pass_s,
+            passes=quiet.passes,
+            pass_known="measured" if quiet.pass_s else facts.speed.pass_known,
+        ),
     )

@@ -16,7 +16,8 @@ from lightning_zero.errors import UnsupportedError
 __all__ = ["CAN_LEAVE", "CompileConfig", "EngineConfig", "changed", "refuse_changes"]
 
 # Of what ``offload`` has names for: plans choose of these, see MeasuredBudget. Where master weights lie is settled when
-# the model is sharded, before anything is known that a plan is made from.
+# the model is sharded, before anything is known that a plan is made from: of these plans say that they would help, and
+# ``lightning_zero.plan``, which is asked before, chooses of all.
 CAN_LEAVE: tuple[str, ...] = ("optimizer", "activations")
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 

@@ -35,6 +35,7 @@ class _Memory:
         storage = tensor.untyped_storage()
         self.source = weakref.ref(storage)
         self.version = tensor._version
+        self.nbytes = storage.nbytes()
         self.device = tensor.device
         self.here: Unchanged | None = Unchanged.of(tensor)  # keeps the storage
         self.flat: Tensor = _over(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
@@ -84,10 +85,11 @@ class SavedOnHost:
 
     Attributes:
         nbytes: that have left so far.
+        largest: bytes of the largest thing that was saved so far, of what may leave.
     """
 
     def __init__(self, device: torch.device, excess: Callable[[], float], least_bytes: int = LEAST_BYTES) -> None:
-        self.nbytes = 0
+        self.nbytes = self.largest = 0
         self._device = device
         self._excess = excess
         self._least_bytes = least_bytes
@@ -99,6 +101,7 @@ class SavedOnHost:
         if not self._may_leave(tensor):
             return Unchanged.of(tensor)
         memory = self._memory(tensor)
+        self.largest = max(self.largest, memory.nbytes)
         self._make_room()
         return SavedTensor(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 

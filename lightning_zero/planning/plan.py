@@ -13,8 +13,8 @@ from torch import nn
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.known import Known
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import CAN_LEAVE
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
+from lightning_zero.config.option import OFFLOADED
 from lightning_zero.offload.masters import check_masters
 from lightning_zero.planning.buckets import bucket_bytes
 from lightning_zero.planning.result import Passes, TrainingPlan
@@ -102,7 +102,7 @@ def plan(
 
         if config.memory is None:
             return estimate(config)
-        known = _known(cuts, kept, config, card, holders)
+        known = _known(cuts, kept, config, card, holders, hosts)
         if how.accumulate < 2 or hosts > 1:
             known = replace(known, gradients=0)
         found = within_budget(config, estimate, known, how.accumulate)
@@ -126,18 +126,20 @@ def _step(
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _known(cuts: list[Cut], kept: Kept, config: EngineConfig, card: Device, ranks: int) -> Known:
+def _known(cuts: list[Cut], kept: Kept, config: EngineConfig, card: Device, ranks: int, hosts: int) -> Known:
     used = config.compute_dtype if config.compile else None
     whole = sum(c.elements * ranks * (c.dtype if c.stays_wide else c.used_in(used)).itemsize for c in cuts)
     trained = [c for c in cuts if c.trained] if ranks > 1 else []
+    masters = masters_away(cuts, replace(config, offload=("optimizer", "parameters"))) if used is not None else 0
+    needs = {"activations": config.compile, "parameters": masters and hosts == 1}
     return Known(
         states=kept.states,
         gradients=sum(c.elements * ranks * torch.promote_types(c.dtype, torch.float32).itemsize for c in trained),
         wire=sum(c.elements * ranks * (config.wire_dtype or c.dtype).itemsize for c in trained),
-        masters=sum(c.elements * c.dtype.itemsize for c in cuts),
+        masters=masters,
         whole=whole if ranks > 1 and config.stage == 3 else 0,
         ring=int(config.tuning.offload_buffer_mb * 2**20),
-        may_leave=tuple(name for name in CAN_LEAVE if name != "activations" or config.compile),
+        may_leave=tuple(name for name in OFFLOADED if needs.get(name, True)),
         gather_s=1 / (card.inside * LINKS) if ranks > 1 else 0.0,
     )
 

@@ -89,6 +89,7 @@ def _facts(found: TrainingPlan, config: EngineConfig, known: Known, passes: int,
     )
     if step is None:
         return facts
-    speed: Speed = replace(facts.speed, pass_s=step.forward_s + step.backward_s, passes=float(passes))
+    pass_s = step.forward_s + step.backward_s
+    speed: Speed = replace(facts.speed, pass_s=pass_s, passes=float(passes), pass_known="estimated")
     saved = step.saved / max(now.activation_memory_budget, 0.01)
     return replace(facts, activations=saved, weights=known.whole, speed=speed)

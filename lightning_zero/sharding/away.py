@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_zero.sharding.record import ShardedParameter
 
-__all__ = ["Away", "stays_wide", "used_in"]
+__all__ = ["Away", "leaves", "stays_wide", "used_in"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,13 @@ class Away:
 
     def takes(self, record: ShardedParameter) -> bool:
         """Whether the parameter's master shard lies there."""
-        own = record.param.dtype
-        return used_in(own, self.dtype) != own and not stays_wide(record)
+        return leaves(record, self.dtype)
+
+
+def leaves(record: ShardedParameter, dtype: torch.dtype | None) -> bool:
+    """Whether a parameter's master shard can lie on the host where compiled code computes in ``dtype``."""
+    own = record.param.dtype
+    return used_in(own, dtype) != own and not stays_wide(record)
 
 
 def used_in(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

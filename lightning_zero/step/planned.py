@@ -23,6 +23,7 @@ from lightning_zero.offload.bandwidth import measure_host
 from lightning_zero.offload.memory import free_bytes
 from lightning_zero.optim.formulas import rule_for
 from lightning_zero.optim.narrow import NARROW, is_narrow
+from lightning_zero.sharding.away import leaves
 from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
@@ -79,7 +80,7 @@ class PlannedMemory:
         free, costs = free_bytes(), self._session.costs_or_nominal
         live, used = self._sharder.live, config.compute_dtype if config.compile else None
         whole = self._sharder.memory.whole_bytes(used)
-        masters = sum(record.shard.nbytes for record in live)
+        masters = [record for record in live if leaves(record, config.compute_dtype)]
         tuning = config.tuning
         with plainly():
             sizes = [size for optimizer in optimizers for size in self._states(optimizer)]
@@ -91,15 +92,21 @@ class PlannedMemory:
             fixed=max(fixed - self._peers.nbytes, 0),  # which the device has given already
             states=sum(size for size, _ in sizes),
             to_come=sum(size for size, there in sizes if not there),
-            masters=masters,
+            masters=sum(record.shard.nbytes for record in masters),
             **self._gradients(config),
             whole=whole if self._mesh.holders.size > 1 else 0,
             ring=int(tuning.offload_buffer_mb * MIB),
             host=None if free is None else free / self._mesh.inside.size,
             may_leave=may_leave,
+            before=("parameters",) if masters and needs["parameters"] and config.compile and self._may_be_away else (),
             gather_s=costs.gather_seconds(1 << 27) / (1 << 27) if self._mesh.holders.size > 1 else 0.0,
             host_bytes_per_s=self._link,
         )
+
+    @property
+    def _may_be_away(self) -> bool:
+        """Whether master weights could lie on the host, and do not."""
+        return self._mesh.shard_hosts == 1 and not any(record.is_away for record in self._sharder.live)
 
     def _gradients(self, config: EngineConfig) -> dict[str, int]:
         """Whole ones, where they can wait on one host, and what of them travels in a pass."""

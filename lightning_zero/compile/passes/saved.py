@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import torch
 from torch.fx import Graph, Node
@@ -22,6 +23,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, readers, shard_of
 from lightning_zero.compile.passes.grouping import most_bytes
+from lightning_zero.compile.passes.waits import Waits
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["NOTHING_SAVED", "SavedLimits", "after_tangents", "choose_saved"]
@@ -124,36 +126,28 @@ def _last_group(
 def _within(again: Sequence[_Weight], saved: AbstractSet[_Weight], budget_bytes: float) -> list[_Weight]:
     """What to keep within a budget besides what is ``saved``: one after the other that which saves the most for its
     size, given those before. Of equal ones, the first in backward: they live for the shortest time."""
+    fits = [place for place, weight in enumerate(again) if weight not in saved and weight.size <= budget_bytes]
+    if sum(again[place].size for place in fits) <= budget_bytes:
+        return [again[place] for place in fits]
+    waits = Waits([weight.size for weight in again], [weight in saved for weight in again])
     chosen: list[_Weight] = []
-    fits = [weight for weight in again if weight not in saved and weight.size <= budget_bytes]
-    if sum(weight.size for weight in fits) <= budget_bytes:
-        return fits  # whatever the order, which takes as many looks at each as there are
-    while fits:
-        exposed = _exposed(again, saved | set(chosen))
-        best = max(fits, key=lambda weight: exposed[weight] / weight.size)  # of equal ones, the first
-        chosen.append(best)
-        budget_bytes -= best.size
-        fits = [weight for weight in fits if weight is not best and weight.size <= budget_bytes]
+    # What a weight was worth when it was looked at last: it is never worth more later, so whichever still is worth what
+    # is noted of it, and is the first, is worth the most of all.
+    noted = [(-waits.of(place) / again[place].size, place) for place in fits]
+    heapify(noted)
+    while noted:
+        before, place = heappop(noted)
+        weight = again[place]
+        if weight.size > budget_bytes:
+            continue
+        worth = -waits.of(place) / weight.size
+        if worth > before:  # both are below zero: it is worth less
+            heappush(noted, (worth, place))
+            continue
+        chosen.append(weight)
+        waits.keep(place)
+        budget_bytes -= weight.size
     return chosen
-
-
-def _exposed(again: Sequence[_Weight], saved: AbstractSet[_Weight]) -> dict[_Weight, float]:
-    """How long backward stands still for each weight, in the time that a byte travels.
-
-    Transfers queue one behind the other from the beginning of backward on. Computing with a weight takes as long as its
-    transfer: with larger batches more is hidden, with smaller ones less, but the first has nothing to hide behind, and
-    a large weight behind small ones too little.
-    """
-    arrived = now = 0.0
-    exposed = {}
-    for weight in again:
-        exposed[weight] = 0.0
-        if weight not in saved:
-            arrived += weight.size
-            exposed[weight] = max(arrived - now, 0.0)
-            now += exposed[weight]
-        now += weight.size
-    return exposed
 
 
 def _only_view(node: Node) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Speed
 from lightning_zero.budget.items import BUDGETS, items_of, recomputed_share, size_of
 from lightning_zero.budget.options import freedom
-from lightning_zero.budget.plan import decide
+from lightning_zero.budget.plan import advised, decide
 from lightning_zero.config import EngineConfig
 
 SPEED = Speed(pass_s=0.1, gather_s=1 / 300e9, host_bytes_per_s=50e9)
@@ -87,6 +87,67 @@ def test_a_plan_that_was_carried_out_is_the_plan_again(limit: float) -> None:
 def test_weights_stay_until_the_step_where_passes_share_one() -> None:
     assert within(100, speed=replace(SPEED, passes=4.0)).until == "step"
     assert within(100).until == "backward"
+
+
+# Nothing stays whole, so that what is chosen is one of the items' variants; and there are 6 GiB of master weights.
+HEAVY = replace(FACTS, weights=0.0, masters=6 * GIB)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_no_other_pick_within_the_limit_is_faster(limit: float) -> None:
+    facts = replace(HEAVY, limit=limit)
+    base, items = facts.peak - size_of(facts.now, facts), items_of(facts, ALL)
+    picks = [
+        (base + sum(one.nbytes for one in picked), sum(one.seconds for one in picked))
+        for picked in product(*(item.variants for item in items))
+    ]
+    plan = decide(facts, ALL)
+    fastest = sum(min(one.seconds for one in item.variants) for item in items)
+    fitting = [seconds for nbytes, seconds in picks if nbytes <= limit]
+    assert plan.fits == bool(fitting)
+    if fitting:
+        assert sum(line.seconds for line in plan.lines) == pytest.approx(min(fitting) - fastest)
+    else:
+        assert plan.peak == pytest.approx(min(nbytes for nbytes, _ in picks), abs=2)
+
+
+def least(free: Freedom) -> float:
+    return decide(replace(HEAVY, limit=0.0), free).peak
+
+
+def test_master_weights_leave_where_nothing_else_would_do_and_what_the_ring_holds_is_hidden() -> None:
+    without = Freedom(offload=("optimizer", "activations"))
+    limit = least(without) - GIB
+    plan = decide(replace(HEAVY, limit=limit), ALL)
+    assert plan.fits
+    assert {"optimizer", "parameters"} <= set(plan.chosen.offload)
+    assert least(without) - least(ALL) == pytest.approx(6 * GIB, abs=2)
+    line = next(line for line in plan.lines if line.what == "on the host")
+    assert line.choice == "optimizer state and master weights"
+    assert line.seconds == pytest.approx(15.75 * GIB / 50e9)
+    assert not decide(replace(HEAVY, limit=limit, host=15 * GIB), ALL).fits, "the host has no room for both"
+
+
+def test_where_masters_were_laid_out_already_the_plan_says_that_they_could_have_left() -> None:
+    without = Freedom(offload=("optimizer", "activations"))
+    facts = replace(HEAVY, limit=least(without) - GIB)
+    plan = decide(facts, without)
+    assert not plan.fits
+    found = advised(plan, facts, without, ("parameters",))
+    assert {"optimizer", "parameters"} <= {*found.before}
+    assert f"offload={found.before!r} is estimated to fit, and has to be passed before" in found.instead()
+    assert found.chosen == plan.chosen
+    for free, before in ((without, ()), (Freedom(offload=None), ("parameters",))):
+        assert advised(decide(facts, free), facts, free, before).before == ()
+    assert advised(plan, replace(facts, limit=GIB), without, ("parameters",)).before == (), "nothing fits"
+
+
+def test_how_sure_seconds_are_stands_below_the_table() -> None:
+    known = replace(SPEED, pass_known="measured", host_known="nominal")
+    text = str(decide(replace(FACTS, speed=known), ALL))
+    assert text.endswith(
+        "seconds: of a pass measured (100 ms), of copies to and from the host nominal (50 GB/s each way)"
+    )
 
 
 # 8 passes in a step, of which each has 12 GiB of gradients to reduce over links of 28 GB/s: 0.46 s, beside 0.07.

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compile.evenly import evenly, saved_within
+from lightning_zero.compile.evenly import SavedEvenly, evenly, saved_within
 
 LAYERS = 16
 
@@ -51,6 +52,36 @@ def test_no_long_chain_is_computed_again_at_once(budget: float) -> None:
     with functorch_config.patch(saved_within(budget)):
         run([*layers.parameters()], torch.randn(64, 16)).backward()
     saved = sum(products)
-    assert 0 < saved < LAYERS
+    assert 0 < saved <= LAYERS
     stretches = "".join("x" if one else "." for one in products).split("x")
     assert max(map(len, stretches)) <= -(-LAYERS // (saved + 1))
+
+
+def product(graph: Graph, source: Node, width: int) -> Node:
+    weight = graph.placeholder("weight")
+    weight.meta["val"] = torch.empty(source.meta["val"].shape[1], width, device="meta")
+    found = graph.call_function(torch.ops.aten.mm.default, (source, weight))
+    found.meta["val"] = torch.empty(64, width, device="meta")
+    return found
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(0.2, (1, 3, 0)), (0.3, (3, 3, 0)), (0.75, (3, 3, 2))])
+def test_what_costs_most_is_saved_and_of_products_of_equal_worth_what_layers_hand_on(
+    budget: float, kept: tuple[int, int, int]
+) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(64, 16, device="meta")
+    kinds: tuple[list[Node], ...] = ([], [], [])
+    for _ in range(3):  # as attention's last product, and a feed-forward's two, of which the second costs four times
+        kinds[0].append(x := product(graph, x, 16))
+        kinds[2].append(wide := product(graph, x, 64))
+        kinds[1].append(x := product(graph, wide, 16))
+    nodes = sorted(sum(kinds, []), key=lambda node: -node.meta["val"].numel())
+    total = sum(node.meta["val"].numel() for node in nodes)
+    sizes = [node.meta["val"].numel() / total for node in nodes]
+    saved, again = SavedEvenly()(sizes, graph, budget, None, nodes)
+    assert sorted(saved + again) == list(range(9))
+    assert nodes.index(x) in saved, "the last one is, whatever the budget"
+    assert nodes.index(x) in SavedEvenly()(sizes, graph, 0.01, None, nodes)[0]
+    assert tuple(sum(nodes[index] in kind for index in saved) for kind in kinds) == kept

@@ -183,3 +183,28 @@ def test_after_a_pass_that_found_no_memory_state_that_is_still_to_come_counts() 
         peaks.append(plan.peak / GIB)
         training.step()
     assert peaks == pytest.approx([80 + STATES, 80]), "a device of 80 GiB was full"
+
+
+def test_a_first_step_leaves_room_for_what_the_backward_of_its_largest_tensor_makes() -> None:
+    training = Simulated(20)  # of which 10 are free
+    training.decided(training.config)
+    saves = training.first_step.saves
+    assert saves is not None
+    training.in_forward = True
+    training.share = 6.0 / SAVED
+    assert saves._excess() == pytest.approx(-GIB), "0.7 of 10, less 6"
+    saves.largest = GIB
+    assert saves._excess() == pytest.approx(GIB), "5 of 10, less 6"
+
+
+def test_what_a_first_forward_has_let_go_of_is_given_back_before_its_backward() -> None:
+    training = Simulated(20)
+    training.decided(training.config)
+    for kept, times in ((0.1, 0), (1.0, 1), (0.0, 0)):
+        training.cached, before = kept, training.given_back
+        training.backward_begins()
+        assert training.given_back - before == times, kept
+    training.decided(training.config)  # it is over
+    training.cached, before = 1.0, training.given_back
+    training.backward_begins()
+    assert training.given_back == before

@@ -110,9 +110,9 @@ def test_what_a_first_step_saves_leaves_as_far_as_there_is_no_room() -> None:
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -137,6 +137,24 @@ def test_a_module_is_planned_within_less_than_it_takes() -> None:
     assert less.passes.eager is not None
     assert less.memory.first_step is not None
     assert less.memory.first_step <= less.memory.limit < less.stays + less.passes.eager.peak
+
+
+def test_master_weights_of_a_large_model_lie_on_the_host_where_it_does_not_fit_otherwise() -> None:
+    training = Training(loss=lambda net, batch: net(batch))
+    card = Device("large", 10**11, 1e12, 1e12, 1e12, 1e11, context=0.0)
+    with torch.device("meta"):
+        net, batch = Net(8192), torch.empty(8, 8192)
+    masters = sum(param.nbytes for param in net.parameters() if param.dim() == 2)
+    whole = plan(net, batch, device=card, training=training)
+    limit = (whole.peak - 2.5 * masters) / GIB + 0.25  # state is twice as large; a quarter of a GiB are buffers
+    found = plan(net, batch, device=card, training=training, memory=limit)
+    assert found.memory is not None
+    assert {"optimizer", "parameters"} <= set(found.memory.chosen.offload)
+    assert found.roles["master_shard"] == whole.roles["master_shard"] - masters
+    hosts = Training(loss=training.loss, ranks_per_host=1)
+    over = plan(net, batch, world_size=2, device=card, training=hosts, memory=limit / 2)
+    assert over.memory is not None
+    assert "parameters" not in over.memory.chosen.offload
 
 
 SCRIPT = """
