@@ -74,6 +74,11 @@ def _stop(where: str, fault: Fault) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def _exhaust(where: str, fault: Fault) -> NoReturn:
+    """This rank has fewer batches than the others."""
+    raise StopIteration
+
+
 def _reorder(where: str, fault: Fault) -> None:
     """From now on this rank runs two blocks, which are alike, in the other order."""
     Net.order = (1, 0, *range(2, DEPTH))
@@ -157,6 +162,7 @@ ACTIONS: dict[str, Callable[[str, Fault], None]] = {
     "exit_at_once": _exit_at_once,
     "exit_well": _exit_well,
     "stop": _stop,
+    "exhaust": _exhaust,
     "reorder": _reorder,
     "nan": _nan,
     "sleep": _sleep,

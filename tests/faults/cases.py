@@ -159,6 +159,8 @@ def _on_hosts() -> Iterator[Case]:
     # ranks that no longer do the same, and what is no fault of ours
     yield case("skip", "log", **hosts, **OTHER_COLLECTIVES | {"named": False})
     yield case("skip", "validation_step", **compiled, **OTHER_COLLECTIVES)
+    yield case("exhaust", "data_loader", **hosts, **OTHER_COLLECTIVES)
+    yield case("exhaust", "data_loader", **compiled, **OTHER_COLLECTIVES)
     yield case("reorder", "batch_end", **hosts, **OTHER_COLLECTIVES)
     yield case("reorder", "batch_end", options={"gather_transport": "collective"}, **OTHER_COLLECTIVES)
     as_ever = GOES_ON | {"named": False, "named_within_s": None}
