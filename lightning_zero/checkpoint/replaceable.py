@@ -14,7 +14,9 @@ __all__ = ["refuse_other_folders", "refuse_others"]
 
 # One of these stands in every folder that is a checkpoint, or what is left of one: torch's, Lightning's, DeepSpeed's,
 # and our own, also of a save that was killed.
-OF_CHECKPOINTS = (".metadata", "meta.pt", "*.distcp", ".save_id", "latest", "checkpoint", "*_model_states.pt")
+OF_CHECKPOINTS = (".metadata", "meta.pt", "*.distcp", ".save_id", "*_model_states.pt")
+# What Lightning has DeepSpeed make; anybody may have a folder of one of these names among others.
+DEEPSPEEDS = {"latest", "checkpoint", "zero_to_fp32.py"}
 
 
 def refuse_other_folders(path: Path) -> None:
@@ -29,7 +31,8 @@ def refuse_other_folders(path: Path) -> None:
 def refuse_others(path: str, names: Iterable[str]) -> None:
     """The same of a folder with these entries, wherever it is."""
     found = sorted(names)
-    if found and not any(fnmatch(name, known) for name in found for known in OF_CHECKPOINTS):
+    known = any(fnmatch(name, known) for name in found for known in OF_CHECKPOINTS)
+    if found and not known and not DEEPSPEEDS.issuperset(found):
         raise CheckpointError(
             f"{path} is a folder, and no checkpoint: it holds {', '.join(map(repr, found[:3]))}"
             f"{f' and {len(found) - 3} more' if len(found) > 3 else ''}. A checkpoint that is saved there takes its "

@@ -96,3 +96,12 @@ def test_in_an_object_store_too() -> None:
         assert "is a folder, and no checkpoint: it holds 'notes.txt'" in str(error)
     assert list(MemoryFileSystem.store) == ["/bucket/run/notes.txt"]
     MemoryFileSystem.store.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_of_runs_may_hold_one_that_is_called_latest(tmp_path: Path, kind: str) -> None:
+    for name in ("latest", "checkpoint", "of months"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    for error in KINDS[kind](tmp_path / "run", 1.0):
+        assert "is a folder, and no checkpoint: it holds 'checkpoint', 'latest', 'of months'" in str(error)
+    assert len(list((tmp_path / "run").iterdir())) == 3
