@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +119,7 @@ def _read(values: Tensor, into: Tensor) -> None:
     """Of one piece of memory each, with the same bytes."""
     total = values.numel() * values.itemsize
     begins = range(0, total, BLOCK)
+    _ask_for(values.data_ptr(), total)
     if len(begins) <= 1:
         _read_block(values, into, 0, total)
         return
@@ -128,26 +130,36 @@ def _read(values: Tensor, into: Tensor) -> None:
         end.result()
 
 
+def _ask_for(begin: int, length: int) -> None:
+    """What is not in memory yet comes in large reads then, in its order, and not page by page, as somebody asks for it,
+    and in that of threads."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is not None and length > mmap.PAGESIZE:
+        first = begin - begin % mmap.PAGESIZE
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(begin + length - first), mmap.MADV_WILLNEED)
+
+
 def _read_block(values: Tensor, into: Tensor, begin: int, length: int) -> None:
     copy = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    source = values.data_ptr() + begin
     done = 0
     while done < length:
-        source, target = (_Range(tensor.data_ptr() + begin + done, length - done) for tensor in (values, into))
+        at, target = (_Range(start + done, length - done) for start in (source, into.data_ptr() + begin))
         count, number = -1, errno.ENOSYS
         if copy is not None:
             copy.restype = ctypes.c_ssize_t
-            count = copy(os.getpid(), ctypes.byref(target), 1, ctypes.byref(source), 1, ctypes.c_ulong(0))
+            count = copy(os.getpid(), ctypes.byref(target), 1, ctypes.byref(at), 1, ctypes.c_ulong(0))
             number = ctypes.get_errno()
         if count > 0:
             done += count
             continue
-        file = None if number in REFUSED else _file_at(values.data_ptr() + begin + done)
+        file = None if number in REFUSED else _file_at(source + done)
         if file is not None:
             raise CheckpointError(
                 f"{file} was cut off, or its disk is gone, while it was being read ({os.strerror(number)}). Use "
                 "another checkpoint."
             )
-        ctypes.memmove(target.begin, source.begin, length - done)  # no file: memory of a driver's, say
+        ctypes.memmove(target.begin, at.begin, length - done)  # no file: memory of a driver's, say
         return
 
 

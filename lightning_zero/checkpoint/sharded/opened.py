@@ -291,8 +291,8 @@ class OpenedFolder(Opened):
                 return torch.load(part, map_location="cpu", weights_only=True)
             except Exception as error:  # damage may show as anything
                 raise CheckpointError(
-                    f"{self._named(info.relative_path)} is damaged where {key!r} lies: {type(error).__name__}: {error}. "
-                    "Use another checkpoint."
+                    f"{self._named(info.relative_path)} is damaged where {key!r} lies: {type(error).__name__}: "
+                    f"{error}. Use another checkpoint."
                 ) from error
 
     def _named_files(self) -> set[str]:

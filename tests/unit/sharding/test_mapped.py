@@ -85,7 +85,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path, name: str, block: int)
         ShardLayout.of(value.shape, value.dtype, 2).part(mapped(value), 1)
 
 
-def test_what_is_cut_off_while_threads_copy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_cut_off_half_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 1 << 16)
     path = tmp_path / "x"
     value = _saved(path, torch.ones(1 << 22))
