@@ -100,6 +100,7 @@ def _show(found: TrainingPlan) -> None:
         print(found.memory if found.memory.fits else f"{found.memory}\n{found.memory.instead()}")
     if found.seconds is not None:
         show_section("ms of a step", {k: v * 1e3 for k, v in told["seconds"].items()})
+    show_section("How sure that is", found.known())
     if found.passes.why:
         tell(f"Not all could be traced: {found.passes.why}")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_zero.budget.facts import GAPS
 from lightning_zero.budget.plan import MemoryPlan
+from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.planning.seconds import Seconds
 from lightning_zero.planning.training import StepOnPaper
 from lightning_zero.profiling.devices import Device
@@ -90,6 +91,18 @@ class TrainingPlan:
         """The most bytes that the device is asked for, with what no allocator sees."""
         return int(max(self.peak, self.first_peak or 0) + self.device.context)
 
+    def known(self) -> dict[str, str]:
+        """How sure each number is."""
+        context = f"{self.device.context / 2**30:g} GiB for contexts and libraries, nominal"
+        return {
+            "parameters, bytes": "counted",
+            "transient": "estimated, from traced operations, as torch partitions them and as fused code would run",
+            "first_step_peak": "estimated, from traced operations, with what the allocator keeps",
+            "on_device": f"these, and {context}",
+            "seconds": "estimated, from operations and bytes, at nominal shares of what data sheets say",
+            "copies to and from the host": f"{HOST_BYTES_PER_S / 1e9:g} GB/s each way, nominal",
+        }
+
     @property
     def fits(self) -> bool:
         return self.on_device <= self.device.memory
@@ -113,5 +126,6 @@ class TrainingPlan:
             "flops": None if step is None else step.flops,
             "seconds": None if self.seconds is None else vars(self.seconds) | {"total": self.seconds.total},
             "memory": None if self.memory is None else self.memory.as_dict(),
+            "known": self.known(),
             "not_traced": self.passes.why,
         }
