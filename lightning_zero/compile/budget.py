@@ -313,6 +313,10 @@ class MeasuredBudget:
             if decide(self._course.facts, freedom(config, self.known.may_leave)).chosen != plan.chosen:
                 self._course.watching, self._course.emptied = True, False
                 return self._spend(self._course.facts, config, self._course.traffic)
+        if self._course.facts is not None:
+            facts, free = self._course.facts, freedom(config, self.known.may_leave)
+            facts = carried_out(facts, plan.chosen, plan.steady)
+            self.plan = plan = advised(plan, facts, free, self.known.before)
         self._warn(f"{_option(config)} is not held: {gib(-quiet.room)} GiB more are taken. {plan.instead()}")
         return None
 

@@ -23,7 +23,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.compiler import CustomKnapsackSolver, knapsack
-from lightning_zero.profiling.cost import node_flops
+from lightning_zero.profiling import cost
 
 __all__ = ["SavedEvenly", "evenly", "saved_within"]
 
@@ -51,7 +51,7 @@ class SavedEvenly(CustomKnapsackSolver):
             nodes: that could be saved.
         """
         # Torch's own count runs the ops, and here, where nobody sees them run, says the same of all.
-        flops = [max(node_flops(node), 1) for node in nodes]
+        flops = [max(cost.node_flops(node), 1) for node in nodes]
         place = {node: number for number, node in enumerate(joint_graph.nodes)}
         places = [place[node] for node in nodes]
         # Backward needs the last product, as logits, while all else that is saved is there, too: it takes nothing of
@@ -67,7 +67,7 @@ class SavedEvenly(CustomKnapsackSolver):
 
     def uuid(self) -> bytes:
         """Tells Inductor's cache which version of this has chosen."""
-        return Path(__file__).read_bytes()
+        return Path(__file__).read_bytes() + Path(cost.__file__).read_bytes()
 
 
 def _worth(flops: Sequence[int], sizes: Sequence[float]) -> list[float]:

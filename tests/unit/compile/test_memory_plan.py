@@ -1,5 +1,6 @@
 """``memory=``, from the first step to the last decision, of a device that takes what the test says."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,16 @@ def test_what_cannot_be_held_is_told_by_how_much_and_does_not_fit() -> None:
     assert not plan.fits
     assert "is not held" in training.warned[-1]
     assert f"{plan.missing / GIB:.2f} GiB more" in training.warned[-1]
+
+
+def test_what_is_not_held_though_master_weights_could_have_left_is_told_with_that() -> None:
+    training = Simulated(18, more=5.0, eager=2.0)
+    training.known = replace(training.known, masters=int(6 * GIB), may_leave=("optimizer",), before=("parameters",))
+    training.run()
+    assert training.plan is not None
+    assert not training.plan.fits
+    assert training.plan.before == ("optimizer", "parameters")
+    assert "has to be passed before the model is sharded" in training.warned[-1]
 
 
 def test_memory_that_the_allocator_keeps_is_given_back_before_anything_is_planned_again() -> None:
