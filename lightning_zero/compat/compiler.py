@@ -82,6 +82,9 @@ inductor_config = torch._inductor.config
 # What is known while a graph is traced; strides of results are told there once. (torch 2.11+)
 TracingContext = torch._guards.TracingContext
 
+# Inside, another one holds. (torch 2.11+)
+tracing = torch._guards.tracing
+
 # Seconds of this process's compilations so far, in lists by what they went into. (torch 2.11+)
 compilation_times = torch._dynamo.utils.compilation_time_metrics
 
@@ -115,6 +118,9 @@ metrics_context = torch._dynamo.utils.get_metrics_context
 
 # Keeps what has been compiled out of AOTAutograd's cache, without a word. (torch 2.11+)
 BypassCache = autograd_cache.BypassAOTAutogradCache
+
+# Raises that where a node's name does not say what it does. (torch 2.11+)
+check_node_safe = autograd_cache.check_node_safe
 
 ATTRIBUTES = {
     # The kernels that are kept with it. (torch 2.11+)

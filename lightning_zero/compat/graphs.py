@@ -32,3 +32,12 @@ MODULES = "nn_module_stack"
 # Which outputs users see, noted before our passes make none of some; Inductor of torch 2.11 stumbles over these.
 # (torch 2.11+)
 SEEN_BY_USERS = "user_visible_output_idxs"
+
+# The same for what callers of an op did, in graphs behind Dynamo. (torch 2.11+)
+SOURCES = "source_fn_stack"
+
+# Both of these, of the forward, in nodes of a backward. (torch 2.11+)
+FORWARD_MODULES, FORWARD_SOURCES = "fwd_nn_module_stack", "fwd_source_fn_stack"
+
+# What SIDE says of nodes that were traced while gradients were taken. (torch 2.11+)
+IN_BACKWARD = "is_backward"

@@ -46,6 +46,7 @@ from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.listener import CompileListener
 from lightning_zero.compile.lowered import Lowered
+from lightning_zero.compile.outline import NotOutlined, Outline, outline
 from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
 from lightning_zero.compile.passes.leaving import leave
 from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
@@ -157,13 +158,45 @@ class Compiler:
                     # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
                     settings["force_non_lazy_backward_lowering"] = True
                 with functorch_config.patch(settings), only_young_searched():
-                    compiled = inner(last, lowered, module, inputs, **kwargs)
+                    compiled = self._outlined(partial(inner, last, lowered), module, inputs, **kwargs)
             finally:
                 self._listener.compiling(lowered.in_words(), False, time.monotonic() - begun)
             return _plain(compiled if communicates else self._wrap(compiled))
 
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
+
+    def _outlined(self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        """Compiles a graph of which equal layers are differentiated once, if that can be."""
+        layers = None if self._config.whole_graphs else outline(module, self._joint_of)
+        if layers is not None:
+            try:
+                return inner(layers, module, inputs, **kwargs)
+            except NotOutlined as error:
+                log.info("Layers that are alike are each traced: %s", error)
+                layers.undo()
+        return inner(None, module, inputs, **kwargs)
+
+    def _joint_of(self, module: GraphModule, inputs: Sequence[Tensor]) -> Graph:
+        """The joint graph of a part of a graph, as it would be in the whole."""
+        found: list[Graph] = []
+
+        def take(graph: Graph) -> Graph:
+            found.append(graph)
+            raise _Taken
+
+        def partition(module: GraphModule, inputs: Any, **settings: Any) -> Any:
+            return take(module.graph)
+
+        try:
+            if self._config.backend == "aot_eager":
+                aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=partition)(module, inputs)
+            else:
+                compile_fx: Any = lookup_backend("inductor")
+                compile_fx(module, inputs, config_patches={"joint_custom_pre_pass": _Pass(take, None)})
+        except _Taken:
+            return found[0]
+        raise NotOutlined("a layer needs no backward")
 
     def _describe(self, weights: Sequence[str]) -> str:
         training = "training, forward" if self.notes.keeps_graphs else "training, forward and backward"
@@ -175,8 +208,10 @@ class Compiler:
             )
         return f"{self.notes.called or 'a module'} for {purpose} (a graph of {read})"
 
-    def _tag(self, last: bool, graph: Graph) -> Graph:
-        """``last``: backward follows right after this graph's forward."""
+    def _tag(self, last: bool, layers: Outline | None, graph: Graph) -> Graph:
+        """``last``: backward follows right after this graph's forward. ``layers``: that were taken out of it."""
+        if layers is not None:
+            layers.inline(graph)
         self._listener.graph("joint", graph)
         graph, recompute = tag_gathers(graph, saved_for_backward(self.context(last))), self._config.recompute
         return graph if recompute is None else tag_activations(graph, recompute)
@@ -202,14 +237,16 @@ class Compiler:
         self._listener.spend("passes", time.monotonic() - begun)
         return graph
 
-    def _inductor(self, last: bool, lowered: Lowered, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    def _inductor(
+        self, last: bool, lowered: Lowered, layers: Outline | None, module: GraphModule, inputs: Any, **kwargs: Any
+    ) -> Any:
         # Observers must see every graph, so they keep graphs out of the cache.
         wanted = self._listener.wants_graphs or self._listener.wants_passes
         unversioned = any(spec.name in self._selection.unversioned for spec in self.passes())
         uncached = wanted or unversioned or self._config.recompute is not None
         uuid = None if uncached else self._digest()
         options = {
-            "joint_custom_pre_pass": _Pass(partial(self._tag, last), uuid and f"{uuid} {last}"),
+            "joint_custom_pre_pass": _Pass(partial(self._tag, last, layers), uuid and f"{uuid} {last}"),
             "post_grad_custom_post_pass": _Pass(self._rewrite, uuid),
             # Inductor's reordering would sink every gather that was started early back to its use.
             "reorder_for_peak_memory": False,
@@ -264,9 +301,11 @@ class Compiler:
             digest.update(path.read_bytes())
         return digest.hexdigest()
 
-    def _aot_eager(self, last: bool, lowered: Lowered, module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    def _aot_eager(
+        self, last: bool, lowered: Lowered, layers: Outline | None, module: GraphModule, inputs: Any, **kwargs: Any
+    ) -> Any:
         def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-            self._tag(last, module.graph)
+            self._tag(last, layers, module.graph)
             return self._partition(module, inputs, **kwargs)
 
         def compiler(module: GraphModule, inputs: Any) -> Any:
@@ -301,6 +340,10 @@ def _boxed(module: GraphModule) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+class _Taken(Exception):
+    """A joint graph is all that was wanted."""
 
 
 class _Pass(CustomGraphPass):

@@ -1,0 +1,97 @@
+"""Whether nodes of Dynamo's graph do the same, and what they do as a text that another process would write, too."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from lightning_zero.compat.compiler import BypassCache, check_node_safe
+from lightning_zero.compat.graphs import EXAMPLE
+
+if TYPE_CHECKING:
+    from lightning_zero.compile.outline.find import Region
+
+__all__ = ["digest_of", "key_of", "layout_of"]
+
+_LITERALS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def layout_of(value: Any) -> str | None:
+    """What a graph may depend on of a value's form; None for what it would have to be known for itself: symbolic sizes,
+    subclasses, objects."""
+    if isinstance(value, Tensor):
+        sizes = (*value.shape, *value.stride())
+        if value.layout != torch.strided or not all(type(size) is int for size in sizes):
+            return None
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}{value.requires_grad}"
+    if isinstance(value, tuple | list):
+        parts = [layout_of(part) for part in value]
+        return None if None in parts else f"[{','.join(map(str, parts))}]"
+    return repr(value) if type(value) in (int, float, bool) else None
+
+
+def key_of(node: Node) -> str | None:
+    """Equal for nodes that do the same with values of the same form; None for what cannot be compared."""
+    if node.op not in ("call_function", "call_method") or (layout := layout_of(node.meta.get(EXAMPLE))) is None:
+        return None
+    arguments = _arguments(node, {})
+    return None if arguments is None else f"{node.op} {_name(node)} {arguments} {layout}"
+
+
+def digest_of(region: Region) -> str | None:
+    """Equal for regions that do the same, in every process; None where a text cannot say what they do."""
+    names = {node: f"%{number}" for number, node in enumerate((*region.given, *region.nodes))}
+    lines = [f"given {layout_of(node.meta[EXAMPLE])} {node.op == 'placeholder'}" for node in region.given]
+    for node in region.nodes:
+        try:
+            check_node_safe(node)
+        except BypassCache:
+            return None  # its name does not say what it does
+        lines.append(f"{node.op} {_name(node)} {_arguments(node, names)} {layout_of(node.meta[EXAMPLE])}")
+    lines += [names[node] for node in region.results]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _name(node: Node) -> str:
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    if hasattr(target, "overloadpacket") or not hasattr(target, "__qualname__"):
+        return str(target)
+    return f"{getattr(target, '__module__', None)}.{target.__qualname__}"
+
+
+def _arguments(node: Node, names: dict[Node, str]) -> str | None:
+    """As a text, with values called as in ``names``, or described."""
+    arguments = map_arg((node.args, node.kwargs), lambda read: _Named(names.get(read) or _described(read)))
+    return repr(arguments) if _plain([arguments]) else None
+
+
+def _described(node: Node) -> str:
+    return f"<{layout_of(node.meta.get(EXAMPLE))}>"
+
+
+class _Named(str):
+    __repr__ = str.__str__
+
+
+def _plain(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, dict):
+            if not _plain(value.values()):
+                return False
+        elif isinstance(value, slice):
+            if not _plain((value.start, value.stop, value.step)):
+                return False
+        elif isinstance(value, tuple | list):
+            if not _plain(value):
+                return False
+        elif not (isinstance(value, _Named) or type(value) in _LITERALS or value is Ellipsis):
+            return False
+    return True

@@ -1,0 +1,122 @@
+"""One layer's forward and backward as nodes, traced by itself with what traces whole graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from lightning_zero.compat.compiler import TracingContext, functorch_config, tracing
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, IN_BACKWARD, SIDE, TANGENTS
+from lightning_zero.compat.tensors import FakeTensorMode
+from lightning_zero.compile.graph import is_op, results
+from lightning_zero.compile.outline.find import Region
+from lightning_zero.compile.outline.standin import NotOutlined
+
+__all__ = ["PLACE", "Body", "NotOutlined", "TraceJoint", "fake_mode", "trace_body"]
+
+PLACE = "lightning_zero.place"  # key in node.meta[CUSTOM]: which node of the layer this comes from
+
+# Gives AOTAutograd's joint graph of a module.
+TraceJoint = Callable[[GraphModule, Sequence[Tensor]], Graph]
+
+
+@dataclass(frozen=True)
+class Body:
+    """A layer's joint graph.
+
+    Attributes:
+        given, tangents: its inputs.
+        forward, backward: its work, in order.
+        results: what forward returns.
+        grads: what backward returns of each that was given.
+    """
+
+    given: tuple[Node, ...]
+    tangents: tuple[Node, ...]
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...]
+    results: tuple[Node, ...]
+    grads: tuple[Node | None, ...]
+
+
+def fake_mode() -> FakeTensorMode:
+    """That of the graph that is being compiled."""
+    context = TracingContext.try_get()
+    assert context is not None, "a graph is being compiled"
+    assert context.fake_mode is not None, "what is compiled is traced"
+    return context.fake_mode
+
+
+def trace_body(region: Region, trace: TraceJoint) -> Body:
+    """The joint graph of a region.
+
+    Raises:
+        NotOutlined: it does more than give results and gradients.
+    """
+    module, inputs = _alone(region)
+    with _by_itself():
+        return _split(trace(module, inputs), region)
+
+
+def _alone(region: Region) -> tuple[GraphModule, list[Tensor]]:
+    graph, new = Graph(), {}
+    for node in region.given:
+        new[node] = graph.placeholder(node.name)
+    for place, node in enumerate(region.nodes):
+        new[node] = graph.node_copy(node, new.__getitem__)
+        new[node].meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), PLACE: place}
+    graph.output(tuple(new[node] for node in region.results))
+    with fake_mode():
+        inputs = [_like(node.meta[EXAMPLE]) for node in region.given]
+    for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta[EXAMPLE] = value
+    return GraphModule({}, graph), inputs
+
+
+def _like(value: Tensor) -> Tensor:
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad)
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """What is noted while a graph is traced is not noted of the layer. What it is given is a leaf here and is none in
+    the whole graph, and autocast casts leaves once."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with tracing(TracingContext(fake_mode())), functorch_config.patch(enable_autograd_cache=False):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def _split(graph: Graph, region: Region) -> Body:
+    inputs = graph.find_nodes(op="placeholder")
+    given = [node for node in inputs if not node.name.startswith(TANGENTS)]
+    tangents = inputs[len(given) :]
+    returned = results(graph)
+    count = len(region.results)
+    if len(given) != len(region.given) or len(tangents) != count or len(returned) != count + len(given):
+        raise NotOutlined("a layer edits what it is given, or returns what needs no gradient")
+    work = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    for node in work:
+        if node.op != "call_function" or (is_op(node) and node.target._schema.is_mutable):
+            raise NotOutlined(f"a layer calls {node.target}")
+    begin = next((at for at, node in enumerate(work) if _in_backward(node)), len(work))
+    forward, backward = work[:begin], work[begin:]
+    first = set(forward)
+    if not all(map(_in_backward, backward)) or not all(node in first for node in returned[:count]):
+        raise NotOutlined("a layer's forward and backward are entangled")
+    return Body(
+        tuple(given), tuple(tangents), tuple(forward), tuple(backward), tuple(returned[:count]), tuple(returned[count:])
+    )
+
+
+def _in_backward(node: Node) -> bool:
+    return bool(node.meta.get(SIDE) == IN_BACKWARD)

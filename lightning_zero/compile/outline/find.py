@@ -1,0 +1,129 @@
+"""Finds the parts of Dynamo's graph that are equal, as the layers of a model are, and can be traced by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compile.frontend import storage_of, written_by
+from lightning_zero.compile.outline.alike import key_of, layout_of
+from lightning_zero.compile.pieces.repeats import Run, find_runs
+
+__all__ = ["Region", "find_regions"]
+
+LEAST_NODES = 8  # of a layer
+MOST_PHASES = 8  # that are tried
+LEAST_REPETITIONS = 3  # two are traced in nearly the time of one and a call
+
+_AUTOCAST_BEGINS, _AUTOCAST_ENDS, _GRAD = "_enter_autocast", "_exit_autocast", "_set_grad_enabled"
+_VMAP_BEGINS, _VMAP_ENDS = "_vmap_increment_nesting", "_vmap_decrement_nesting"
+_HARMLESS = {"lazy_load_decompositions", "setitem"}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the graph.
+
+    Attributes:
+        nodes: one behind the other.
+        given: what they read of the rest, in the order of their first uses.
+        results: those of them that the rest reads.
+    """
+
+    nodes: tuple[Node, ...]
+    given: tuple[Node, ...]
+    results: tuple[Node, ...]
+
+
+def find_regions(graph: Graph, grad: bool) -> list[Region]:
+    """What repeats often enough, in order; they do not overlap, and are not all alike.
+
+    Args:
+        graph: Dynamo's.
+        grad: whether gradients are taken where the graph says nothing else.
+    """
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    keys = [key_of(node) for node in nodes]
+    plain = _in_plain_settings(nodes, grad)
+    found: list[Region] = []
+    for run in find_runs(keys, LEAST_NODES):
+        for phase in _phases(nodes, run)[:MOST_PHASES]:
+            begins = range(run.start + phase, run.stop - run.period + 1, run.period)
+            regions = [
+                region
+                for begin in begins
+                if all(plain[begin : begin + run.period])
+                and None not in keys[begin : begin + run.period]
+                and _alone(region := _region(nodes[begin : begin + run.period]))
+            ]
+            if regions:
+                found += regions
+                break
+    return found
+
+
+def _phases(nodes: Sequence[Node], run: Run) -> list[int]:
+    """Where the repetitions of a run may begin, the best first: such that as few values as can be go from one into the
+    next, and then such that there are as many as can be."""
+    position = {node: at for at, node in enumerate(nodes)}
+    crossing = [0] * (run.stop + 2)  # by how much more values pass there than one position earlier
+    for at, node in enumerate(nodes[: run.stop]):
+        last = max((position.get(user, run.stop) for user in node.users), default=at)
+        if last > at:
+            crossing[at + 1] += 1
+            crossing[min(last, run.stop) + 1] -= 1
+    for at in range(1, len(crossing)):
+        crossing[at] += crossing[at - 1]
+
+    def cost(phase: int) -> tuple[float, int]:
+        begins = range(run.start + phase, run.stop - run.period + 1, run.period)
+        return sum(crossing[at] for at in begins) / len(begins), -len(begins)
+
+    return sorted(range(min(run.period, run.stop - run.start - run.period + 1)), key=cost)
+
+
+def _region(work: Sequence[Node]) -> Region:
+    own = set(work)
+    given = dict.fromkeys(read for node in work for read in node.all_input_nodes if read not in own)
+    results = [node for node in work if any(user not in own for user in node.users)]
+    return Region(tuple(work), tuple(given), tuple(results))
+
+
+def _alone(region: Region) -> bool:
+    """Whether the region can be differentiated by itself: it takes and returns tensors, edits nothing of the rest, and
+    what it returns shares no memory with what it was given, or with other results."""
+    if any(not isinstance(node.meta.get(EXAMPLE), Tensor) for node in (*region.given, *region.results)):
+        return False
+    if any(layout_of(node.meta[EXAMPLE]) is None for node in region.given):
+        return False
+    given = {storage_of(node) for node in region.given}
+    results = [storage_of(node) for node in region.results]
+    if not results or len(set(results)) < len(results) or given & set(results):
+        return False
+    return not any(storage_of(written) in given for node in region.nodes for written in written_by(node))
+
+
+def _in_plain_settings(nodes: Sequence[Node], grad: bool) -> list[bool]:
+    """Of each node, whether it runs as it would by itself: in no region with another autocast, with or without
+    gradients, and with no setting made that is not known here."""
+    found = []
+    depth, plain_grad, unknown = 0, True, False
+    for node in nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        if name in (_AUTOCAST_BEGINS, _VMAP_BEGINS):
+            depth += 1
+        elif name in (_AUTOCAST_ENDS, _VMAP_ENDS):
+            depth -= 1
+        elif name == _GRAD:
+            plain_grad = node.args[0] is grad
+        elif node.meta.get(EXAMPLE) is None and name not in _HARMLESS:
+            unknown = True
+        else:
+            found.append(not depth and plain_grad and not unknown)
+            continue
+        found.append(False)
+    return found

@@ -1,0 +1,117 @@
+"""A layer's nodes in the place of its standins, with the memory, names and modules of that layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from lightning_zero.compat.graphs import CUSTOM, FORWARD_MODULES, FORWARD_SOURCES, MODULES, SOURCES
+from lightning_zero.compile.outline.body import PLACE, Body
+from lightning_zero.compile.outline.find import Region
+from lightning_zero.compile.outline.standin import NotOutlined
+
+__all__ = ["Inlined"]
+
+# What nodes are told of the modules that they belong to, by where it stands in Dynamo's graph.
+ORIGINS = {MODULES: MODULES, SOURCES: SOURCES, FORWARD_MODULES: MODULES, FORWARD_SOURCES: SOURCES}
+
+
+class Inlined:
+    """One layer of a joint graph.
+
+    Args:
+        graph: the joint graph.
+        region: the layer in Dynamo's graph.
+        body: what it and its like do.
+    """
+
+    def __init__(self, graph: Graph, region: Region, body: Body) -> None:
+        self._graph = graph
+        self._region = region
+        self._body = body
+        self._new: dict[Node, Node] = {}
+        self._storages: dict[int, Tensor] = {}
+
+    def forward(self, standin: Node) -> None:
+        """Puts the forward in its place."""
+        given = standin.args[4]
+        assert isinstance(given, Sequence)
+        self._begin(self._body.given, given)
+        self._work(standin, self._body.forward)
+        self._replace(standin, self._body.results)
+
+    def backward(self, standin: Node) -> None:
+        """Puts the backward in its place."""
+        tangents = standin.args[4]
+        assert isinstance(tangents, Sequence)
+        self._begin(self._body.tangents, tangents)
+        self._work(standin, self._body.backward)
+        self._replace(standin, [grad for grad in self._body.grads if grad is not None])
+
+    def _begin(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
+        for node, value in zip(inputs, actual, strict=True):
+            if _form(node.meta["val"]) != _form(value.meta["val"]):
+                raise NotOutlined(f"a layer is given another {node}")
+            self._new[node] = value
+            self._storages[_storage(node.meta["val"])] = value.meta["val"]
+
+    def _work(self, standin: Node, nodes: Sequence[Node]) -> None:
+        with self._graph.inserting_before(standin):
+            for node in nodes:
+                self._new[node] = new = self._graph.node_copy(node, self._new.__getitem__)
+                new.meta = self._meta(node)
+
+    def _replace(self, standin: Node, results: Sequence[Node]) -> None:
+        for part in list(standin.users):
+            at = part.args[1]
+            assert isinstance(at, int)
+            part.replace_all_uses_with(self._new[results[at]])
+            self._graph.erase_node(part)
+        self._graph.erase_node(standin)
+
+    def _meta(self, node: Node) -> dict[str, Any]:
+        meta = dict(node.meta)
+        if "val" in meta:
+            meta["val"] = self._own(meta["val"])
+        custom = dict(meta.pop(CUSTOM, {}))
+        place = custom.pop(PLACE, None)
+        if place is not None:
+            source = self._region.nodes[place].meta
+            meta |= {key: source[origin] for key, origin in ORIGINS.items() if key in meta and origin in source}
+            custom = dict(source.get(CUSTOM, {}))
+        if custom:
+            meta[CUSTOM] = custom
+        return meta
+
+    def _own(self, value: Any) -> Any:
+        """A value of the same form in this layer's memory; views stay views."""
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._own, value))
+        if not isinstance(value, Tensor):
+            return value
+        key, offset = _storage(value), value.storage_offset()
+        base = self._storages.get(key)
+        if base is None:
+            # All of the memory, which a view may see a part of.
+            nbytes = value.untyped_storage().nbytes()
+            if value.numel() * value.itemsize == nbytes and not offset:
+                base = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                self._storages[key] = base
+                return base
+            base = torch.empty(nbytes // value.itemsize, dtype=value.dtype, device=value.device)
+            self._storages[key] = base
+        if base.dtype != value.dtype:
+            raise NotOutlined("a layer looks at memory as of another dtype")
+        return base.as_strided(value.shape, value.stride(), base.storage_offset() + offset)
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def _form(value: Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.stride(), value.device

@@ -1,0 +1,84 @@
+"""The op that stands for a layer while the graph around it is differentiated, and the one for its backward. They have
+shapes and a derivative, and no kernel: :mod:`inline` puts the layer in their place before anything could run.
+
+All that is known of them stands in their arguments, so that AOTAutograd's cache knows equal graphs in other processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.compat.ops import OpOverload
+
+__all__ = ["BACKWARD", "FORWARD", "NotOutlined", "backward", "describe", "forward"]
+
+_NAMESPACE = "lightning_zero_outline"
+FORWARD, BACKWARD = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward"
+
+
+class NotOutlined(Exception):
+    """A graph in which something is other than it was for the layer by itself; without standins it can be compiled."""
+
+
+def describe(values: Sequence[Tensor | None]) -> str:
+    """The layouts of results, as an argument of a standin."""
+    return json.dumps(
+        [
+            None if v is None else [str(v.dtype).removeprefix("torch."), list(v.shape), list(v.stride()), str(v.device)]
+            for v in values
+        ]
+    )
+
+
+def _made(described: str) -> list[Tensor]:
+    return [
+        torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+        for dtype, shape, stride, device in filter(None, json.loads(described))
+    ]
+
+
+def _forward(layer: str, number: int, results: str, grads: str, given: Sequence[Tensor]) -> list[Tensor]:
+    return _made(results)
+
+
+def _backward(layer: str, number: int, grads: str, given: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
+    return _made(grads)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    layer, number, results, grads, given = inputs
+    ctx.arguments = layer, number, results, grads
+    ctx.save_for_backward(*given)
+
+
+def _differentiate(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    layer, number, results, grads = ctx.arguments
+    expected = json.loads(results)
+    for tangent, (_, _, stride, _) in zip(tangents, expected, strict=True):
+        if tangent is None or list(tangent.stride()) != stride:
+            raise NotOutlined("a layer's result gets no gradient, or one of another layout")
+    found = iter(backward()(layer, number, grads, ctx.saved_tensors, list(tangents)))  # type: ignore[arg-type]
+    return None, None, None, None, [None if known is None else next(found) for known in json.loads(grads)]
+
+
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
+_LIBRARY.define("forward(str layer, int number, str results, str grads, Tensor[] given) -> Tensor[]")
+_LIBRARY.define("backward(str layer, int number, str grads, Tensor[] given, Tensor[] tangents) -> Tensor[]")
+torch.library.register_fake(FORWARD, _forward, lib=_LIBRARY)
+torch.library.register_fake(BACKWARD, _backward, lib=_LIBRARY)
+torch.library.register_autograd(FORWARD, _differentiate, setup_context=_remember, lib=_LIBRARY)
+
+
+def forward() -> OpOverload:
+    """The op that stands for a layer."""
+    return getattr(torch.ops, _NAMESPACE).forward.default
+
+
+def backward() -> OpOverload:
+    """The op that stands for a layer's backward."""
+    return getattr(torch.ops, _NAMESPACE).backward.default
