@@ -46,7 +46,7 @@ from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.listener import CompileListener
 from lightning_zero.compile.lowered import Lowered
-from lightning_zero.compile.outline import NotOutlined, Outline, outline
+from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
 from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
 from lightning_zero.compile.passes.leaving import leave
 from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
@@ -167,36 +167,15 @@ class Compiler:
         return compile_graph
 
     def _outlined(self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        """Compiles a graph of which equal layers are differentiated once, if that can be."""
-        layers = None if self._config.whole_graphs else outline(module, self._joint_of)
-        if layers is not None:
+        """Compiles a graph, of which equal layers are differentiated once where that can be."""
+        layers = None if self._config.whole_graphs else outline(module, tracer(self._config.backend))
+        while layers is not None:
             try:
                 return inner(layers, module, inputs, **kwargs)
             except NotOutlined as error:
-                log.info("Layers that are alike are each traced: %s", error)
-                layers.undo()
+                log.info("A layer is traced with the rest: %s", error)
+                layers = layers.without(error.number)
         return inner(None, module, inputs, **kwargs)
-
-    def _joint_of(self, module: GraphModule, inputs: Sequence[Tensor]) -> Graph:
-        """The joint graph of a part of a graph, as it would be in the whole."""
-        found: list[Graph] = []
-
-        def take(graph: Graph) -> Graph:
-            found.append(graph)
-            raise _Taken
-
-        def partition(module: GraphModule, inputs: Any, **settings: Any) -> Any:
-            return take(module.graph)
-
-        try:
-            if self._config.backend == "aot_eager":
-                aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=partition)(module, inputs)
-            else:
-                compile_fx: Any = lookup_backend("inductor")
-                compile_fx(module, inputs, config_patches={"joint_custom_pre_pass": _Pass(take, None)})
-        except _Taken:
-            return found[0]
-        raise NotOutlined("a layer needs no backward")
 
     def _describe(self, weights: Sequence[str]) -> str:
         training = "training, forward" if self.notes.keeps_graphs else "training, forward and backward"
@@ -340,10 +319,6 @@ def _boxed(module: GraphModule) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-class _Taken(Exception):
-    """A joint graph is all that was wanted."""
 
 
 class _Pass(CustomGraphPass):

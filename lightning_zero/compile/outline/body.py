@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,13 +16,11 @@ from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.graph import is_op, results
 from lightning_zero.compile.outline.find import Region
 from lightning_zero.compile.outline.standin import NotOutlined
+from lightning_zero.compile.outline.trace import TraceJoint
 
-__all__ = ["PLACE", "Body", "NotOutlined", "TraceJoint", "fake_mode", "trace_body"]
+__all__ = ["PLACE", "Body", "fake_mode", "trace_body"]
 
 PLACE = "lightning_zero.place"  # key in node.meta[CUSTOM]: which node of the layer this comes from
-
-# Gives AOTAutograd's joint graph of a module.
-TraceJoint = Callable[[GraphModule, Sequence[Tensor]], Graph]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lightning_zero.compile.outline.body import PLACE, Body
 from lightning_zero.compile.outline.find import Region
 from lightning_zero.compile.outline.standin import NotOutlined
 
-__all__ = ["Inlined"]
+__all__ = ["Inlined", "moved_to"]
 
 # What nodes are told of the modules that they belong to, by where it stands in Dynamo's graph.
 ORIGINS = {MODULES: MODULES, SOURCES: SOURCES, FORWARD_MODULES: MODULES, FORWARD_SOURCES: SOURCES}
@@ -25,16 +25,22 @@ class Inlined:
 
     Args:
         graph: the joint graph.
+        number: of the layer.
         region: the layer in Dynamo's graph.
         body: what it and its like do.
+
+    Attributes:
+        moved: memory of the standins' results -> what is there now.
     """
 
-    def __init__(self, graph: Graph, region: Region, body: Body) -> None:
+    def __init__(self, graph: Graph, number: int, region: Region, body: Body) -> None:
         self._graph = graph
+        self._number = number
         self._region = region
         self._body = body
         self._new: dict[Node, Node] = {}
         self._storages: dict[int, Tensor] = {}
+        self.moved: dict[int, Tensor] = {}
 
     def forward(self, standin: Node) -> None:
         """Puts the forward in its place."""
@@ -53,9 +59,11 @@ class Inlined:
         self._replace(standin, [grad for grad in self._body.grads if grad is not None])
 
     def _begin(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
+        if len(inputs) != len(actual):
+            raise NotOutlined("one of its results gets no gradient", self._number)
         for node, value in zip(inputs, actual, strict=True):
             if _form(node.meta["val"]) != _form(value.meta["val"]):
-                raise NotOutlined(f"a layer is given another {node}")
+                raise NotOutlined("it is given values of another layout", self._number)
             self._new[node] = value
             self._storages[_storage(node.meta["val"])] = value.meta["val"]
 
@@ -69,7 +77,9 @@ class Inlined:
         for part in list(standin.users):
             at = part.args[1]
             assert isinstance(at, int)
-            part.replace_all_uses_with(self._new[results[at]])
+            new = self._new[results[at]]
+            self.moved[_storage(part.meta["val"])] = new.meta["val"]
+            part.replace_all_uses_with(new)
             self._graph.erase_node(part)
         self._graph.erase_node(standin)
 
@@ -105,8 +115,20 @@ class Inlined:
             base = torch.empty(nbytes // value.itemsize, dtype=value.dtype, device=value.device)
             self._storages[key] = base
         if base.dtype != value.dtype:
-            raise NotOutlined("a layer looks at memory as of another dtype")
-        return base.as_strided(value.shape, value.stride(), base.storage_offset() + offset)
+            raise NotOutlined("it looks at memory as of another dtype", self._number)
+        return _view(base, value)
+
+
+def moved_to(value: Any, moved: dict[int, Tensor]) -> Any:
+    """A value, if it is a view of a standin's result, as a view of what came in its place."""
+    if isinstance(value, tuple | list):
+        return type(value)(moved_to(part, moved) for part in value)
+    base = moved.get(_storage(value)) if isinstance(value, Tensor) else None
+    return value if base is None else _view(base, value)
+
+
+def _view(base: Tensor, value: Tensor) -> Tensor:
+    return base.as_strided(value.shape, value.stride(), base.storage_offset() + value.storage_offset())
 
 
 def _storage(value: Tensor) -> int:

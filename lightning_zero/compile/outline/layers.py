@@ -1,0 +1,156 @@
+"""Puts standins into Dynamo's graph, and layers in their place again."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compile.graph import GATHER, results
+from lightning_zero.compile.outline.alike import digest_of
+from lightning_zero.compile.outline.body import Body, fake_mode, trace_body
+from lightning_zero.compile.outline.find import LEAST_REPETITIONS, Region, find_regions
+from lightning_zero.compile.outline.inline import Inlined, moved_to
+from lightning_zero.compile.outline.standin import backward, describe, forward
+from lightning_zero.compile.outline.trace import TraceJoint
+from lightning_zero.native.ops import NAMESPACE
+
+__all__ = ["Outline", "outline"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    region: Region
+    digest: str
+    body: Body
+
+
+class Outline:
+    """The layers of one graph, which holds standins in their place.
+
+    Args:
+        module: Dynamo's.
+        layers: regions of its graph.
+    """
+
+    def __init__(self, module: GraphModule, layers: Sequence[_Layer]) -> None:
+        self._module = module
+        self._before = module.graph
+        self._layers = layers
+        self._fake_mode = fake_mode()
+        module.graph = _with_standins(self._before, layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def without(self, number: int) -> Outline | None:
+        """The same with one layer fewer, or without any, in the graph as it was; this one is used no more."""
+        self._module.graph = self._before
+        left = [layer for at, layer in enumerate(self._layers) if at != number]
+        # Whoever cannot say which is at fault leaves all; one by one would take longer than it spares.
+        return Outline(self._module, left) if len(left) == len(self._layers) - 1 and len(left) > 1 else None
+
+    def inline(self, graph: Graph) -> Graph:
+        """Puts the layers into a joint graph, in place of their standins.
+
+        Raises:
+            NotOutlined: one does not fit there.
+        """
+        begun: dict[int, Inlined] = {}
+        moved: dict[int, Tensor] = {}
+        with self._fake_mode:
+            for node in list(graph.nodes):
+                if node.target is forward():
+                    number = node.args[1]
+                    layer = self._layers[number]
+                    begun[number] = Inlined(graph, number, layer.region, layer.body)
+                    begun[number].forward(node)
+                    moved |= begun[number].moved
+                elif node.target is backward():
+                    begun[node.args[1]].backward(node)
+                    moved |= begun[node.args[1]].moved
+                elif "val" in node.meta:
+                    node.meta["val"] = moved_to(node.meta["val"], moved)
+        return graph
+
+
+def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
+    """Puts a standin in the place of each layer that occurs often enough; None where nothing was changed."""
+    if not torch.is_grad_enabled() or not _needs_grad(module.graph):
+        return None
+    regions = [(region, digest_of(region)) for region in find_regions(module.graph, grad=True) if _cast_alike(region)]
+    counts = Counter(digest for _, digest in regions)
+    bodies: dict[str, Body | None] = {}
+    layers: list[_Layer] = []
+    for region, digest in regions:
+        if digest is None or counts[digest] < LEAST_REPETITIONS:
+            continue
+        if digest not in bodies:
+            bodies[digest] = _body(region, trace)
+        if (body := bodies[digest]) is not None:
+            layers.append(_Layer(region, digest, body))
+    if not layers:
+        return None
+    log.info("%d layers are differentiated as %d", len(layers), len(bodies))
+    return Outline(module, layers)
+
+
+def _body(region: Region, trace: TraceJoint) -> Body | None:
+    try:
+        return trace_body(region, trace)
+    except Exception as error:  # whatever it is, the whole graph may well be traced without it
+        log.info("Layers that are alike are each traced: %s", error)
+        return None
+
+
+def _needs_grad(graph: Graph) -> bool:
+    values = [node.meta.get(EXAMPLE) for node in results(graph) if isinstance(node, Node)]
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+def _cast_alike(region: Region) -> bool:
+    """Autocast casts an input of the graph that needs a gradient once in all of it, which a layer cannot."""
+    values = [node.meta[EXAMPLE] for node in region.given]
+    if not any(torch.is_autocast_enabled(value.device.type) for value in values):
+        return True
+    own = set(region.nodes)
+    inputs = [node for node in region.given if node.op == "placeholder" and node.meta[EXAMPLE].requires_grad]
+    readers = [user.target for node in inputs for user in node.users if user in own]
+    return all(str(getattr(target, "overloadpacket", target)) == f"{NAMESPACE}.{GATHER}" for target in readers)
+
+
+def _with_standins(before: Graph, layers: Sequence[_Layer]) -> Graph:
+    after = Graph()
+    new: dict[Node, Any] = {}
+    ends = {layer.region.nodes[-1]: number for number, layer in enumerate(layers)}
+    inside = {node for layer in layers for node in layer.region.nodes}
+    for node in before.nodes:
+        if node not in inside:
+            new[node] = copy = after.node_copy(node, new.__getitem__)
+            # Dynamo notes where an input comes from in an attribute of the node.
+            vars(copy).update({name: value for name, value in vars(node).items() if name not in vars(copy)})
+        elif node in ends:
+            number = ends[node]
+            region, body = layers[number].region, layers[number].body
+            layouts = describe(_values(body.results)), describe(_values(body.grads))
+            arguments = (layers[number].digest, number, *layouts, [new[read] for read in region.given])
+            standin = after.call_function(forward(), arguments)
+            standin.meta[EXAMPLE] = [result.meta[EXAMPLE] for result in region.results]
+            for at, result in enumerate(region.results):
+                new[result] = after.call_function(operator.getitem, (standin, at))
+                new[result].meta = dict(result.meta)
+    return after
+
+
+def _values(nodes: tuple[Node | None, ...]) -> list[Tensor | None]:
+    return [None if node is None else node.meta["val"] for node in nodes]

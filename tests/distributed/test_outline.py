@@ -1,0 +1,58 @@
+"""Trainings whose equal layers are differentiated once, and as often as there are layers: to the last bit."""
+
+import logging
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.compat.compiler import functorch_config
+from tests.helpers.models import Deep, build
+from tests.helpers.oracle import Reference
+from tests.helpers.sharded import engine_for, sgd, train_sharded
+from tests.ranks.pool import Ranks
+
+
+class Dropping(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(layer, nn.Dropout(0.2)) for layer in self.layers))
+
+
+def train(backend: str, dtype: torch.dtype | None, whole: bool) -> tuple[Reference, list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("lightning_zero.compile.outline")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    batches = [Dropping.make_batch(step, 60) for step in range(3)]
+    cast: Any = partial(torch.autocast, "cpu", dtype) if dtype is not None else nullcontext
+    try:
+        model = build(Dropping)
+        torch.manual_seed(7)
+        uncached = functorch_config.patch(enable_autograd_cache=False)
+        with uncached, engine_for(model, backend, compute_dtype=dtype, compile_whole_graphs=whole) as engine:
+            return train_sharded(engine, model, batches, sgd(model), context=cast), lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+
+
+def both(backend: str, dtype: torch.dtype | None) -> None:
+    (once, lines), (each, none) = (train(backend, dtype, whole) for whole in (False, True))
+    assert [line.split()[:2] for line in lines] == [["6", "layers"]]
+    assert not none
+    assert once.losses == each.losses
+    for grads, expected in zip(once.grads, each.grads, strict=True):
+        for name, grad in grads.items():
+            assert grad is not None
+            assert torch.equal(grad, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_layers_that_are_differentiated_once_train_to_the_last_bit(ranks: Ranks, dtype: torch.dtype | None) -> None:
+    ranks.run(2, both, "aot_eager", dtype, deadline=240)

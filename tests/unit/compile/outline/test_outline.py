@@ -1,0 +1,197 @@
+"""A joint graph in which equal layers were traced once is, node by node, the one in which each was traced."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+from torch.fx.node import map_arg
+
+from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
+from lightning_zero.compat.graphs import CUSTOM, FORWARD_MODULES, MODULES, SIDE
+from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
+
+WIDTH = 8
+LAYERS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        wide = F.gelu(self.wide(self.norm(x)))
+        return x + F.dropout(self.narrow(wide), 0.3, self.training)
+
+
+class Attending(Block):
+    """Is given what all layers share, and needs gradients; several views of one product."""
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        query, key = self.wide(self.norm(x)).unflatten(-1, (2, 2, WIDTH // 2)).unbind(-3)
+        heads = F.scaled_dot_product_attention(
+            query.transpose(-2, -3), key.transpose(-2, -3), x[..., None, :, :4], given[0]
+        )
+        return x + heads.transpose(-2, -3).flatten(-2)
+
+
+class InPlace(Block):
+    """Edits what is its own, and reads what it is given in another form."""
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        wide = self.wide(x.transpose(-1, -2).contiguous().transpose(-1, -2))
+        wide[..., :2].mul_(2.0)
+        return torch.relu_(self.narrow(wide)) + x
+
+
+class Batched(Block):
+    """Edits buffers, which are inputs of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        return x + self.batch(self.narrow(F.silu(self.wide(x))).flatten(0, 1)).view_as(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, block: type[Block], last: Callable[[Tensor], Tensor] = torch.square) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.randn(6, 6))
+        self.layers = nn.ModuleList(block() for _ in range(LAYERS))
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bias = self.inner(x), self.bias.tanh()
+        for layer in self.layers:
+            x = layer(x, bias)
+        return self.last(x).sum()
+
+
+class Frozen(Stack):
+    """The first two layers are one kind, too few; of the others, one is frozen in part."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.layers[0].requires_grad_(False)
+        self.layers.extend([Block() for _ in range(2)])
+        self.layers[5].wide.requires_grad_(False)
+
+
+class Tied(Stack):
+    """One layer, time after time."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.layers = nn.ModuleList([self.layers[0]] * LAYERS)
+
+
+def joint_graph(module: nn.Module, outlined: bool, precision: torch.dtype = torch.float32) -> tuple[list[str], int]:
+    """The lines of the graph, and how many layers stand in it that were traced once."""
+    lines: list[str] = []
+    count = 0
+
+    def backend(graph: GraphModule, inputs: Any) -> Any:
+        nonlocal count
+        layers = outline(graph, tracer("aot_eager")) if outlined else None
+
+        def compiled(layers: Outline | None) -> Any:
+            def partition(joint: GraphModule, *args: Any, **settings: Any) -> Any:
+                if layers is not None:
+                    layers.inline(joint.graph)
+                joint.graph.lint()
+                lines.extend(described(joint.graph))
+                return min_cut_partition(joint, *args, **settings)
+
+            def compiler(half: GraphModule, inputs: Any) -> Any:
+                return half
+
+            return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(graph, inputs)
+
+        while layers is not None:
+            try:
+                run = compiled(layers)
+                count = len(layers)
+                return run
+            except NotOutlined as error:
+                layers = layers.without(error.number)
+        return compiled(None)
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, WIDTH)
+    with torch.autocast("cpu", precision, enabled=precision is not torch.float32):
+        torch.compile(module, backend=backend)(x)
+    return lines, count
+
+
+def described(graph: Graph) -> list[str]:
+    """All that passes go by: what is called with what, the memory of the results, whose each node is. A node is called
+    by what it computes, wherever it stands."""
+    names: dict[Any, str] = {}
+    memory: dict[int, str] = {}
+    lines: list[str] = []
+
+    def value(found: Any, name: str) -> str:
+        if isinstance(found, Tensor):
+            owner = memory.setdefault(found.untyped_storage()._cdata, name)
+            return f"{found.dtype}{tuple(found.shape)}{found.stride()}{found.storage_offset()} of {owner}"
+        return str([value(part, name) for part in found]) if isinstance(found, list | tuple) else repr(found)
+
+    for node in graph.nodes:
+        called = node.name if node.op == "placeholder" else node.target
+        name = f"{called} {map_arg((node.args, node.kwargs), lambda read: names[read])}"
+        names[node] = hashlib.sha256(name.encode()).hexdigest()[:8]
+        modules = [[path for path, _ in (node.meta.get(key) or {}).values()] for key in (MODULES, FORWARD_MODULES)]
+        meta = f"{modules} {node.meta.get(CUSTOM)} {node.meta.get(SIDE)} {sorted(node.meta)}"
+        lines.append(re.sub("0x[0-9a-f]+", "", f"{name} {value(node.meta.get('val'), names[node])} {meta}"))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda: Stack(Block), LAYERS),
+        pytest.param(lambda: Stack(InPlace), LAYERS, marks=pytest.mark.slow),
+        (lambda: Stack(Batched), 0),
+        pytest.param(Frozen, LAYERS, marks=pytest.mark.slow),
+        # The last layer is given a gradient that is one number in all places.
+        (lambda: Stack(Block, nn.Identity()), LAYERS - 1),
+    ],
+    ids=["dropout", "edits of its own", "edits of buffers", "frozen in part", "expanded gradient"],
+)
+def test_the_joint_graph_is_that_of_the_whole(make: Callable[[], nn.Module], count: int) -> None:
+    module = make()
+    whole, _ = joint_graph(module, False)
+    once, found = joint_graph(module, True)
+    assert found == count
+    assert len(whole) > 100
+    assert once == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [lambda: Stack(Attending), Tied], ids=["a bias", "weights"])
+def test_what_all_layers_read_gets_the_same_sum_of_gradients(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    whole, _ = joint_graph(module, False)
+    once, found = joint_graph(module, True)
+    assert found == LAYERS
+    assert sorted(once) == sorted(whole)  # each layer's is added behind the layer, and not amid it
+
+
+@pytest.mark.slow
+def test_what_autocast_casts_once_in_all_stays_in_one_graph() -> None:
+    module = Stack(Block)
+    assert joint_graph(module, True, torch.bfloat16)[1] == 0  # parameters of which no gather stands between
