@@ -39,5 +39,10 @@ SOURCES = "source_fn_stack"
 # Both of these, of the forward, in nodes of a backward. (torch 2.11+)
 FORWARD_MODULES, FORWARD_SOURCES = "fwd_nn_module_stack", "fwd_source_fn_stack"
 
-# What SIDE says of nodes that were traced while gradients were taken. (torch 2.11+)
-IN_BACKWARD = "is_backward"
+# What calls in Dynamo's graphs are named that change how those between them run: autocast, vmap, gradients.
+# (torch 2.11+)
+BEGINNINGS, ENDS = {"_enter_autocast", "_vmap_increment_nesting"}, {"_exit_autocast", "_vmap_decrement_nesting"}
+GRADIENTS = "_set_grad_enabled"
+
+# Calls there that return nothing and change no setting. (torch 2.11+)
+SETTINGLESS = {"lazy_load_decompositions", "setitem", "_log_api_usage_once", "_assert", "_assert_async"}

@@ -199,8 +199,8 @@ class Tuning:
         change=Change.COMPILED,
     )
     compile_whole_graphs: bool = _compile(
-        "compile each graph in one piece; otherwise what repeats in it (layers) is compiled once, in seconds however "
-        "many there are",
+        "trace and compile each graph in one piece; otherwise what repeats in it (layers) is differentiated and "
+        "compiled once, in seconds however many there are",
         default=False,
         change=Change.COMPILED,
     )

@@ -44,7 +44,7 @@ def train(backend: str, dtype: torch.dtype | None, whole: bool) -> tuple[Referen
 
 def both(backend: str, dtype: torch.dtype | None) -> None:
     (once, lines), (each, none) = (train(backend, dtype, whole) for whole in (False, True))
-    assert [line.split()[:2] for line in lines] == [["6", "layers"]]
+    assert [line.split()[:2] for line in lines] == [["5", "layers"]]  # of six: the first passes no gradient on
     assert not none
     assert once.losses == each.losses
     for grads, expected in zip(once.grads, each.grads, strict=True):
@@ -53,6 +53,16 @@ def both(backend: str, dtype: torch.dtype | None) -> None:
             assert torch.equal(grad, expected[name]), name
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
-def test_layers_that_are_differentiated_once_train_to_the_last_bit(ranks: Ranks, dtype: torch.dtype | None) -> None:
-    ranks.run(2, both, "aot_eager", dtype, deadline=240)
+@pytest.mark.parametrize(
+    ("world", "backend", "dtype"),
+    [
+        (1, "aot_eager", torch.bfloat16),
+        pytest.param(2, "aot_eager", None, marks=pytest.mark.slow),
+        pytest.param(1, "inductor", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=["autocast", "float32, two ranks", "generated code"],
+)
+def test_layers_that_are_differentiated_once_train_to_the_last_bit(
+    ranks: Ranks, world: int, backend: str, dtype: torch.dtype | None
+) -> None:
+    ranks.run(world, both, backend, dtype, deadline=400)

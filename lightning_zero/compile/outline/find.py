@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compat.graphs import BEGINNINGS, ENDS, EXAMPLE, GRADIENTS, SETTINGLESS
 from lightning_zero.compile.frontend import storage_of, written_by
 from lightning_zero.compile.outline.alike import key_of, layout_of
 from lightning_zero.compile.pieces.repeats import Run, find_runs
@@ -18,10 +18,6 @@ __all__ = ["Region", "find_regions"]
 LEAST_NODES = 5  # of a layer
 MOST_PHASES = 8  # that are tried
 LEAST_REPETITIONS = 3  # two are traced in nearly the time of one and a call
-
-_AUTOCAST_BEGINS, _AUTOCAST_ENDS, _GRAD = "_enter_autocast", "_exit_autocast", "_set_grad_enabled"
-_VMAP_BEGINS, _VMAP_ENDS = "_vmap_increment_nesting", "_vmap_decrement_nesting"
-_HARMLESS = {"lazy_load_decompositions", "setitem", "_log_api_usage_once", "_assert", "_assert_async"}
 
 
 @dataclass(frozen=True)
@@ -114,13 +110,13 @@ def _in_plain_settings(nodes: Sequence[Node], grad: bool) -> list[bool]:
     depth, plain_grad, unknown = 0, True, False
     for node in nodes:
         name = getattr(node.target, "__name__", str(node.target))
-        if name in (_AUTOCAST_BEGINS, _VMAP_BEGINS):
+        if name in BEGINNINGS:
             depth += 1
-        elif name in (_AUTOCAST_ENDS, _VMAP_ENDS):
+        elif name in ENDS:
             depth -= 1
-        elif name == _GRAD:
+        elif name == GRADIENTS:
             plain_grad = node.args[0] is grad
-        elif node.meta.get(EXAMPLE) is None and name not in _HARMLESS:
+        elif node.meta.get(EXAMPLE) is None and name not in SETTINGLESS:
             unknown = True
         else:
             found.append(not depth and plain_grad and not unknown)
