@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, FORWARD_MODULES, FORWARD_SOURCES, MODULES, SOURCES
+from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.outline.body import PLACE, Body
 from lightning_zero.compile.outline.find import Region
 from lightning_zero.compile.outline.standin import NotOutlined
@@ -39,7 +40,7 @@ class Inlined:
         self._region = region
         self._body = body
         self._new: dict[Node, Node] = {}
-        self._storages: dict[int, Tensor] = {}
+        self._memory: dict[int, Tensor] = {}
         self.moved: dict[int, Tensor] = {}
 
     def forward(self, standin: Node) -> None:
@@ -65,7 +66,7 @@ class Inlined:
             if _form(node.meta["val"]) != _form(value.meta["val"]):
                 raise NotOutlined("it is given values of another layout", self._number)
             self._new[node] = value
-            self._storages[_storage(node.meta["val"])] = value.meta["val"]
+            self._memory[_storage(node.meta["val"])] = value.meta["val"]
 
     def _work(self, standin: Node, nodes: Sequence[Node]) -> None:
         with self._graph.inserting_before(standin):
@@ -101,34 +102,33 @@ class Inlined:
         """A value of the same form in this layer's memory; views stay views."""
         if isinstance(value, tuple | list):
             return type(value)(map(self._own, value))
-        if not isinstance(value, Tensor):
+        if not isinstance(value, FakeTensor):
             return value
-        key, offset = _storage(value), value.storage_offset()
-        base = self._storages.get(key)
-        if base is None:
-            # All of the memory, which a view may see a part of.
-            nbytes = value.untyped_storage().nbytes()
-            if value.numel() * value.itemsize == nbytes and not offset:
-                base = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-                self._storages[key] = base
-                return base
-            base = torch.empty(nbytes // value.itemsize, dtype=value.dtype, device=value.device)
-            self._storages[key] = base
-        if base.dtype != value.dtype:
+        key = _storage(value)
+        if key not in self._memory:
+            numel = value.untyped_storage().nbytes() // value.itemsize
+            self._memory[key] = torch.empty(numel, dtype=value.dtype, device="meta")
+        if self._memory[key].dtype != value.dtype:
             raise NotOutlined("it looks at memory as of another dtype", self._number)
-        return _view(base, value)
+        return _view(self._memory[key], value)
 
 
 def moved_to(value: Any, moved: dict[int, Tensor]) -> Any:
     """A value, if it is a view of a standin's result, as a view of what came in its place."""
     if isinstance(value, tuple | list):
         return type(value)(moved_to(part, moved) for part in value)
-    base = moved.get(_storage(value)) if isinstance(value, Tensor) else None
-    return value if base is None else _view(base, value)
+    memory = moved.get(_storage(value)) if isinstance(value, FakeTensor) else None
+    return value if memory is None else _view(memory, value)
 
 
-def _view(base: Tensor, value: Tensor) -> Tensor:
-    return base.as_strided(value.shape, value.stride(), base.storage_offset() + value.storage_offset())
+def _view(memory: Tensor, value: FakeTensor) -> Tensor:
+    """``value``, as it would be in other memory: that of a fake tensor, or all of a plain one."""
+    form = value.shape, value.stride(), memory.storage_offset() + value.storage_offset()
+    if isinstance(memory, FakeTensor):
+        with value.fake_mode:
+            return memory.as_strided(*form)
+    # A layer has hundreds of values, and to have them made by torch takes most of the time that all this takes.
+    return FakeTensor(value.fake_mode, memory.as_strided(*form), value.device)
 
 
 def _storage(value: Tensor) -> int:

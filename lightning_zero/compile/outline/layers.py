@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compat.tensors import without_modes
 from lightning_zero.compile.graph import GATHER, results
 from lightning_zero.compile.outline.alike import digest_of
-from lightning_zero.compile.outline.body import Body, fake_mode, trace_body
+from lightning_zero.compile.outline.body import Body, trace_body
 from lightning_zero.compile.outline.find import LEAST_REPETITIONS, Region, find_regions
 from lightning_zero.compile.outline.inline import Inlined, moved_to
 from lightning_zero.compile.outline.standin import backward, describe, forward
@@ -47,7 +48,6 @@ class Outline:
         self._module = module
         self._before = module.graph
         self._layers = layers
-        self._fake_mode = fake_mode()
         module.graph = _with_standins(self._before, layers)
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class Outline:
         """
         begun: dict[int, Inlined] = {}
         moved: dict[int, Tensor] = {}
-        with self._fake_mode:
+        with without_modes():  # values are made on purpose
             for node in list(graph.nodes):
                 if node.target is forward():
                     number = node.args[1]
