@@ -1,6 +1,7 @@
 """Ranks that gather weights by collectives, and not in one order: what each was given is another rank's weight, and nobody
 may train on with that. Where every rank reads alone, any order is right."""
 
+import re
 from typing import Any
 
 import pytest
@@ -57,19 +58,14 @@ def turned_on_the_last_rank(options: dict[str, Any]) -> tuple[str, dict[str, Ten
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options", "groups"),
-    [
-        (2, {"gather_transport": "collective"}, "one on rank 0; another on rank 1"),
-        (3, {"ranks_per_host": 1}, "rank 0, rank 1; "),
-    ],
-    ids=["by collectives", "over hosts"],
+    "options", [{"gather_transport": "collective"}, {"ranks_per_host": 1}], ids=["by collectives", "over hosts"]
 )
 def test_weights_that_are_read_in_different_orders_are_an_error_and_what_came_is_dropped(
-    ranks: Ranks, world_size: int, options: dict[str, Any], groups: str
+    ranks: Ranks, options: dict[str, Any]
 ) -> None:
-    for said, grads, aborted in ranks.run(world_size, turned_on_the_last_rank, options):
+    for said, grads, aborted in ranks.run(2, turned_on_the_last_rank, options):
         assert "has read weights in different orders" in said
-        assert groups in said or "; another on rank 0, rank 1" in said, said
+        assert re.search("one on rank (0; another on rank 1|1; another on rank 0)", said), said
         assert_close_relative(grads, expected([False]), 1e-6)
         assert aborted == 1
 
