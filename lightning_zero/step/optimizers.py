@@ -39,6 +39,7 @@ from lightning_zero.offload.memory import HostMemory
 from lightning_zero.offload.ring import Ring
 from lightning_zero.optim.aside import Place, Places, keeping_aside
 from lightning_zero.optim.formulas import rule_for
+from lightning_zero.optim.leaving import leave_device
 from lightning_zero.optim.narrow import NARROW, check_narrow, is_narrow, narrow_names, widen
 from lightning_zero.optim.norms import norms_of_each
 from lightning_zero.optim.stretches import StateOnHost
@@ -103,6 +104,9 @@ class OptimizerSteps:
             if self.narrow and config.tuning.state_dtype is None:
                 for optimizer in self._steppers:
                     widen(optimizer, self._sharder.find)
+            if "optimizer" in config.offload and not self.on_host:
+                for optimizer in self._steppers:
+                    leave_device(optimizer, self._sharder.find)
             self._steppers.clear()
             self._on_host = None
         self.config = config

@@ -47,6 +47,7 @@ def train(free_gib: float | None) -> dict[str, Any]:
         for _ in range(24):
             with engine.train_step(), torch.autocast("cuda", torch.bfloat16):
                 loss = model(x).float().square().mean()
+            engine.cycle.before_backward()
             loss.backward()
             with engine.optimizers.stepping(optimizer):
                 optimizer.step()
