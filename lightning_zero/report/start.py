@@ -39,7 +39,7 @@ class StartClock:
         self,
         spent: Callable[[], Mapping[str, float]],
         compiler: str = "inductor",
-        running: Callable[[], str] = lambda: "",
+        running: Callable[[], str] = str,  # no lambda: a Trainer may be pickled before it fits
         clock: Callable[[], float] = time.monotonic,
         of_torch: Callable[[], Mapping[str, float]] = _compilation_seconds,
     ) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import nn
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import (
@@ -112,3 +114,11 @@ def _set_up_again() -> None:
 
 def test_a_copied_trainer_runs(ranks: Ranks) -> None:
     ranks.run(2, _set_up_again)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_trainer_that_has_not_fitted_yet_is_copied(copied: Callable[[Any], Any]) -> None:
+    trainer = pl.Trainer(strategy=ZeroStrategy(stage=2), accelerator="cpu", devices=1, logger=False, barebones=True)
+    strategy = copied(trainer).strategy
+    assert isinstance(strategy, ZeroStrategy)
+    assert strategy._options == trainer.strategy._options

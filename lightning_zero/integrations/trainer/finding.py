@@ -85,10 +85,16 @@ def _beside_lost_link(trainer: pl.Trainer) -> str | None:
             for path in newest_first(f"{str(home).rstrip('/')}/*"):
                 rank_zero_warn(f"Lightning finds no last checkpoint in {home}. Going on from {path}, the newest.")
                 return path
-        for path in newest_first(Path(home) / "last.ckpt") if home else ():
+        for path in newest_first(Path(home) / "last.ckpt") if home and _had_last(Path(home), callback) else ():
             rank_zero_warn(f"The last checkpoint in {home} was not saved to its end. Going on from {path}, the newest.")
             return path
     return None
+
+
+def _had_last(home: Path, callback: Any) -> bool:
+    """Whether anything is left of a last one, if only a link or what was begun; else there was none to go on from."""
+    begins = str(getattr(callback, "CHECKPOINT_NAME_LAST", "last")).partition("{")[0]
+    return home.is_dir() and any(entry.name.startswith(begins) for entry in home.iterdir())
 
 
 def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:

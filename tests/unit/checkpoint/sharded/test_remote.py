@@ -198,3 +198,14 @@ def test_the_last_one_is_found_where_lightning_does_not_look(root: str) -> None:
         path = _beside_lost_link(trainer)
     assert path is not None
     assert seed_of(path) == 2
+
+
+def test_another_one_is_the_last_only_where_there_was_a_last_one(tmp_path: Path) -> None:
+    (tmp_path / "step=1.ckpt").touch()
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[SimpleNamespace(dirpath=str(tmp_path))])
+    assert _beside_lost_link(trainer) is None
+    for left in ("last.ckpt", "last.ckpt.incomplete"):
+        (tmp_path / left).symlink_to("nowhere")
+        with pytest.warns(UserWarning, match="was not saved to its end"):
+            assert _beside_lost_link(trainer) == str(tmp_path / "step=1.ckpt")
+        (tmp_path / left).unlink()
