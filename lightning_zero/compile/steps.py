@@ -31,6 +31,7 @@ class CompiledSteps:
         self._sharder = sharder
         self._peers = peers
         self._eager_reads = -1  # in the last step; -1 where nobody knows
+        self._told_of: float | None = None  # the amount of activations that more has left than
 
     def allocate(self) -> None:
         """Memory that peers read and write, once it is known what for. Collective, the first time."""
@@ -43,11 +44,25 @@ class CompiledSteps:
         """Before each forward of a training step; collective."""
         config = self._session.config
         self._sharder.executor.activations.settle()
+        self._look_at_what_left(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
             self._sharder.executor.weights.refresh_compute_copies()
         used = config.compute_dtype if config.compiled.enabled else None  # what is not compiled casts what it has read
         kept = self._session.next_pass()
         self._sharder.memory.keep_resident(used, small_weight_bytes(config.compiled), kept)
+
+    def _look_at_what_left(self, megabytes: float | None) -> None:
+        """Each graph keeps to the amount by itself, since nobody knows how many a pass has while they are compiled."""
+        activations = self._sharder.executor.activations
+        sent, activations.sent = activations.sent / 2**20, 0
+        if megabytes is None or sent <= megabytes or megabytes == self._told_of:
+            return
+        self._told_of = megabytes
+        self._session.progress.report(
+            f"offload_activations_mb={megabytes:g} holds for each compiled graph, and those of the last pass sent "
+            f"{sent:.1f} MiB together. Name less where the host is to hold less: {megabytes * megabytes / sent:.3g} "
+            "would come to about that."
+        )
 
     @contextmanager
     def surround(self) -> Iterator[None]:

@@ -40,11 +40,15 @@ class HostActivations:
         device: where compute is.
         blocks: of the host's memory.
         lanes: for copies; by default the device's, made with the first copy.
+
+    Attributes:
+        sent: bytes that have left since somebody set it to 0; not by replays.
     """
 
     def __init__(self, device: torch.device, blocks: HostBlocks | None = None, lanes: Lanes | None = None) -> None:
         self._device = device
         self._lanes = lanes
+        self.sent = 0
         self.blocks = blocks or HostBlocks(device)
         # By where the end lies that a graph lets go of first: on the device, on the host.
         self._leaving: dict[int, UnderWay] = {}
@@ -68,6 +72,7 @@ class HostActivations:
         host = taken.as_strided(value.size(), value.stride())
         if flat.numel():
             event = self.lanes.take([(taken, flat)], [self.lanes.now()])
+            self.sent += flat.nbytes
             self._leaving[host.data_ptr()] = event, value, host
         return host
 

@@ -1,8 +1,10 @@
 """``offload=("activations",)``: training is the same to the last bit, whatever leaves, and copies that are as late as
 their waits allow bring the right values."""
 
+import re
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -109,6 +111,31 @@ def test_an_amount_is_kept_and_without_one_nothing_leaves_that_compute_would_wai
     assert found[0.0] == (0, 0)
     assert hidden[0] == hidden[1] < everything[0]
     assert 0.05 * 2**20 < some[0] == some[1] <= 0.1 * 2**20 < everything[0] == everything[1]
+
+
+def said_of(megabytes: float) -> list[str]:
+    said: list[str] = []
+    model = build(OneLayer)
+    options: dict[str, Any] = {"offload": ("activations",), "offload_activations_mb": megabytes}
+    with (
+        engine_for(model, "aot_eager", **options) as engine,
+        patch.object(engine.session.progress, "report", said.append),
+    ):
+        train_sharded(engine, model, make_batches(OneLayer, 4, 24), adamw(model), twice)
+    return [line for line in said if "offload_activations_mb" in line]
+
+
+def said_of_amounts() -> tuple[list[str], list[str]]:
+    return said_of(0.1), said_of(100.0)
+
+
+def test_what_graphs_of_a_pass_send_together_is_told_once_where_it_is_more_than_named(ranks: Ranks) -> None:
+    [(some, plenty)] = ranks.run(1, said_of_amounts, deadline=120)
+    assert plenty == []
+    [line] = some
+    together = re.search(r"sent ([\d.]+) MiB together", line)
+    assert together is not None
+    assert 0.1 < float(together[1]) <= 0.2, "a graph that is called twice"
 
 
 def without_backward() -> list[Any]:
