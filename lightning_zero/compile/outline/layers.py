@@ -20,7 +20,7 @@ from lightning_zero.compile.outline.alike import digest_of
 from lightning_zero.compile.outline.body import Body, trace_body
 from lightning_zero.compile.outline.find import LEAST_REPETITIONS, Region, find_regions
 from lightning_zero.compile.outline.inline import Inlined, moved_to
-from lightning_zero.compile.outline.standin import backward, describe, forward
+from lightning_zero.compile.outline.standin import NotOutlined, backward, describe, forward
 from lightning_zero.compile.outline.trace import TraceJoint
 from lightning_zero.native.ops import NAMESPACE
 
@@ -66,22 +66,30 @@ class Outline:
         Raises:
             NotOutlined: one does not fit there.
         """
+        try:
+            with without_modes():  # values are made on purpose
+                self._inline(graph)
+        except NotOutlined:
+            raise
+        except Exception as error:  # whatever it is, the whole graph may well be compiled without standins
+            raise NotOutlined(f"{type(error).__name__}: {error}") from error
+        return graph
+
+    def _inline(self, graph: Graph) -> None:
         begun: dict[int, Inlined] = {}
         moved: dict[int, Tensor] = {}
-        with without_modes():  # values are made on purpose
-            for node in list(graph.nodes):
-                if node.target is forward():
-                    number = node.args[1]
-                    layer = self._layers[number]
-                    begun[number] = Inlined(graph, number, layer.region, layer.body)
-                    begun[number].forward(node)
-                    moved |= begun[number].moved
-                elif node.target is backward():
-                    begun[node.args[1]].backward(node)
-                    moved |= begun[node.args[1]].moved
-                elif "val" in node.meta:
-                    node.meta["val"] = moved_to(node.meta["val"], moved)
-        return graph
+        for node in list(graph.nodes):
+            if node.target is forward():
+                number = node.args[1]
+                layer = self._layers[number]
+                begun[number] = Inlined(graph, number, layer.region, layer.body)
+                begun[number].forward(node)
+                moved |= begun[number].moved
+            elif node.target is backward():
+                begun[node.args[1]].backward(node)
+                moved |= begun[node.args[1]].moved
+            elif "val" in node.meta:
+                node.meta["val"] = moved_to(node.meta["val"], moved)
 
 
 def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:

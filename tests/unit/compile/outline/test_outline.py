@@ -195,3 +195,13 @@ def test_what_all_layers_read_gets_the_same_sum_of_gradients(make: Callable[[], 
 def test_what_autocast_casts_once_in_all_stays_in_one_graph() -> None:
     module = Stack(Block)
     assert joint_graph(module, True, torch.bfloat16)[1] == 0  # parameters of which no gather stands between
+
+
+@pytest.mark.slow
+def test_layers_that_cannot_be_put_in_place_are_traced_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Stack(Block)
+    whole, _ = joint_graph(module, False)
+    monkeypatch.setattr("lightning_zero.compile.outline.layers.moved_to", lambda value, moved: value.nothing)
+    instead, found = joint_graph(module, True)
+    assert found == 0
+    assert instead == whole
