@@ -110,7 +110,8 @@ maybe_warm_pool = async_compile.maybe_warm_pool
 # Collects the kernels that have been waited for, which are kept with a compiled graph. (torch 2.11+)
 TritonBundler = triton_bundler.TritonBundler
 
-# Dynamo's settings: calls of loggers that it may leave out (ignore_logging_functions). (torch 2.11+)
+# Dynamo's settings: calls of loggers that it may leave out (ignore_logging_functions), and whether it sees that modules
+# get hooks or lose them (skip_nnmodule_hook_guards). (torch 2.11+)
 dynamo_config = torch._dynamo.config
 
 # What is noted of the compilation that goes on: why Dynamo compiles again ("recompile_reason"). (torch 2.11+)

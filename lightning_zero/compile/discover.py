@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, cast
@@ -44,6 +44,28 @@ class CallNotes:
 
     called: str = ""
     keeps_graphs: bool = False
+
+
+def _hooks_inside(module: nn.Module) -> list[dict[int, Any]]:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [getattr(part, kind) for part in module.modules() for kind in kinds]
+
+
+def _keys(hooks: list[dict[int, Any]]) -> list[tuple[int, ...]]:
+    """Which there are: no two hooks ever have the same key."""
+    return [tuple(some) for some in hooks if some]
+
+
+@contextmanager
+def _guarding_hooks() -> Iterator[None]:
+    """Dynamo leaves such guards out, and never calls a hook that is put on a module once it is compiled, but goes on
+    calling one that is removed. They take twice the time of all others, so there are none before hooks change."""
+    before = dynamo_config.skip_nnmodule_hook_guards
+    dynamo_config.skip_nnmodule_hook_guards = False
+    try:
+        yield
+    finally:
+        dynamo_config.skip_nnmodule_hook_guards = before
 
 
 class CompiledCalls:
@@ -77,6 +99,7 @@ class CompiledCalls:
         self.modules: dict[str, nn.Module] = {}
         self.eager: dict[str, str] = {}
         self.notes = CallNotes()
+        self._guards_hooks = False  # since some module has got a hook, or lost one, after it was compiled
 
     @contextmanager
     def step(self, first: bool) -> Iterator[None]:
@@ -197,17 +220,23 @@ class CompiledCalls:
         are."""
         compiled = torch.compile(self._plain_call(module), **self._arguments)
         notes, shown, first = self.notes, self._show(name, module), True
+        hooks = _hooks_inside(module)
+        known = _keys(hooks)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
             notes.called = shown
             # Compiled code cannot run inside a transform.
             run = module._call_impl if inside_functorch() else compiled
-            if not first:
-                return run(*args, **kwargs)
-            first = False
-            with only_young_searched():
-                return run(*args, **kwargs)
+            if not self._guards_hooks and _keys(hooks) != known:
+                self._guards_hooks = True
+                torch.compiler.reset()  # what was compiled so far has no such guards
+            with _guarding_hooks() if self._guards_hooks else nullcontext():
+                if not first:
+                    return run(*args, **kwargs)
+                first = False
+                with only_young_searched():
+                    return run(*args, **kwargs)
 
         module._compiled_call_impl = call
         self.modules[name] = module

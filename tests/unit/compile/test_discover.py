@@ -241,6 +241,25 @@ def test_a_parameter_that_is_unfrozen_is_noticed() -> None:
     assert config.skip_tensor_guards_with_matching_dict_tags is before
 
 
+def test_hooks_that_come_and_go_are_noticed_and_nothing_is_compiled_twice() -> None:
+    calls = Calls()
+    calls.shown(lambda net: net(X))
+    plain = Net.forward(calls.net, X)
+
+    def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+    graphs = []
+    for hooked in (False, False, True, True, False, True, False):
+        handle = calls.net.decoder.register_forward_hook(double) if hooked else None
+        with calls.step(first=False):
+            assert torch.equal(calls.net(X), plain * 2 if hooked else plain)
+        graphs.append(calls.backend.graphs)
+        if handle is not None:
+            handle.remove()
+    assert graphs == [1, 1, 2, 2, 3, 3, 3]
+
+
 def test_what_is_logged_once_breaks_no_graph(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def warning_once(self: logging.Logger, message: str) -> None:
         self.warning(message)
