@@ -105,12 +105,21 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
             continue
         if digest not in bodies:
             bodies[digest] = _body(region, trace)
-        if (body := bodies[digest]) is not None:
+        if (body := bodies[digest]) is not None and _adds_alike(region, body):
             layers.append(_Layer(region, digest, body))
     if not layers:
         return None
     log.info("%d layers are differentiated as %d", len(layers), len(bodies))
     return Outline(module, layers)
+
+
+def _adds_alike(region: Region, body: Body) -> bool:
+    """A gradient to which the layer adds several parts, and the rest of the graph others, would be added up in another
+    order (T5's decoder: keys and values of all layers read what the encoder returns), and last bits would differ."""
+    own = set(region.nodes)
+    shared = [any(user not in own for user in node.users) for node in region.given]
+    sums = [grad is not None and grad.target is torch.ops.aten.add.Tensor for grad in body.grads]
+    return not any(here and there for here, there in zip(sums, shared, strict=True))
 
 
 def _body(region: Region, trace: TraceJoint) -> Body | None:

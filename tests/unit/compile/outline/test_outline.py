@@ -65,6 +65,13 @@ class Batched(Block):
         return x + self.batch(self.narrow(F.silu(self.wide(x))).flatten(0, 1)).view_as(x)
 
 
+class Twice(Block):
+    """Reads what all layers share in two places."""
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        return x + self.narrow(F.silu(self.wide(given[0] @ x))) * given[0].mean(1, keepdim=True)
+
+
 class Stack(nn.Module):
     def __init__(self, block: type[Block], last: Callable[[Tensor], Tensor] = torch.square) -> None:
         super().__init__()
@@ -166,11 +173,20 @@ def described(graph: Graph) -> list[str]:
         (lambda: Stack(Block), LAYERS),
         pytest.param(lambda: Stack(InPlace), LAYERS, marks=pytest.mark.slow),
         (lambda: Stack(Batched), 0),
+        # Parts of the shared gradient would be added up in another order.
+        (lambda: Stack(Twice), 0),
         pytest.param(Frozen, LAYERS, marks=pytest.mark.slow),
         # The last layer is given a gradient that is one number in all places.
         (lambda: Stack(Block, nn.Identity()), LAYERS - 1),
     ],
-    ids=["dropout", "edits of its own", "edits of buffers", "frozen in part", "expanded gradient"],
+    ids=[
+        "dropout",
+        "edits of its own",
+        "edits of buffers",
+        "two parts of one gradient",
+        "frozen in part",
+        "expanded gradient",
+    ],
 )
 def test_the_joint_graph_is_that_of_the_whole(make: Callable[[], nn.Module], count: int) -> None:
     module = make()
