@@ -12,8 +12,10 @@ from torch import nn
 from lightning_zero.cli.main import main
 from lightning_zero.compile.known import Known
 from lightning_zero.config import EngineConfig
-from lightning_zero.planning.plan import Training, plan
+from lightning_zero.planning.plan import Training, _known, plan
 from lightning_zero.planning.result import Passes, TrainingPlan
+from lightning_zero.planning.states import Kept
+from lightning_zero.planning.static import cut
 from lightning_zero.planning.training import StepOnPaper
 from lightning_zero.planning.within import with_first_step, within_budget
 from lightning_zero.profiling.devices import Device, device_called
@@ -110,9 +112,9 @@ def test_what_a_first_step_saves_leaves_as_far_as_there_is_no_room() -> None:
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 64, layers: int = 6) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -143,7 +145,7 @@ def test_master_weights_of_a_large_model_lie_on_the_host_where_it_does_not_fit_o
     training = Training(loss=lambda net, batch: net(batch))
     card = Device("large", 10**11, 1e12, 1e12, 1e12, 1e11, context=0.0)
     with torch.device("meta"):
-        net, batch = Net(8192), torch.empty(8, 8192)
+        net, batch = Net(8192, 2), torch.empty(8, 8192)
     masters = sum(param.nbytes for param in net.parameters() if param.dim() == 2)
     whole = plan(net, batch, device=card, training=training)
     limit = (whole.peak - 2.5 * masters) / GIB + 0.25  # state is twice as large; a quarter of a GiB are buffers
@@ -151,10 +153,10 @@ def test_master_weights_of_a_large_model_lie_on_the_host_where_it_does_not_fit_o
     assert found.memory is not None
     assert {"optimizer", "parameters"} <= set(found.memory.chosen.offload)
     assert found.roles["master_shard"] == whole.roles["master_shard"] - masters
-    hosts = Training(loss=training.loss, ranks_per_host=1)
-    over = plan(net, batch, world_size=2, device=card, training=hosts, memory=limit / 2)
-    assert over.memory is not None
-    assert "parameters" not in over.memory.chosen.offload
+    cuts, kept = cut(net, 2), Kept(states=2 * masters, temporary=0, words="")
+    config = EngineConfig(compute_dtype=torch.bfloat16)
+    for hosts, may in ((1, True), (2, False)):
+        assert ("parameters" in _known(cuts, kept, config, card, 2, hosts).may_leave) == may
 
 
 SCRIPT = """
