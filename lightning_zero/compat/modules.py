@@ -22,6 +22,15 @@ ATTRIBUTES = {
     "torch.nn.Module._compiled_call_impl",
     # A call with hooks, and without _compiled_call_impl. (torch 2.11+)
     "torch.nn.Module._call_impl",
+    # Hooks of a module's calls by their handles' ids, which no two hooks share: what is compiled is for those that were
+    # there. (torch 2.11+)
+    "torch.nn.Module._forward_hooks",
+    # Likewise, before calls. (torch 2.11+)
+    "torch.nn.Module._forward_pre_hooks",
+    # Likewise, behind the backward of calls. (torch 2.11+)
+    "torch.nn.Module._backward_hooks",
+    # Likewise, before it. (torch 2.11+)
+    "torch.nn.Module._backward_pre_hooks",
     # Hooks of register_state_dict_post_hook by their handles' ids: copies must not have ours. (torch 2.11+)
     "torch.nn.Module._state_dict_hooks",
     # Hooks of register_load_state_dict_pre_hook, likewise. (torch 2.11+)

@@ -72,6 +72,17 @@ def test_hooks_of_state_dicts_are_kept_by_the_handles_ids() -> None:
     assert set(module.state_dict()) == {"weight", "bias"}
 
 
+def test_hooks_of_calls_are_kept_by_the_handles_ids() -> None:
+    module = nn.Linear(1, 1)
+    kinds = ("forward", "forward_pre", "full_backward", "full_backward_pre")
+    handles = [getattr(module, f"register_{kind}_hook")(lambda *_: None) for kind in kinds]
+    found = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    assert [list(hooks) for hooks in found] == [[handle.id] for handle in handles]
+    for handle in handles:
+        handle.remove()
+    assert not any(found)
+
+
 def test_recurrent_modules_compute_with_their_list_of_weights() -> None:
     module = nn.LSTM(2, 3)
     assert module._flat_weights_names == [name for name, _ in module.named_parameters()]
