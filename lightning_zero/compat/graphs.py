@@ -39,9 +39,9 @@ SOURCES = "source_fn_stack"
 # Both of these, of the forward, in nodes of a backward. (torch 2.11+)
 FORWARD_MODULES, FORWARD_SOURCES = "fwd_nn_module_stack", "fwd_source_fn_stack"
 
-# What calls in Dynamo's graphs are named that change how those between them run: autocast, vmap, gradients.
-# (torch 2.11+)
+# What calls in Dynamo's graphs are named that change how those between them run: autocast, vmap. (torch 2.11+)
 BEGINNINGS, ENDS = {"_enter_autocast", "_vmap_increment_nesting"}, {"_exit_autocast", "_vmap_decrement_nesting"}
+# The same for gradients, which one call turns on and off. (torch 2.11+)
 GRADIENTS = "_set_grad_enabled"
 
 # Calls there that return nothing and change no setting. (torch 2.11+)
