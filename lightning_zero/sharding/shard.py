@@ -59,6 +59,7 @@ class Sharder:
         self.classes = ClassCache()
         self.view = self.classes.view
         self._materialiser = Materialiser(self.records, mesh.device)
+        self._read: dict[tuple[int, str], ShardedParameter] = {}  # by a module's id and a parameter's name
 
     def find(self, param: Tensor) -> ShardedParameter | None:
         """The record of a visible parameter, or None."""
@@ -88,8 +89,10 @@ class Sharder:
 
     def adopt(self, module: nn.Module, key: str, record: ShardedParameter) -> None:
         """Makes ``module``'s parameter ``key`` read ``record``."""
-        for other in self.records:
-            other.owners = [(m, k) for m, k in other.owners if not (m is module and k == key)]
+        before = self._read.get((id(module), key))
+        if before is not None:  # by this module, or by one that is gone and had its number
+            before.owners = [(m, k) for m, k in before.owners if not (m is module and k == key)]
+        self._read[id(module), key] = record
         record.owners.append((module, key))
         module.__dict__.setdefault(SHAPES, {})[key] = tuple(record.layout.shape)
         if record.layout.order is not None:
