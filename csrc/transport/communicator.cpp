@@ -10,6 +10,7 @@
 
 #include "runtime/collectives.h"
 #include "runtime/compat.h"
+#include "runtime/python_lock.h"
 #include "runtime/tensors.h"
 
 namespace lightning_zero {
@@ -21,7 +22,10 @@ Communicator::Communicator(const std::string& group_name, const c10::Device& dev
       stream_(new_stream(device)),
       line_(line) {}
 
-Communicator::~Communicator() = default;
+Communicator::~Communicator() {
+  const WithoutPythonLock others_may_have_it;
+  group_.reset();
+}
 
 int Communicator::rank() const {
   return group_->getRank();

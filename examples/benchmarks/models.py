@@ -15,6 +15,7 @@ averaged in bfloat16.
 import argparse
 import json
 import logging
+import os
 import statistics
 import tempfile
 import time
@@ -234,6 +235,8 @@ def main() -> None:
     logging.getLogger("lightning_zero").setLevel(logging.INFO)  # where the seconds of the start went
     L.seed_everything(0, verbose=False)
     row = ROWS[ARGS.model]
+    # torchrun gives each process one thread, by which making GPT-2 XL's weights takes as long as the start.
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ARGS.devices, 1))
     start, clock = Start(), Clock(ARGS.warm)
     lengths = [int(length) for length in ARGS.lengths.split(",")] if ARGS.lengths else [ARGS.length or row.length]
     module = Module(row, ARGS.strategy, not ARGS.no_reshard)

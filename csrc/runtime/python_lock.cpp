@@ -1,0 +1,29 @@
+#include "runtime/python_lock.h"
+
+#include <dlfcn.h>
+
+namespace lightning_zero {
+
+namespace {
+
+template <class Function>
+Function* python(const char* name) {
+  return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+}
+
+}  // namespace
+
+WithoutPythonLock::WithoutPythonLock() {
+  static auto* const is_held = python<int()>("PyGILState_Check");
+  static auto* const release = python<void*()>("PyEval_SaveThread");
+  if (is_held != nullptr && release != nullptr && is_held() != 0)
+    thread_ = release();
+}
+
+WithoutPythonLock::~WithoutPythonLock() {
+  static auto* const take = python<void(void*)>("PyEval_RestoreThread");
+  if (thread_ != nullptr)
+    take(thread_);
+}
+
+}  // namespace lightning_zero
