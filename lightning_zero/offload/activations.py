@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_zero.offload.blocks import Held, HostBlocks
 from lightning_zero.offload.lanes import Event, Lanes, lanes_of
-from lightning_zero.offload.reach import reach
+from lightning_zero.sharding.reach import reach
 
 __all__ = ["HostActivations"]
 

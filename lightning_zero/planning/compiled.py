@@ -32,12 +32,12 @@ from lightning_zero.compile.passes import leaving, saved_for_backward
 from lightning_zero.compile.passes.leaving import leave
 from lightning_zero.compile.passes.offload import place_offloads
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
-from lightning_zero.offload.reach import reach
 from lightning_zero.planning.ledger import Ledger
 from lightning_zero.planning.lifetimes import graph_peak, leave_narrow
 from lightning_zero.planning.weights import insert_gathers, on_host, on_paper
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 from lightning_zero.profiling.tensors import storages
+from lightning_zero.sharding.reach import reach
 
 __all__ = ["GraphsOnPaper", "PaperCompiler"]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.reach import reach
 
 __all__ = ["Mapped", "copy_mapped", "mapped", "take_small"]
 
@@ -107,7 +108,7 @@ def _fetched(values: Tensor) -> Tensor:
     """The same in memory of its own: with what lies between its elements, unless that is much."""
     if not values.numel():
         return torch.empty_like(values)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+    span = reach(values.shape, values.stride())
     if span <= 2 * values.numel() or span * values.itemsize <= BLOCK:
         flat = torch.empty(span, dtype=values.dtype)
         _read(values.as_strided((span,), (1,)), flat)

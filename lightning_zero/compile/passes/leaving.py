@@ -22,8 +22,8 @@ from torch.fx import Graph, Node
 from lightning_zero.compile.graph import gathers, is_view_or_cast, ops, output_node, readers, reduces, results, shard_of
 from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD, FindOp, HostCosts
 from lightning_zero.compile.passes.prefetch_schedule import node_seconds
-from lightning_zero.offload.reach import reach
 from lightning_zero.profiling.tensors import Storage, size_hint, storages, viewed
+from lightning_zero.sharding.reach import reach
 
 __all__ = ["LeavingLimits", "leave"]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_zero.offload.reach import reach
+from lightning_zero.sharding.reach import reach
 
 BASE = torch.arange(60).view(3, 4, 5)
 TENSORS = {
