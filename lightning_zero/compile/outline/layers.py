@@ -109,7 +109,7 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
             layers.append(_Layer(region, digest, body))
     if not layers:
         return None
-    log.info("%d layers are differentiated as %d", len(layers), len(bodies))
+    log.info("%d layers are differentiated as %d", len(layers), len({layer.digest for layer in layers}))
     return Outline(module, layers)
 
 
