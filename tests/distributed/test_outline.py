@@ -1,6 +1,5 @@
 """Trainings whose equal layers are differentiated once, and as often as there are layers: to the last bit."""
 
-import logging
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_zero.compat.compiler import functorch_config
+from tests.helpers.logs import logged
 from tests.helpers.models import Deep, build
 from tests.helpers.oracle import Reference
 from tests.helpers.sharded import engine_for, sgd, train_sharded
@@ -23,23 +23,16 @@ class Dropping(Deep):
 
 
 def train(backend: str, dtype: torch.dtype | None, whole: bool) -> tuple[Reference, list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("lightning_zero.compile.outline")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
     batches = [Dropping.make_batch(step, 60) for step in range(3)]
     cast: Any = partial(torch.autocast, "cpu", dtype) if dtype is not None else nullcontext
-    try:
-        model = build(Dropping)
-        torch.manual_seed(7)
-        uncached = functorch_config.patch(enable_autograd_cache=False)
-        with uncached, engine_for(model, backend, compute_dtype=dtype, compile_whole_graphs=whole) as engine:
-            return train_sharded(engine, model, batches, sgd(model), context=cast), lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
+    model = build(Dropping)
+    torch.manual_seed(7)
+    with (
+        logged("lightning_zero.compile.outline") as lines,
+        functorch_config.patch(enable_autograd_cache=False),
+        engine_for(model, backend, compute_dtype=dtype, compile_whole_graphs=whole) as engine,
+    ):
+        return train_sharded(engine, model, batches, sgd(model), context=cast), lines
 
 
 def both(backend: str, dtype: torch.dtype | None) -> None:

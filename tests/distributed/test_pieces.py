@@ -1,12 +1,12 @@
 """Equal layers are compiled once, and train as one process does, wherever gathers and gradients run between them."""
 
-import logging
 from functools import cache
 from typing import Any
 
 import pytest
 
 from lightning_zero.compat.compiler import functorch_config
+from tests.helpers.logs import logged
 from tests.helpers.models import Deep, build
 from tests.helpers.oracle import Batch, Reference, assert_close_relative, train_reference
 from tests.helpers.sharded import engine_for, sgd, train_sharded
@@ -29,21 +29,14 @@ def expected(world: int, lengths: tuple[int, ...]) -> Reference:
 
 
 def train(lengths: tuple[int, ...], options: dict[str, Any]) -> tuple[Reference, list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("lightning_zero.compile.backend")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        model = build(FourLayers)
-        # Two and a half layers in a group. An earlier run's graphs would come whole out of torch's cache.
-        uncached = functorch_config.patch(enable_autograd_cache=False)
-        with uncached, engine_for(model, "inductor", gather_group_mb=0.02, reduce_group_mb=0.02, **options) as engine:
-            return train_sharded(engine, model, batches(lengths), sgd(model)), lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
+    model = build(FourLayers)
+    with (
+        logged("lightning_zero.compile.backend") as lines,
+        functorch_config.patch(enable_autograd_cache=False),  # an earlier run's graphs would come whole out of it
+        # Two and a half layers in a group.
+        engine_for(model, "inductor", gather_group_mb=0.02, reduce_group_mb=0.02, **options) as engine,
+    ):
+        return train_sharded(engine, model, batches(lengths), sgd(model)), lines
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Layers that are computed again in backward, with the random numbers of forward, are compiled once for all on GPUs."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat.compiler import functorch_config
+from tests.helpers.logs import logged
 from tests.helpers.models import Case, build
 from tests.helpers.oracle import Batch, assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, train_sharded
@@ -60,28 +60,18 @@ class Dropping(Checkpointed):
 
 
 def train(case: type[Case], **options: Any) -> tuple[Any, list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("lightning_zero.compile.backend")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
     device = torch.device("cuda", torch.cuda.current_device())
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = build(case)
     batches = [tuple(part.to(device) for part in model.make_batch(step, 8)) for step in range(6)]
-    uncached = functorch_config.patch(enable_autograd_cache=False)
-    try:
-        with (
-            uncached,
-            engine_for(model, "inductor", device=str(device), gather_group_mb=0.02, **options) as engine,
-            torch.autocast("cuda", torch.bfloat16, cache_enabled=False),
-        ):
-            return train_sharded(engine, model, batches, sgd(model)), lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
+    with (
+        logged("lightning_zero.compile.backend") as lines,
+        functorch_config.patch(enable_autograd_cache=False),
+        engine_for(model, "inductor", device=str(device), gather_group_mb=0.02, **options) as engine,
+        torch.autocast("cuda", torch.bfloat16, cache_enabled=False),
+    ):
+        return train_sharded(engine, model, batches, sgd(model)), lines
 
 
 def train_both(case: type[Case]) -> tuple[Any, Any]:
