@@ -9,7 +9,7 @@ process's Python.
 `fsdp2` is Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each block; `fsdp2_graph` is the
 same with forward and backward in one CUDA graph, captured after three steps, as torchtitan does it; `ddp` compiles the
 whole model. All train from float32 master weights in bfloat16, with fused AdamW and norm clipping at 1.0; gradients are
-averaged in bfloat16.
+averaged in bfloat16. Weights are drawn by `quick_draws`: what torch draws on one core takes as long as a start.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_zero.bench import gaps
 from lightning_zero.bench.clock import Clock, Start
+from lightning_zero.bench.draws import quick_draws
 from lightning_zero.bench.graphed import StepGraph
 from lightning_zero.bench.peers import zero_strategy
 
@@ -135,7 +136,9 @@ class Module(L.LightningModule):
         super().__init__()
         self.row, self.strategy, self.reshard = row, strategy, reshard
         self.automatic_optimization = strategy != "fsdp2_graph"
-        if isinstance(model := row.make(), Parts) and not model.wrapped:
+        with quick_draws():
+            model = row.make()
+        if isinstance(model, Parts) and not model.wrapped:
             self.embedding, self.encoder, self.head = model.embedding, model.encoder, model.head
         else:
             self.net = model
@@ -207,6 +210,14 @@ class Data(Dataset):
         return tokens, tokens
 
 
+def keep_masks_as_compiled() -> None:
+    """transformers makes a whole mask where a stream is captured, and none in the steps before, so blocks would be
+    compiled once more amid the capture, which fails."""
+    from transformers.utils import import_utils
+
+    import_utils.is_cuda_stream_capturing = lambda: False
+
+
 def strategy_of(name: str) -> Any:
     if name.startswith("fsdp2"):
         return ModelParallelStrategy(data_parallel_size=ARGS.devices, tensor_parallel_size=1)
@@ -254,6 +265,8 @@ def main() -> None:
         enable_model_summary=False,
         use_distributed_sampler=True,
     )
+    if ARGS.strategy == "fsdp2_graph":
+        keep_masks_as_compiled()
     if ARGS.profile:
         clock.profiler = profiler(trainer)
         clock.profiler.start()

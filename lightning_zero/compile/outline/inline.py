@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.graphs import CUSTOM, FORWARD_MODULES, FORWARD_SOURCES, MODULES, SOURCES
+from lightning_zero.compat.graphs import BACKWARD, CUSTOM, FORWARD_MODULES, FORWARD_SOURCES, MODULES, SIDE, SOURCES
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.outline.body import PLACE, Body
 from lightning_zero.compile.outline.find import Region
@@ -55,9 +56,26 @@ class Inlined:
         """Puts the backward in its place."""
         tangents = standin.args[4]
         assert isinstance(tangents, Sequence)
+        with self._graph.inserting_before(standin):
+            tangents = [self._laid_out(*pair) for pair in zip_longest(tangents, self._body.tangents)]
         self._begin(self._body.tangents, tangents)
         self._work(standin, self._body.backward)
         self._replace(standin, [grad for grad in self._body.grads if grad is not None])
+
+    def _laid_out(self, tangent: Any, like: Node | None) -> Any:
+        """A tangent of the whole graph, as the layer by itself was given it: torch guesses another layout for what the
+        layer returns to whoever calls the graph (keys and values of GPT-2, views of one product)."""
+        if like is None or not isinstance(tangent, Node) or tangent.op != "placeholder":
+            return tangent
+        value, wanted = tangent.meta["val"], like.meta["val"]
+        if _form(value) == _form(wanted) or value.shape != wanted.shape or not wanted.is_contiguous():
+            return tangent
+        form = torch.contiguous_format
+        copy = self._graph.call_function(torch.ops.aten.clone.default, (tangent,), {"memory_format": form})
+        with value.fake_mode:
+            copy.meta["val"] = value.clone(memory_format=form)
+        copy.meta[SIDE] = BACKWARD
+        return copy
 
     def _begin(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
         if len(inputs) != len(actual):

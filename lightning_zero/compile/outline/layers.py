@@ -42,10 +42,12 @@ class Outline:
     Args:
         module: Dynamo's.
         layers: regions of its graph.
+        misfits: kinds of which one layer did not fit.
     """
 
-    def __init__(self, module: GraphModule, layers: Sequence[_Layer]) -> None:
+    def __init__(self, module: GraphModule, layers: Sequence[_Layer], misfits: frozenset[str] = frozenset()) -> None:
         self._module = module
+        self._misfits = misfits
         self._before = module.graph
         self._layers = layers
         module.graph = _with_standins(self._before, layers)
@@ -54,11 +56,18 @@ class Outline:
         return len(self._layers)
 
     def without(self, number: int) -> Outline | None:
-        """The same with one layer fewer, or without any, in the graph as it was; this one is used no more."""
+        """The same with one layer fewer, or without any, in the graph as it was; this one is used no more.
+
+        A second layer of a kind takes all of its kind along: each costs a trace of the whole graph, and where one is
+        given another layout because of the one before it, it is 48 of them.
+        """
         self._module.graph = self._before
-        left = [layer for at, layer in enumerate(self._layers) if at != number]
-        # Whoever cannot say which is at fault leaves all; one by one would take longer than it spares.
-        return Outline(self._module, left) if len(left) == len(self._layers) - 1 and len(left) > 1 else None
+        if not 0 <= number < len(self._layers):
+            return None  # whoever cannot say which is at fault leaves all
+        kind = self._layers[number].digest
+        again = kind in self._misfits
+        left = [layer for at, layer in enumerate(self._layers) if not (layer.digest == kind if again else at == number)]
+        return Outline(self._module, left, self._misfits | {kind}) if len(left) > 1 else None
 
     def inline(self, graph: Graph) -> Graph:
         """Puts the layers into a joint graph, in place of their standins.

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
 from lightning_zero.compat.graphs import CUSTOM, FORWARD_MODULES, MODULES, SIDE
 from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
+from lightning_zero.compile.outline.inline import Inlined
 
 WIDTH = 8
 LAYERS = 4
@@ -72,6 +74,27 @@ class Twice(Block):
         return x + self.narrow(F.silu(self.wide(given[0] @ x))) * given[0].mean(1, keepdim=True)
 
 
+class Caching(Block):
+    """Returns views of one product to whoever calls the model, as decoders return keys and values."""
+
+    def forward(self, x: Tensor, *given: Tensor) -> Any:
+        keys = self.wide(self.norm(x)).unflatten(-1, (2, 2, WIDTH // 2)).transpose(1, 2)[..., 0, :]
+        return x + self.narrow(F.gelu(self.wide(x))), keys
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Caching() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        keys = []
+        for layer in self.layers:
+            x, key = layer(x)
+            keys.append(key)
+        return x.square().sum(), keys
+
+
 class Stack(nn.Module):
     def __init__(self, block: type[Block], last: Callable[[Tensor], Tensor] = torch.square) -> None:
         super().__init__()
@@ -109,9 +132,24 @@ def joint_graph(module: nn.Module, outlined: bool, precision: torch.dtype = torc
     """The lines of the graph, and how many layers stand in it that were traced once."""
     lines: list[str] = []
     count = 0
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, WIDTH)
 
-    def backend(graph: GraphModule, inputs: Any) -> Any:
+    def found(layers: Outline | None, graph: Graph) -> None:
         nonlocal count
+        count = 0 if layers is None else len(layers)
+        lines[:] = described(graph)
+
+    with torch.autocast("cpu", precision, enabled=precision is not torch.float32):
+        torch.compile(module, backend=backend(outlined, found))(x)
+    return lines, count
+
+
+def backend(outlined: bool, found: Callable[[Outline | None, Graph], None] = lambda *_: None) -> Callable[..., Any]:
+    """Of torch.compile. ``found`` is told which layers are in a joint graph that holds them all."""
+
+    def compile_graph(graph: GraphModule, inputs: Any) -> Any:
         layers = outline(graph, tracer("aot_eager")) if outlined else None
 
         def compiled(layers: Outline | None) -> Any:
@@ -119,29 +157,22 @@ def joint_graph(module: nn.Module, outlined: bool, precision: torch.dtype = torc
                 if layers is not None:
                     layers.inline(joint.graph)
                 joint.graph.lint()
-                lines.extend(described(joint.graph))
+                found(layers, joint.graph)
                 return min_cut_partition(joint, *args, **settings)
 
             def compiler(half: GraphModule, inputs: Any) -> Any:
-                return half
+                return make_boxed_func(half)
 
             return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(graph, inputs)
 
         while layers is not None:
             try:
-                run = compiled(layers)
-                count = len(layers)
-                return run
+                return compiled(layers)
             except NotOutlined as error:
                 layers = layers.without(error.number)
         return compiled(None)
 
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    x = torch.randn(3, 6, WIDTH)
-    with torch.autocast("cpu", precision, enabled=precision is not torch.float32):
-        torch.compile(module, backend=backend)(x)
-    return lines, count
+    return compile_graph
 
 
 def described(graph: Graph) -> list[str]:
@@ -221,3 +252,28 @@ def test_layers_that_cannot_be_put_in_place_are_traced_with_the_rest(monkeypatch
     instead, found = joint_graph(module, True)
     assert found == 0
     assert instead == whole
+
+
+def test_views_that_a_model_returns_of_each_layer_get_their_gradients() -> None:
+    module, x = Cached(), torch.randn(3, 6, WIDTH)
+    counts: list[int] = []
+
+    def grads(run: Callable[..., Any]) -> list[Tensor]:
+        loss, keys = run(x)
+        return list(torch.autograd.grad(loss + sum(key.pow(3).sum() for key in keys), list(module.parameters())))
+
+    torch.compiler.reset()
+    once = grads(torch.compile(module, backend=backend(True, lambda layers, _: counts.append(len(layers or ())))))
+    assert counts == [LAYERS - 1]  # the first is another kind: what it is given needs no gradient
+    torch.testing.assert_close(once, grads(module))
+
+
+def test_a_kind_of_layers_that_does_not_fit_is_given_up_at_its_second_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unfit(self: Inlined, standin: Node) -> None:
+        tried.append(self._number)
+        raise NotOutlined("it does not fit", self._number)
+
+    tried: list[int] = []
+    monkeypatch.setattr(Inlined, "forward", unfit)
+    assert joint_graph(Stack(Block), True)[1] == 0
+    assert len(tried) == 2  # of four: each costs another trace of the whole graph

@@ -1,0 +1,46 @@
+"""Weights for benchmarks within a second: torch draws random numbers on one core of a CPU, which takes 20 s for 1.5
+billion of them, before each row of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["quick_draws"]
+
+DRAWN = 1 << 20  # numbers, which then repeat
+METHODS = ("normal_", "uniform_")
+
+
+@contextmanager
+def quick_draws() -> Iterator[None]:
+    """Inside, ``normal_`` and ``uniform_`` of large CPU tensors draw a million numbers and repeat them: no weights to
+    publish, but as good as any to measure with, and the same on every rank that has the same seed."""
+    before = {name: getattr(Tensor, name) for name in METHODS}
+    try:
+        for name, method in before.items():
+            setattr(Tensor, name, _repeating(method))
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Tensor, name, method)
+
+
+def _repeating(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def drawn(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if type(self) not in (Tensor, torch.nn.Parameter) or self.device.type != "cpu" or not self.is_contiguous():
+            return draw(self, *args, **kwargs)
+        if self.numel() <= DRAWN:
+            return draw(self, *args, **kwargs)
+        with torch.no_grad():
+            flat = self.view(-1)
+            block = draw(flat[:DRAWN], *args, **kwargs)
+            for part in flat[DRAWN:].split(DRAWN):
+                part.copy_(block[: part.numel()])
+        return self
+
+    return drawn
