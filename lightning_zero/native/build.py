@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -40,6 +41,7 @@ LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 LOCK_DEADLINE_S = 900.0
 UNITS = 8
 LONG_HEADERS = "#include <torch/"  # those of process groups, autograd and ops: three times the seconds of tensors'
+QUICK = "-O1"  # for bindings, which do no work, and are what all others of a build wait for
 LEAN = "-DAT_PER_OPERATOR_HEADERS"  # with the folder "lean" of the sources, whose headers come before torch's
 
 Say = Callable[..., Any]  # as a logger's methods: a format, and what belongs into it
@@ -159,7 +161,7 @@ def _digest(sources: Path) -> str:
     # The C library's version: homes are shared by machines of several ages, and what the newest builds would load on
     # no other.
     machine = (platform.machine(), *platform.libc_ver())
-    digest = hashlib.sha256("\0".join((torch.__version__, *machine, _abi(), *FLAGS)).encode())
+    digest = hashlib.sha256("\0".join((torch.__version__, *machine, _abi(), *FLAGS, QUICK)).encode())
     for path in sorted(sources.rglob("*.[ch]*")):
         digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
@@ -178,7 +180,7 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
         objects = [unit.with_suffix(".o") for unit in units]
         lean = [LEAN, f"-I{sources / 'lean'}"]
         each = [
-            [*compiler, *FLAGS, _abi(), *lean, *includes, "-c", str(unit), "-o", str(target)]
+            [*compiler, *FLAGS, *_quick(unit), _abi(), *lean, *includes, "-c", str(unit), "-o", str(target)]
             for unit, target in zip(units, objects, strict=True)
         ]
         commands.all(each, partial(_compile_unit, commands, lean))
@@ -223,6 +225,11 @@ def _units(sources: Path, directory: Path) -> list[Path]:
         units.append(directory / f"unit{number}.cpp")
         units[-1].write_text("".join(f'#include "{path}"\n' for path in part))
     return units
+
+
+def _quick(unit: Path) -> list[str]:
+    sources = re.findall('"(.+)"', unit.read_text())
+    return [QUICK] if all(Path(source).parent.name == "bindings" for source in sources) else []
 
 
 def _split(paths: Sequence[Path], count: int) -> list[list[Path]]:
