@@ -211,11 +211,13 @@ class Data(Dataset):
 
 
 def keep_masks_as_compiled() -> None:
-    """transformers makes a whole mask where a stream is captured, and none in the steps before, so blocks would be
-    compiled once more amid the capture, which fails."""
+    """transformers asks the device in each step whether sequences are packed, and where a stream is captured it makes a
+    whole mask instead, so blocks would be compiled once more amid the capture, which fails."""
+    from transformers import masking_utils
     from transformers.utils import import_utils
 
     import_utils.is_cuda_stream_capturing = lambda: False
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def strategy_of(name: str) -> Any:
