@@ -107,7 +107,7 @@ class Engine(NotCopied):
         compiled = CompiledSteps(self.session, self.replays, self.sharder, self.peers)
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
-        self.memory = PlannedMemory(self.session, self.optimizers, self.sharder, self.peers)
+        self.memory = PlannedMemory(compiled, self.optimizers)
         self.session.budget.accumulates = lambda: cycle.accumulates
 
     @property
@@ -130,9 +130,10 @@ class Engine(NotCopied):
                 :class:`~lightning_zero.config.option.Change`; or replays are demanded where there can be none.
             ValueError: passes that are switched off are needed with these options.
         """
-        if (config := config.over(self.mesh.host_count, self.mesh.inside.size)) == self.config:
+        config = self.memory.settled(config.over(self.mesh.host_count, self.mesh.inside.size))
+        if config == (before := self.memory.settled(self.config)):
             return
-        refuse_changes(self.config, config)
+        refuse_changes(before, config)
         for part in (self.peers, self.replays, self.session):
             part.check(config)
         self.peers.configure(config)

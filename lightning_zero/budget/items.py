@@ -144,7 +144,8 @@ def gather_seconds(facts: Facts, kept: float) -> float:
 def _host(facts: Facts, free: Freedom) -> Item:
     now = tuple(name for name in facts.now.offload if name != "activations")
     ways = {now}
-    if free.offload is not None:
+    stay = "parameters" in now and "parameters" not in (free.offload or ())  # masters cannot move any more
+    if free.offload is not None and not stay:
         ways |= {()}
         if "optimizer" in free.offload and facts.states <= facts.host:
             ways |= {("optimizer",)}

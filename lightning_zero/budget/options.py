@@ -13,9 +13,9 @@ from lightning_zero.config.option import OFFLOADED
 __all__ = ["applied", "as_set", "freedom"]
 
 
-def as_set(config: EngineConfig) -> Chosen:
-    """What the options say by themselves, where no plan is."""
-    offload = tuple(name for name in OFFLOADED if name in config.offload)
+def as_set(config: EngineConfig, away: Iterable[str] = ()) -> Chosen:
+    """What the options say by themselves, where no plan is. ``away``: what is on the host, whatever they say."""
+    offload = tuple(name for name in OFFLOADED if name in {*config.offload, *away})
     return Chosen(config.activation_memory_budget, offload, until=config.resident_until)
 
 

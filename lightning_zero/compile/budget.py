@@ -26,7 +26,7 @@ from lightning_zero.budget.plan import MemoryPlan, advised, decide
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.compile.course import Course, Decided
 from lightning_zero.compile.first_step import FirstStep
-from lightning_zero.compile.known import Agreed, Known, after_first_step, before_training, measured
+from lightning_zero.compile.known import MASTERS, Agreed, Known, after_first_step, before_training, measured
 from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.measuring import Measuring
 from lightning_zero.compile.plan_book import PlanBook
@@ -107,7 +107,12 @@ class MeasuredBudget:
 
     def now(self, config: EngineConfig) -> Chosen:
         """How memory is spent."""
-        return self._now or as_set(config)
+        return self._now or as_set(config, self.known.away)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has been measured, so that other code would need :meth:`reset`."""
+        return self.first_step.before is not None or self._course.done or self._measuring.steps > 0
 
     def give_back(self) -> None:
         """What the allocator keeps, and no tensor lies in."""
@@ -131,18 +136,21 @@ class MeasuredBudget:
         """Optimizers are known, and nothing has been trained yet: what cannot wait is decided. Harmless when repeated.
         Collective, where there is a limit."""
         if config.memory is None:
-            self.known = known
+            self.known = known.in_training()
             return None
         host, link = self._least(known.host or 0.0, known.host_bytes_per_s or 0.0)
-        self.known = replace(known, host=host or None, host_bytes_per_s=link or None)
+        known = replace(known, host=host or None, host_bytes_per_s=link or None)
+        self.known = known.in_training()
         if self.first_step.before is not None or (not self._gauge.exists and config.memory == "auto"):
             return None
-        now, memory = as_set(config), self._gauge.read() if self._gauge.exists else None
-        facts = before_training(self.known, config, memory, now)
+        now, memory = as_set(config, known.away), self._gauge.read() if self._gauge.exists else None
+        facts = before_training(known, config, memory, now)
         (room,) = self._least(facts.limit - facts.peak)
         facts = replace(facts, peak=facts.limit - room)
         free, later = freedom(config, known.may_leave), (ACTIVATIONS, WEIGHTS)
         self.plan = plan = advised(decide(facts, free, later), facts, free, known.before, later)
+        if MASTERS in plan.chosen.offload:
+            self.known = replace(self.known, before=())
         if not self._gauge.exists or plan.chosen != now or not plan.fits:
             self._show(config)
         self._now = plan.chosen

@@ -10,12 +10,13 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.profiling.headroom import DeviceMemory, limit_of
 
-__all__ = ["Agreed", "Known", "after_first_step", "before_training", "measured"]
+__all__ = ["MASTERS", "Agreed", "Known", "after_first_step", "before_training", "measured"]
 
 # Of what an eager step takes beside what was there, so much is saved for backward; the rest are temporary tensors.
 EAGER_SAVED = 0.8
 # A first pass sets libraries up, and runs eagerly: later ones take about so much of its seconds.
 LATER = 0.25
+MASTERS = "parameters"  # among what ``offload`` names
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Known:
         host: free on the host, for this rank; None where nobody says.
         may_leave: what can go to the host in this training.
         before: what could have, had that been said before the model was sharded.
+        away: what lies there already, and stays.
         gather_s: seconds of gathering a byte.
         host_bytes_per_s: each way.
     """
@@ -50,8 +52,14 @@ class Known:
     host: float | None = None
     may_leave: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
+    away: tuple[str, ...] = ()
     gather_s: float = 0.0
     host_bytes_per_s: float | None = None
+
+    def in_training(self) -> Known:
+        """Once it has begun: master weights stay where they are."""
+        here = tuple(name for name in self.may_leave if name != MASTERS)
+        return replace(self, may_leave=here, before=self.before if here == self.may_leave else (MASTERS,))
 
     def facts(self, source: str, limit: float, peak: float, now: Chosen) -> Facts:
         """With nothing known of a pass."""

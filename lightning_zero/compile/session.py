@@ -120,12 +120,14 @@ class CompileSession:
             self._anew()
 
     def links_changed(self) -> None:
-        """Weights or gradients travel another way than was thought. Measures again, and everything begins anew."""
+        """Weights or gradients travel another way than was thought. Measures again, and everything begins anew; what
+        was decided before training holds, since what it has put on the host is there."""
         self._costs = None
-        self._anew()
+        self._anew(reset=self.budget.has_begun)
 
-    def _anew(self) -> None:
-        self.budget.reset()
+    def _anew(self, reset: bool = True) -> None:
+        if reset:
+            self.budget.reset()
         self._new_compiler(self.config.compiled)
         if self.calls is not None:
             self.calls = self.calls.anew(self._arguments)

@@ -23,42 +23,50 @@ class CompiledSteps:
         replays: of what it compiles, as CUDA graphs.
         sharder: has the weights.
         peers: have memory that others read and write, once it is allocated.
+
+    Attributes:
+        session, sharder, peers: these.
     """
 
     def __init__(self, session: CompileSession, replays: Replays, sharder: Sharder, peers: Peers) -> None:
-        self._session = session
+        self.session = session
         self._replays = replays
-        self._sharder = sharder
-        self._peers = peers
+        self.sharder = sharder
+        self.peers = peers
         self._eager_reads = -1  # in the last step; -1 where nobody knows
         self._told_of: float | None = None  # the amount of activations that more has left than
 
     def allocate(self) -> None:
         """Memory that peers read and write, once it is known what for. Collective, the first time."""
-        if self._peers.allocate(self._sharder.memory):
-            reason = self._peers.why_not_replayed(self._sharder.executor)
-            self._replays.configure(self._session.config, reason)
-            self._session.links_changed()
+        self.sharder.memory.settle()
+        if self.peers.allocate(self.sharder.memory):
+            self.links_changed()
+
+    def links_changed(self) -> None:
+        """Weights or gradients travel another way than was thought when the engine was made. Collective."""
+        reason = self.peers.why_not_replayed(self.sharder.executor)
+        self._replays.configure(self.session.config, reason)
+        self.session.links_changed()
 
     def prepare(self) -> None:
         """Before each forward of a training step; collective."""
-        config = self._session.config
-        self._sharder.executor.activations.settle()
+        config = self.session.config
+        self.sharder.executor.activations.settle()
         self._look_at_what_left(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
-            self._sharder.executor.weights.refresh_compute_copies()
+            self.sharder.executor.weights.refresh_compute_copies()
         used = config.compute_dtype if config.compiled.enabled else None  # what is not compiled casts what it has read
-        kept = self._session.next_pass()
-        self._sharder.memory.keep_resident(used, small_weight_bytes(config.compiled), kept)
+        kept = self.session.next_pass()
+        self.sharder.memory.keep_resident(used, small_weight_bytes(config.compiled), kept)
 
     def _look_at_what_left(self, megabytes: float | None) -> None:
         """Each graph keeps to the amount by itself, since nobody knows how many a pass has while they are compiled."""
-        activations = self._sharder.executor.activations
+        activations = self.sharder.executor.activations
         sent, activations.sent = activations.sent / 2**20, 0
         if megabytes is None or sent <= megabytes or megabytes == self._told_of:
             return
         self._told_of = megabytes
-        self._session.progress.report(
+        self.session.progress.report(
             f"offload_activations_mb={megabytes:g} holds for each compiled graph, and those of the last pass sent "
             f"{sent:.1f} MiB together. Name less where the host is to hold less: {megabytes * megabytes / sent:.3g} "
             "would come to about that."
@@ -67,29 +75,29 @@ class CompiledSteps:
     @contextmanager
     def surround(self) -> Iterator[None]:
         """Around each forward of a training step. The first one runs eagerly and shows what to compile."""
-        first, reads = self._session.discovers, self._count_eager_reads()
+        first, reads = self.session.discovers, self._count_eager_reads()
         with ExitStack() as stack:
-            stack.enter_context(self._session.step())
+            stack.enter_context(self.session.step())
             # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
             if first or self._eager_reads != 0:
-                rest = self._session.budget.first_step.saves if first else None
-                stack.enter_context(regather_saved_weights(self._sharder, rest))
+                rest = self.session.budget.first_step.saves if first else None
+                stack.enter_context(regather_saved_weights(self.sharder, rest))
             stack.callback(setattr, self._replays, "in_step", False)
             self._replays.in_step = True
-            stack.callback(self._sharder.executor.weights.serve_resident, False)
-            self._sharder.executor.weights.serve_resident(True)
+            stack.callback(self.sharder.executor.weights.serve_resident, False)
+            self.sharder.executor.weights.serve_resident(True)
             yield
         if first:
-            self._session.first_step_showed(self._sharder.view.last_read)
+            self.session.first_step_showed(self.sharder.view.last_read)
         self._eager_reads = self._count_eager_reads() - reads
 
     def stepped(self) -> None:
         """An optimizer steps now. Harmless when repeated."""
-        self._session.budget.optimizer_steps()
+        self.session.budget.optimizer_steps()
 
     def backward_begins(self) -> None:
         """A forward is over, and its backward comes."""
-        self._session.budget.backward_begins()
+        self.session.budget.backward_begins()
 
     def make_room(self) -> None:
         """Memory of CUDA graphs of forward and backward is given back where little is left."""
@@ -98,8 +106,8 @@ class CompiledSteps:
     def reset(self) -> None:
         """Likewise, and what was half done is forgotten."""
         self._replays.drop()
-        self._sharder.executor.activations.reset()
+        self.sharder.executor.activations.reset()
         self._eager_reads = -1
 
     def _count_eager_reads(self) -> int:
-        return self._sharder.executor.counters().get("eager_gathers", 0)
+        return self.sharder.executor.counters().get("eager_gathers", 0)

@@ -15,10 +15,9 @@ from lightning_zero.errors import UnsupportedError
 
 __all__ = ["CAN_LEAVE", "CompileConfig", "EngineConfig", "changed", "refuse_changes"]
 
-# Of what ``offload`` has names for: plans choose of these, see MeasuredBudget. Where master weights lie is settled when
-# the model is sharded, before anything is known that a plan is made from: of these plans say that they would help, and
-# ``lightning_zero.plan``, which is asked before, chooses of all.
-CAN_LEAVE: tuple[str, ...] = ("optimizer", "activations")
+# Of what ``offload`` has names for: plans choose of these, see MeasuredBudget. Master weights can leave before anything
+# is trained, when optimizers are known and activations are not; later plans say where that would have helped.
+CAN_LEAVE: tuple[str, ...] = ("optimizer", "activations", "parameters")
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 

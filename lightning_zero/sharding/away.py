@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.errors import HostMemoryError
+from lightning_zero.mesh import Mesh
 from lightning_zero.sharding.record import ShardedParameter
 
-__all__ = ["Away", "leaves", "stays_wide", "used_in"]
+__all__ = ["Away", "MastersOnHost", "leaves", "stays_wide", "used_in"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,54 @@ class Away:
     def takes(self, record: ShardedParameter) -> bool:
         """Whether the parameter's master shard lies there."""
         return leaves(record, self.dtype)
+
+
+class MastersOnHost:
+    """Their memory, which is allocated once: that takes long, and there may be no more.
+
+    Attributes:
+        away: which lie there.
+        seen: by dtype, as the device sees it.
+    """
+
+    def __init__(self, away: Away) -> None:
+        self.away = away
+        self.seen: dict[torch.dtype, Tensor] = {}
+        self._own: dict[torch.dtype, Tensor] = {}  # the same, as the host sees it
+
+    def allocate(self, sizes: dict[torch.dtype, int]) -> None:
+        """So many elements by dtype, zeros where it is not there yet.
+
+        Raises:
+            HostMemoryError: the host has not so much.
+        """
+        if {dtype: tensor.numel() for dtype, tensor in self.seen.items()} != sizes:
+            both = {dtype: self.away.allocate(size, dtype) for dtype, size in sizes.items()}
+            self.seen = {dtype: seen for dtype, (seen, _) in both.items()}
+            self._own = {dtype: own for dtype, (_, own) in both.items()}
+
+    def allocate_together(self, sizes: dict[torch.dtype, int], mesh: Mesh) -> None:
+        """Likewise on every rank, since a plan wants it: no rank may wait for one that has failed. Collective.
+
+        Raises:
+            HostMemoryError: on every rank, where the host of one has not so much.
+        """
+        error = None
+        try:
+            self.allocate(sizes)
+        except HostMemoryError as failure:
+            error = str(failure)
+        first = next((text for text in mesh.gathered(error) if text is not None), None)
+        if first is not None:
+            raise HostMemoryError(
+                "Nothing but master weights on the host would hold memory=. Pass offload=('optimizer',) to keep them, "
+                f"with less in a batch, or: {first}"
+            )
+
+    def on_host(self, shard: Tensor) -> Tensor:
+        """A piece of what the device sees, as the host does."""
+        begin = shard.storage_offset()
+        return self._own[shard.dtype][begin : begin + shard.numel()]
 
 
 def leaves(record: ShardedParameter, dtype: torch.dtype | None) -> bool:

@@ -44,7 +44,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.sharding.access import ShardAccess
 from lightning_zero.sharding.arena import Arena
-from lightning_zero.sharding.away import Away, stays_wide, used_in
+from lightning_zero.sharding.away import Away, MastersOnHost, stays_wide, used_in
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.peers import PeerMemory, Peers
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
@@ -79,11 +79,11 @@ class ShardMemory:
         self._mesh = mesh
         self._records = records
         self._peers = peers
-        self._away = away
+        self._masters = MastersOnHost(away) if away is not None else None
         self.shards: Arena | None = None
         self.on_host: Arena | None = None
-        self._host_memory: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # that of `on_host`, as the host sees it, too
         self.gradients: Arena | None = None
+        self._unsettled = False  # shards are to be placed once more, whatever their order
         self._resident: Arena | None = None
         self._resident_for: tuple[torch.dtype | None, int, float] | None = None  # the arguments of keep_resident()
         self._defers_whole = False
@@ -96,10 +96,11 @@ class ShardMemory:
 
     def place(self, order: Sequence[ShardedParameter]) -> None:
         """Moves the shards into an arena of their own, neighbours in this order. Collective."""
-        goes = [self._away is not None and self._away.takes(record) for record in order]
+        goes = [self._masters is not None and self._masters.away.takes(record) for record in order]
         here, away = list(compress(order, map(not_, goes))), list(compress(order, goes))
         pieces = _pieces(here)
         everywhere = self._peers.allocate_shards(self.executor, Arena.sizes(pieces)) if self._peers else {}
+        self._unsettled = self._peers is not None and self._peers.shards_wait
         self._access.before_writing()
         arena = Arena(pieces, self._mesh.device, {dtype: mine for dtype, (mine, _) in everywhere.items()})
         for record, view in zip(here, arena.views, strict=True):
@@ -117,20 +118,18 @@ class ShardMemory:
         record.show_shard()
 
     def _place_away(self, order: Sequence[ShardedParameter]) -> None:
-        """Likewise into memory of the host, which is allocated once: that takes long, and there may be no more."""
-        if self._away is None or not order:
+        """Likewise into memory of the host."""
+        if self._masters is None or not order:
             return
         for record in order:
             if record.is_away:  # another one comes where it is
                 self._move(record, torch.empty_like(record.shard))
         pieces = _pieces(order)
-        sizes = Arena.sizes(pieces)
-        if {dtype: seen.numel() for dtype, (seen, _) in self._host_memory.items()} != sizes:
-            self._host_memory = {dtype: self._away.allocate(size, dtype) for dtype, size in sizes.items()}
-        self.on_host = Arena(pieces, self._mesh.device, {d: seen for d, (seen, _) in self._host_memory.items()})
+        self._masters.allocate(Arena.sizes(pieces))
+        self.on_host = Arena(pieces, self._mesh.device, self._masters.seen)
         for record, view in zip(order, self.on_host.views, strict=True):
             self._move(record, view)
-            [record.on_host] = _parts(view, [self._host_memory[view.dtype][1]])
+            record.on_host = self._masters.on_host(view)
             self.executor.parameters.lie_on_host(record.index)
 
     def arrange(
@@ -138,17 +137,53 @@ class ShardMemory:
     ) -> None:
         """Makes the shards of each group of parameters neighbours, so that an optimizer can step a group as one tensor;
         within a group, those of one ``kind``, which is sorted by. Nothing happens once training has begun."""
-        begun = any(set(record.memory) - {Role.MASTER_SHARD} for record in self._records)
-        if self.shards is None or begun or self._resident is not None:
+        if self._is_settled:
             return
         number = {id(param): n for n, group in enumerate(groups) for param in group}
-        before = sorted(self._records.live, key=lambda record: (*_arena_of(record), record.shard.data_ptr()))
+        before = self._in_order()
         order = sorted(
             before,
             key=lambda record: (*_arena_of(record), number.get(id(record.param), len(groups)), kind(record)),
         )
         if [record.index for record in order] != [record.index for record in before]:
-            self.place(order)
+            self._unsettled = True
+        self.settle(order)
+
+    def settle(self, order: Sequence[ShardedParameter] | None = None) -> None:
+        """Places shards for good, in this order or in that in which they are, where they are not so yet. Collective."""
+        if self._unsettled:
+            if self._peers is not None:
+                self._peers.shards_settle()
+            self.place(order or self._in_order())
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether shards can still be put on the host: nothing is laid out like them yet, and no rank reads another's.
+        The same on every rank."""
+        return self._masters is None and not self._is_settled and not self.executor.weights.takes_turns()
+
+    def leave(self, away: Away) -> None:
+        """Those that ``away`` takes go to the host, and collectives move weights from now on. Collective.
+
+        Raises:
+            HostMemoryError: on every rank, where the host of one has no memory for them.
+        """
+        assert self.may_leave
+        order, masters = self._in_order(), MastersOnHost(away)
+        masters.allocate_together(Arena.sizes(_pieces(list(filter(away.takes, order)))), self._mesh)
+        self._masters = masters
+        if self._peers is not None:
+            self._peers.shards_leave()
+        self.place(order)
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether training has begun, or there are no shards yet."""
+        begun = any(set(record.memory) - {Role.MASTER_SHARD} for record in self._records)
+        return self.shards is None or begun or self._resident is not None
+
+    def _in_order(self) -> list[ShardedParameter]:
+        return sorted(self._records.live, key=lambda record: (*_arena_of(record), record.shard.data_ptr()))
 
     # -- gradients
 

@@ -8,31 +8,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
 from lightning_zero.budget.facts import Chosen
+from lightning_zero.budget.options import as_set
 from lightning_zero.budget.plan import MemoryPlan
-from lightning_zero.compile.known import Known
-from lightning_zero.compile.session import CompileSession
+from lightning_zero.compile.known import MASTERS, Known
+from lightning_zero.compile.steps import CompiledSteps
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine import CAN_LEAVE
 from lightning_zero.config.text import gib
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload.bandwidth import measure_host
+from lightning_zero.offload.masters import masters_away
 from lightning_zero.offload.memory import free_bytes
 from lightning_zero.optim.formulas import rule_for
 from lightning_zero.optim.narrow import NARROW, is_narrow
 from lightning_zero.sharding.away import leaves
-from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
-from lightning_zero.sharding.shard import Sharder
 from lightning_zero.step.optimizers import OptimizerSteps
 
 __all__ = ["PlannedMemory"]
 
 MIB = 2**20
+WITH_MASTERS = ("optimizer", MASTERS)  # which come and go together
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -40,18 +43,17 @@ class PlannedMemory:
     """Of one engine.
 
     Args:
-        session: compiles, and has the budget.
+        compiled: has the budget, the shards, and the peers that have some of their memory.
         optimizers: whose state may go to the host.
-        sharder: has the shards.
-        peers: have some of their memory.
     """
 
-    def __init__(self, session: CompileSession, optimizers: OptimizerSteps, sharder: Sharder, peers: Peers) -> None:
-        self._session = session
+    def __init__(self, compiled: CompiledSteps, optimizers: OptimizerSteps) -> None:
+        self._session = session = compiled.session
+        self._links_changed = compiled.links_changed
         self._optimizers = optimizers
-        self._sharder = sharder
-        self._peers = peers
-        self._mesh: Mesh = sharder.mesh
+        self._sharder = compiled.sharder
+        self._peers = compiled.peers
+        self._mesh: Mesh = self._sharder.mesh
         self._link: float | None = None
         session.budget.apply = self._apply
         optimizers.before_arranging = self._before_training
@@ -62,8 +64,27 @@ class PlannedMemory:
         return self._session.budget.plan
 
     def _apply(self, config: EngineConfig, chosen: Chosen) -> None:
+        if MASTERS in chosen.offload and self._sharder.memory.may_leave:
+            self._masters_leave(config)
         self._optimizers.configure(config)
         self._sharder.executor.reduces_once = config.stage == 1 or chosen.reduce_once
+
+    def _masters_leave(self, config: EngineConfig) -> None:
+        """Before anything is trained, when nothing else is laid out like them: of what depends on where they lie, only
+        how weights travel was settled when the engine was made. Collective."""
+        away = masters_away(config, self._mesh)
+        assert away is not None
+        copied = self._peers.for_weights is not None
+        self._sharder.memory.leave(away)
+        if copied:
+            self._links_changed()
+
+    def settled(self, config: EngineConfig) -> EngineConfig:
+        """Options of a later training: where a plan has put master weights on the host, they stay there, and the state
+        that comes and goes with them."""
+        if MASTERS in config.offload or not self._are_away:
+            return config
+        return replace(config, offload=cast(Any, as_set(config, WITH_MASTERS).offload))
 
     def _before_training(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         config = self._session.config
@@ -73,21 +94,23 @@ class PlannedMemory:
 
     def _known(self, config: EngineConfig, optimizers: Sequence[torch.optim.Optimizer]) -> Known:
         rules = [rule_for(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-        needs = {"optimizer": all(rules), "parameters": all(rules), "activations": config.compile}
+        masters = [record for record in self._sharder.live if leaves(record, config.compute_dtype)]
+        masters_may = bool(masters) and all(rules) and config.compile and self._may_be_away(config)
+        now = masters_may and self._sharder.memory.may_leave
+        needs = {"optimizer": all(rules), MASTERS: now, "activations": config.compile}
         may_leave = tuple(name for name in CAN_LEAVE if needs[name])
         if config.memory is not None and may_leave and self._link is None:
             self._link = measure_host(self._mesh)
         free, costs = free_bytes(), self._session.costs_or_nominal
         live, used = self._sharder.live, config.compute_dtype if config.compile else None
         whole = self._sharder.memory.whole_bytes(used)
-        masters = [record for record in live if leaves(record, config.compute_dtype)]
-        tuning = config.tuning
         with plainly():
             sizes = [size for optimizer in optimizers for size in self._states(optimizer)]
             trained = sum(record.shard.nbytes for record in live if record.param.requires_grad)
         here = sum(record.shard.nbytes for record in live if not record.is_away)
         fixed = here + trained + self._copies(live, used)
-        fixed += int(min(2 * tuning.gather_group_mb * MIB, whole) + min(2 * tuning.reduce_bucket_mb * MIB, whole))
+        buffers = config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb
+        fixed += sum(int(min(2 * size * MIB, whole)) for size in buffers)
         return Known(
             fixed=max(fixed - self._peers.nbytes, 0),  # which the device has given already
             states=sum(size for size, _ in sizes),
@@ -95,18 +118,23 @@ class PlannedMemory:
             masters=sum(record.shard.nbytes for record in masters),
             **self._gradients(config),
             whole=whole if self._mesh.holders.size > 1 else 0,
-            ring=int(tuning.offload_buffer_mb * MIB),
+            ring=int(config.tuning.offload_buffer_mb * MIB),
             host=None if free is None else free / self._mesh.inside.size,
             may_leave=may_leave,
-            before=("parameters",) if masters and needs["parameters"] and config.compile and self._may_be_away else (),
+            before=(MASTERS,) if masters_may and not now else (),
+            away=WITH_MASTERS if self._are_away else (),
             gather_s=costs.gather_seconds(1 << 27) / (1 << 27) if self._mesh.holders.size > 1 else 0.0,
             host_bytes_per_s=self._link,
         )
 
     @property
-    def _may_be_away(self) -> bool:
-        """Whether master weights could lie on the host, and do not."""
-        return self._mesh.shard_hosts == 1 and not any(record.is_away for record in self._sharder.live)
+    def _are_away(self) -> bool:
+        return self._sharder.memory.on_host is not None
+
+    def _may_be_away(self, config: EngineConfig) -> bool:
+        """Whether master weights could lie on the host, and do not: nobody has chosen what that would change."""
+        free = self._mesh.shard_hosts == 1 and config.tuning.gather_transport != "copy"
+        return free and not self._are_away
 
     def _gradients(self, config: EngineConfig) -> dict[str, int]:
         """Whole ones, where they can wait on one host, and what of them travels in a pass."""

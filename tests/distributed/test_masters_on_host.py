@@ -1,13 +1,29 @@
 """`offload=("optimizer", "parameters")`: whatever happens to master weights, training is the same to the last bit."""
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_zero.errors import UnsupportedError
-from tests.helpers.masters import ANEW, AWAY, BF16, check, train_both_ways
+from lightning_zero.errors import HostMemoryError, UnsupportedError
+from lightning_zero.offload.memory import HostMemory
+from tests.helpers.masters import (
+    ANEW,
+    AWAY,
+    BF16,
+    LEAVE,
+    Mixed,
+    away_names,
+    check,
+    planned,
+    train,
+    train_both_ways,
+    two_groups,
+)
 from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks
 
@@ -36,6 +52,95 @@ def test_training_is_the_same_to_the_last_bit(
             anew = {step: names for step, names in enumerate(away["stale"]) if names}
             assert list(anew) == ANEW
             assert anew[9] == anew[10] == ["frozen.weight"], "others were stepped, and written, after the edit"
+
+
+def planned_and_by_hand(name: str, **options: Any) -> tuple[Any, Any, Any]:
+    away, here = {**planned(name), **options}, {**options, "memory": 1.0, "gather_transport": "auto", "steps": 1}
+    return train(False, name, **away), train(True, name, **options), train(False, name, **here)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "options"),
+    [
+        (1, "AdamW", CAPTURED | {"steps": 5}),
+        (2, "SGD", {"steps": 4}),
+        pytest.param(2, "AdamW", REPLAYED, marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_that_needs_it_is_the_same_as_by_hand(
+    ranks: Ranks, world_size: int, name: str, options: dict[str, Any]
+) -> None:
+    for plan, by_hand, plenty in ranks.run(world_size, planned_and_by_hand, name, deadline=300, **options):
+        assert plan["offload"] == by_hand["offload"] == ("optimizer", "parameters")
+        assert plan["away"] == by_hand["away"] == sorted(LEAVE)
+        assert plan["plan"].fits
+        assert plan["plan"].limit < plenty["plan"].peak
+        for what in ("stale", "roles", "captured"):
+            assert plan[what] == by_hand[what]
+        for what in ("record", "params", "state"):
+            torch.testing.assert_close(plan[what], by_hand[what], rtol=0, atol=0)
+        assert (plenty["away"], plenty["offload"]) == ([], ()), "where there is room nothing moves"
+
+
+def with_other_options_later() -> list[Any]:
+    limit = planned()
+    buffer = {"offload_buffer_mb": limit["offload_buffer_mb"]}
+    return [
+        train(True, later=AWAY | {"memory": 1.0}, steps=4),
+        *(
+            train(False, later=later | buffer, steps=4, **limit)
+            for later in ({"memory": 1.0}, {"offload": AWAY["offload"]})
+        ),
+    ]
+
+
+def test_what_a_plan_has_put_there_stays_under_a_later_trainer(ranks: Ranks) -> None:
+    [(by_hand, *others)] = ranks.run(1, with_other_options_later, deadline=240)
+    for other in others:
+        assert other["offload"] == ("optimizer", "parameters")
+        assert other["away"] == by_hand["away"] == sorted(LEAVE)
+        for what in ("params", "state"):
+            torch.testing.assert_close(other[what], by_hand[what], rtol=0, atol=0)
+
+
+def where_it_may_not_leave() -> list[Any]:
+    """By what is chosen by hand, or once training has begun."""
+    found = []
+    for chosen in ({"offload": ("optimizer",)}, {"gather_transport": "copy"}):
+        found.append(train(False, steps=1, **planned() | chosen))
+    return [*found, train(False, later=planned() | {"gather_transport": "collective"}, steps=2)]
+
+
+def test_plans_leave_masters_where_users_or_a_training_have_put_them(ranks: Ranks) -> None:
+    for by_hand, copied, late in ranks.run(2, where_it_may_not_leave, deadline=240):
+        for found in (by_hand, copied, late):
+            assert found["away"] == []
+            assert not found["plan"].fits
+        assert "offload" in by_hand["plan"].instead()
+        assert by_hand["plan"].before == copied["plan"].before == ()
+        assert late["plan"].before == ("optimizer", "parameters")
+
+
+def no_memory(numel: int, dtype: torch.dtype) -> Any:
+    raise HostMemoryError("nothing left")
+
+
+def fails_on_rank_1() -> str:
+    limit, model = planned(), Mixed()
+    with engine_for(model, compute_dtype=BF16, **limit) as engine:
+        mine = partial(patch.object, HostMemory, "mapped")
+        with mine(staticmethod(no_memory)) if engine.rank == 1 else nullcontext(), engine.shards_in_sight():
+            optimizer = torch.optim.AdamW(two_groups(model))
+            with pytest.raises(HostMemoryError) as caught:
+                engine.optimizers.arrange([optimizer])
+        assert away_names(engine) == set()
+    return str(caught.value)
+
+
+def test_where_one_rank_has_no_memory_for_them_all_say_so(ranks: Ranks) -> None:
+    for message in ranks.run(2, fails_on_rank_1):
+        assert "Pass offload=('optimizer',) to keep them" in message
+        assert "nothing left" in message
 
 
 def refuse() -> list[str]:

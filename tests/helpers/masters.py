@@ -11,9 +11,11 @@ from lightning_zero.engine import Engine
 from lightning_zero.report.readings import memory_by_role
 from lightning_zero.sharding.record import Role
 from lightning_zero.step.captured import CapturedRunner
+from tests.helpers.options import config
 from tests.helpers.sharded import engine_for, mean_over_ranks, whole_params, whole_state
 
 BF16 = torch.bfloat16
+CONFIG: dict[str, Any] = {"compute_dtype": BF16, "compile_backend": "aot_eager", "reduce_bucket_mb": 0.01}
 STEPS = 15
 SAMPLES = 12  # which 1, 2 and 3 ranks divide
 AWAY: dict[str, Any] = {"offload": ("optimizer", "parameters"), "offload_buffer_mb": 0.0001}  # several stretches
@@ -103,8 +105,34 @@ def check_copies(engine: Engine) -> None:
             assert torch.equal(record.memory[Role.COMPUTE_COPY], record.shard.to(BF16)), record.name
 
 
-def train(away: bool, name: str = "AdamW", backend: str = "aot_eager", device: str = "cpu", **options: Any) -> Any:
-    """All that a training comes to, and what was seen on the way."""
+def least_with_masters(name: str = "AdamW", **options: Any) -> float:
+    """GiB that are just too few with master weights on the device, whatever else leaves it."""
+    model = Mixed()
+    with engine_for(model, compute_dtype=BF16, memory=1.0, **options) as engine:
+        with engine.shards_in_sight():
+            optimizer = OPTIMIZERS[name](model)
+        engine.optimizers.arrange([optimizer])
+        assert engine.memory.plan is not None
+        return (engine.memory.plan.peak - engine.session.budget.known.states - 1) / 2**30
+
+
+def planned(name: str = "AdamW", **options: Any) -> dict[str, Any]:
+    """Options with which a plan puts them on the host: no other ones do."""
+    buffer = {"offload_buffer_mb": AWAY["offload_buffer_mb"], "gather_transport": "auto"}
+    return {"memory": least_with_masters(name, **buffer, **options), **buffer}
+
+
+def train(
+    away: bool,
+    name: str = "AdamW",
+    backend: str = "aot_eager",
+    device: str = "cpu",
+    later: dict[str, Any] | None = None,
+    steps: int = STEPS,
+    **options: Any,
+) -> Any:
+    """All that a training comes to, and what was seen on the way. ``later``: options from the second step on, as
+    of another Trainer."""
     torch._dynamo.reset()
     model, record, stale = Mixed(), [], []
     chosen = {"compute_dtype": BF16} | (AWAY if away else HERE) | options
@@ -115,7 +143,10 @@ def train(away: bool, name: str = "AdamW", backend: str = "aot_eager", device: s
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.check(optimizer)
         engine.optimizers.arrange([optimizer])
-        for step in range(STEPS):
+        for step in range(steps):
+            if step == 1 and later is not None:
+                engine.configure(config(**{**CONFIG, **later}))
+                engine.optimizers.arrange([optimizer])
             stale.append(sorted(away_names(engine) - written_names(engine)))
             tokens = torch.randint(13, (SAMPLES,), generator=torch.Generator().manual_seed(step)).to(engine.device)
             share = SAMPLES // engine.world_size
@@ -144,6 +175,8 @@ def train(away: bool, name: str = "AdamW", backend: str = "aot_eager", device: s
             "state": {key: value.cpu() for key, value in whole_state(engine, optimizer).items()},
             "stale": stale,
             "away": sorted(away_names(engine)),
+            "offload": engine.optimizers.config.offload,
+            "plan": engine.memory.plan,
             "roles": memory_by_role(engine, [optimizer]),
             "captured": isinstance(stepper.runner, CapturedRunner),
             "replays": stepper.replays,

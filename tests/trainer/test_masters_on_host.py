@@ -1,5 +1,5 @@
-"""`offload=("optimizer", "parameters")` in a Trainer: checkpoints of either kind, averages of weights and evaluation are the
-same with and without it."""
+"""`offload=("optimizer", "parameters")` in a Trainer, by hand and as `memory=` has it: checkpoints of either kind, averages
+of weights and evaluation are the same with and without it."""
 
 from pathlib import Path
 from typing import Any
@@ -44,26 +44,37 @@ def fit(steps: int, resume: str | None = None, **options: Any) -> Any:
     return trainer, module
 
 
-def all_of(module: Any) -> dict[str, Any]:
+def planned() -> dict[str, Any]:
+    """Options by which a plan does the same: a limit that nothing else holds."""
+    trainer, module = fit(1, memory=1.0)
+    engine, plan = engine_of(module), trainer.strategy.memory_plan
+    assert engine is not None
+    limit = (plan.peak - engine.session.budget.known.states - 1) / 2**30
+    close(module)
+    return {"memory": limit, "offload_buffer_mb": AWAY["offload_buffer_mb"]}
+
+
+def all_of(module: Any, leaves: bool) -> dict[str, Any]:
     engine = engine_of(module)
     assert engine is not None
     state = engine.optimizer_state(module.optimizers().optimizer)
     away = [record.name for record in engine.sharder.live if record.is_away]
-    assert len(away) == (3 if "parameters" in engine.config.offload else 0)
+    assert len(away) == 3 * leaves
     found = {"weights": whole_state(module), "state": state["state"] if state else {}, "seen": module.seen}
     close(module)
     return found
 
 
 def save_and_resume(home: str) -> list[dict[str, Any]]:
-    """At the end of twice as many steps: as saved, and resumed, with and without offload, in files of either kind."""
-    found = []
-    for form, way, others in (("full", WAYS[0], WAYS[1:]), ("sharded", AWAY, WAYS)):
+    """At the end of twice as many steps: as saved, and resumed, with and without offload, by hand and by a plan, in files
+    of either kind."""
+    found, plan = [], planned()
+    for form, way, others in (("full", WAYS[0], (AWAY, plan)), ("sharded", plan, WAYS)):
         trainer, module = fit(STEPS, **way, state_dict_type=form)
         path = f"{home}/{form}.ckpt"
         trainer.save_checkpoint(path)
         close(module)
-        found += [all_of(fit(2 * STEPS, resume=path, **other)[1]) for other in others]
+        found += [all_of(fit(2 * STEPS, resume=path, **other)[1], other is not WAYS[0]) for other in others]
     return found
 
 

@@ -73,6 +73,8 @@ def prepare(optimizer: Optimizer, loop: Loop) -> None:
     engine.optimizers.check(optimizer)
     if any(known is optimizer for known in loop.optimizers):
         return
+    loop.add(optimizer)
+    engine.optimizers.arrange(loop.optimizers)  # first: a plan may have state lie on the host
     if _has_whole_state(optimizer, engine):  # made with the optimizer, as Adagrad's, or loaded before
         engine.load_optimizer_state(optimizer, optimizer.state_dict())
 
@@ -91,8 +93,6 @@ def prepare(optimizer: Optimizer, loop: Loop) -> None:
         keep_aside(optimizer, places)
     else:
         optimizer.register_load_state_dict_post_hook(lambda loaded: optimizer_to_device(loaded, engine.device))
-    loop.add(optimizer)
-    engine.optimizers.arrange(loop.optimizers)
 
 
 def _has_whole_state(optimizer: Optimizer, engine: Engine) -> bool:

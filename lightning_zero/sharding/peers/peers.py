@@ -148,6 +148,19 @@ class Peers:
         """
         return self._weights.allocate_shards(executor, sizes, self._take_turns)
 
+    @property
+    def shards_wait(self) -> bool:
+        """Whether shards lie in memory of their own until :meth:`shards_settle`, since a plan may move them."""
+        return self.for_weights is not None and self._weights.shards_wait
+
+    def shards_settle(self) -> None:
+        """They are where they are to be once they are placed next. On every rank."""
+        self._weights.shards_wait = False
+
+    def shards_leave(self) -> None:
+        """Likewise: on the host, from where no rank reaches another's, so collectives move weights."""
+        self._weights.shards_leave()
+
     def _take_turns(self, executor: Executor, memory: PeerMemory) -> None:
         self._rows.set_barrier(executor, self.for_gradients or self.for_weights)
         self._rows.take_turns(executor, memory)

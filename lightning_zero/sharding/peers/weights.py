@@ -24,6 +24,8 @@ class WeightWay(Way):
     def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
         self._away = "parameters" in config.offload
+        # A plan, made once optimizers are known, may put master weights elsewhere.
+        self.shards_wait = config.memory is not None
 
     def copies(self, config: EngineConfig) -> bool:
         if "parameters" in config.offload:
@@ -46,7 +48,7 @@ class WeightWay(Way):
             UnsupportedError: on every rank, when there is not enough and weights must be copied.
         """
         memory, found = self.memory, {}
-        if memory is None or self.mesh.exchanging is not None:
+        if memory is None or self.mesh.exchanging is not None or self.shards_wait:
             return {}  # no rank reaches all shards
 
         def allocate() -> None:
@@ -60,6 +62,10 @@ class WeightWay(Way):
             self.memory = None
             return {}
         return found
+
+    def shards_leave(self) -> None:
+        """No rank reaches shards from now on; before one did. Collectives move weights."""
+        self.shards_wait, self.memory, self.reason = False, None, "a memory plan has put master weights on the host"
 
     def allocate_compute_copies(self, executor: Executor, allocate: Callable[[PeerMemory | None], None]) -> None:
         """Calls ``allocate`` with peers' memory for copies of shards, or with None where peers gather these.

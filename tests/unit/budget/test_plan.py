@@ -142,6 +142,13 @@ def test_where_masters_were_laid_out_already_the_plan_says_that_they_could_have_
     assert advised(plan, replace(facts, limit=GIB), without, ("parameters",)).before == (), "nothing fits"
 
 
+def test_masters_that_have_left_stay_there_with_the_state_that_comes_with_them() -> None:
+    away = replace(HEAVY, now=Chosen(offload=("optimizer", "parameters")), limit=1000 * GIB)
+    for free in (Freedom(offload=("optimizer", "activations")), Freedom(offload=None)):
+        assert decide(away, free).chosen.offload == ("optimizer", "parameters")
+    assert decide(away, ALL).chosen.offload == (), "on paper they come back"
+
+
 def test_how_sure_seconds_are_stands_below_the_table() -> None:
     known = replace(SPEED, pass_known="measured", host_known="nominal")
     text = str(decide(replace(FACTS, speed=known), ALL))

@@ -95,7 +95,7 @@ def test_shards_are_neighbours_in_the_order_given_and_keep_their_values(records:
 
 def test_other_ranks_shards_are_told_where_they_can_be_read(records: Records, executor: Any) -> None:
     theirs = Memory()
-    peers = MagicMock()
+    peers = MagicMock(shards_wait=False)
     peers.allocate_shards = lambda executor, sizes: {dtype: theirs.empty(n, dtype) for dtype, n in sizes.items()}
     memory_of(records, executor, peers)
     for record in records.live:
@@ -152,6 +152,63 @@ def test_masters_leave_that_compiled_code_reads_in_another_dtype(records: Record
     assert records[7].shard is shard, "they lie as they should"
     memory.allocate_gradients()
     assert are_neighbours([records[index].memory[Role.GRADIENT] for index in (7, 0)])
+
+
+def away_to_cpu() -> Away:
+    def allocate(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        seen = torch.zeros(numel, dtype=dtype)
+        return seen, seen.detach()
+
+    return Away(BF16, allocate)
+
+
+def waiting(records: Records, executor: Any) -> tuple[ShardMemory, Any]:
+    """A plan may come: until then no rank reads another's shards."""
+    peers = MagicMock(shards_wait=True)
+    peers.allocate_shards.return_value = {}
+    peers.shards_settle = peers.shards_leave = MagicMock(side_effect=lambda: setattr(peers, "shards_wait", False))
+    memory = ShardMemory(executor, MagicMock(device=CPU, gathered=lambda value: [value]), records, peers)
+    memory.place(records.live)
+    return memory, peers
+
+
+@pytest.mark.parametrize("by_arranging", [False, True])
+def test_shards_that_wait_for_a_plan_are_placed_once_more(records: Records, executor: Any, by_arranging: bool) -> None:
+    memory, peers = waiting(records, executor)
+    before, order = memory.shards, [record.param for record in memory._in_order()]
+    memory.arrange([order]) if by_arranging else memory.settle()
+    assert memory.shards is not before, "in the same order, since peers have given no memory yet"
+    assert peers.allocate_shards.call_count == 2
+    assert [record.param for record in memory._in_order()] == order
+    placed = memory.shards
+    memory.settle()
+    assert memory.shards is placed
+    for record in records.live:
+        assert record.shard.eq(record.index + 1).all()
+
+
+def test_masters_may_leave_until_something_is_laid_out_like_them_or_read_by_others(
+    records: Records, executor: Any
+) -> None:
+    memory, _ = waiting(records, executor)
+    assert memory.may_leave
+    executor.weights.takes_turns.return_value = True
+    assert not memory.may_leave
+    executor.weights.takes_turns.return_value = False
+    memory.leave(away_to_cpu())
+    assert [record.index for record in records if record.is_away] == [0]
+    for record in records.live:
+        assert record.shard.eq(record.index + 1).all()
+        assert record.param.data_ptr() == record.shard.data_ptr()
+    assert not memory.may_leave, "they have"
+
+
+def test_masters_stay_once_training_has_begun(records: Records, executor: Any) -> None:
+    memory, _ = waiting(records, executor)
+    memory.allocate_gradients()
+    assert not memory.may_leave
+    memory.settle()
+    assert are_neighbours([records[index].memory[Role.GRADIENT] for index in (0, 1, 2)]), "as they were laid out"
 
 
 def test_copies_of_masters_that_left_lie_like_them_and_are_written_by_steps(records: Records, executor: Any) -> None:
