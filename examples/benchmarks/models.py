@@ -36,6 +36,7 @@ from lightning_zero.bench import gaps
 from lightning_zero.bench.clock import Clock, Start
 from lightning_zero.bench.draws import quick_draws
 from lightning_zero.bench.graphed import StepGraph
+from lightning_zero.bench.leave import leave
 from lightning_zero.bench.peers import zero_strategy
 
 PROFILED = 6  # steps
@@ -292,6 +293,7 @@ def main() -> None:
     } | start.counters
     if trainer.global_rank == 0:
         print(json.dumps(result), flush=True)
+    leave()
 
 
 if __name__ == "__main__":

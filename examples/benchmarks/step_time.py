@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader
 
 from lightning_zero.bench.clock import Clock
 from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
+from lightning_zero.bench.draws import quick_draws
+from lightning_zero.bench.leave import leave
 from lightning_zero.bench.peers import zero_strategy
 
 STRATEGIES = ["zero3_compile", "zero3", "fsdp2", "ddp", "ddp_compile"]
@@ -111,10 +113,11 @@ def main() -> None:
             on_trace_ready=lambda p: p.export_chrome_trace(arguments.trace) if trainer.global_rank == 0 else None,
         )
         clock.profiler.start()
-    trainer.fit(
-        Module(arguments.size, arguments.strategy, not arguments.no_reshard),
-        DataLoader(Tokens(arguments.length), arguments.batch),
-    )
+    with quick_draws():
+        trainer.fit(
+            Module(arguments.size, arguments.strategy, not arguments.no_reshard),
+            DataLoader(Tokens(arguments.length), arguments.batch),
+        )
     steady = clock.milliseconds()
     result = {
         "strategy": arguments.strategy + ("_no_reshard" if arguments.no_reshard else ""),
@@ -134,6 +137,7 @@ def main() -> None:
     }
     if trainer.global_rank == 0:
         print(json.dumps(result), flush=True)
+    leave()
 
 
 if __name__ == "__main__":

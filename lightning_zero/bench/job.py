@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
+from lightning_zero.bench.draws import quick_draws
 
 __all__ = ["MODELS", "Job", "Language", "built_in", "model_class"]
 
@@ -63,7 +64,8 @@ class Language(pl.LightningModule):
     def __init__(self, size: str, batch: int, length: int) -> None:
         super().__init__()
         self.batch, self.length = batch, length
-        self.net = Decoder(*SIZES[size])
+        with quick_draws():
+            self.net = Decoder(*SIZES[size])
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         return self.net(batch[:, :-1], batch[:, 1:])

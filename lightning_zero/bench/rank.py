@@ -17,6 +17,7 @@ import torch
 
 from lightning_zero.bench.clock import Clock, Start
 from lightning_zero.bench.job import MODELS, Job, built_in, model_class
+from lightning_zero.bench.leave import leave
 from lightning_zero.bench.peers import PEERS
 
 __all__ = ["train"]
@@ -79,3 +80,4 @@ def main(job: str, file: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()
