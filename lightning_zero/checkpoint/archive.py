@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.replaceable import refuse_other_folders
 from lightning_zero.checkpoint.sharded.hashed import HashedFile
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["check_archive", "write_archive"]
+__all__ = ["check_archive", "check_opened", "write_archive"]
 
 BLOCK = 4 << 20  # bytes
 
@@ -80,20 +80,28 @@ def check_archive(path: Path, part: int = 0, parts: int = 1, read: Callable[[int
     Raises:
         CheckpointError: the file is damaged; says where.
     """
-    if not path.stat().st_size:
-        raise CheckpointError(f"{path} is empty. Use another checkpoint.")
-    if not _is_archive(path):
+    with open(path, "rb") as file:
+        check_opened(file, str(path), part, parts, read)
+
+
+def check_opened(file: Any, name: str, part: int, parts: int, read: Callable[[int], None], block: int = BLOCK) -> None:
+    """The same of a file that is open for reading, wherever it is, by reads of so many bytes at most."""
+    if not file.seek(0, 2):
+        raise CheckpointError(f"{name} is empty. Use another checkpoint.")
+    if not _is_archive(file):
         return
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if not entries or min(entry.header_offset for entry in entries):
                 raise zipfile.BadZipFile("something stands before its first part, or there is none")
             summed = any(entry.CRC for entry in entries)
             for entry in _share(entries, part, parts) if summed else ():
-                with archive.open(entry) as file:
-                    while block := file.read(BLOCK):
-                        read(len(block))
+                with archive.open(entry) as contents:
+                    while data := contents.read(block):
+                        read(len(data))
+    except CheckpointError:  # a store's, which is a RuntimeError, too
+        raise
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -103,23 +111,20 @@ def check_archive(path: Path, part: int = 0, parts: int = 1, read: Callable[[int
         ValueError,
     ) as error:  # damage shows as any
         raise CheckpointError(
-            f"{path} is damaged: {error}. It was cut off or changed after it was saved. Use another checkpoint."
+            f"{name} is damaged: {error}. It was cut off or changed after it was saved. Use another checkpoint."
         ) from error
 
 
-def _is_archive(path: Path) -> bool:
+def _is_archive(file: Any) -> bool:
     """Also a part of one: its directory stands at the end, where a file that was cut off has lost it, and its beginning
     may be what is damaged."""
-    with open(path, "rb") as file:
-        begins = file.read(4) == b"PK\x03\x04"
-    return begins or zipfile.is_zipfile(path)
+    file.seek(0)
+    begins = file.read(4) == b"PK\x03\x04"
+    return begins or zipfile.is_zipfile(file)
 
 
 def _share(entries: Sequence[zipfile.ZipInfo], part: int, parts: int) -> list[zipfile.ZipInfo]:
-    loads, mine = [0] * parts, []
-    for entry in sorted(entries, key=lambda entry: (-entry.file_size, entry.filename)):
-        least = loads.index(min(loads))
-        loads[least] += entry.file_size
-        if least == part:
-            mine.append(entry)
-    return mine
+    """Those whose middle lies in one of so many equal stretches of the file, in the order in which they lie."""
+    total = 1 + max(entry.header_offset + entry.compress_size for entry in entries)
+    mine = [entry for entry in entries if (entry.header_offset + entry.compress_size // 2) * parts // total == part]
+    return sorted(mine, key=lambda entry: entry.header_offset)

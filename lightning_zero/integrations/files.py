@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,14 +18,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.checkpoint.archive import check_archive, write_archive
+from lightning_zero.checkpoint.downloaded import downloaded
 from lightning_zero.checkpoint.elsewhere import write_elsewhere
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import standing
+from lightning_zero.checkpoint.remote import RemoteFile, exists
 from lightning_zero.checkpoint.sharded.contents import bytes_of
 from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
 from lightning_zero.checkpoint.telling import Telling
-from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.together import Alone, Together
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.mapped import take_small
 
@@ -132,8 +135,9 @@ def load_file(
     io: CheckpointIO, path: str | Path, weights_only: bool | None, together: Together | None = None
 ) -> dict[str, Any]:
     """Maps a local file instead of reading it, which keeps one copy per host, in the page cache, after comparing it
-    with its checksums; torch's older format, which has none and cannot be mapped, and what is kept elsewhere, or by
-    another CheckpointIO, is left to ``io``.
+    with its checksums. What is kept elsewhere is compared, too, and each rank reads its part of it, see
+    :class:`RemoteFile`; what is downloaded is so once per host, and is then a local file. torch's older format, which
+    has no checksums and cannot be mapped, and what is kept by another CheckpointIO, is left to ``io``.
 
     Args:
         io: the strategy's.
@@ -144,40 +148,45 @@ def load_file(
     Raises:
         CheckpointError: the file is damaged; on every rank.
     """
+    ranks = together or Alone()
+    what = f"load the checkpoint {path}"
     if isinstance(io, BackgroundFileIO) and together is not None:
-        together.each(f"load the checkpoint {path}", io.finish)  # it may be this one
-    known = isinstance(io, FileIO) or type(io) is TorchCheckpointIO
-    local = _standing(path) if known else None
-    if not known or (local is not None and not local.exists()):  # their errors, and that nothing is there
+        together.each(what, io.finish)  # it may be this one
+    if not (isinstance(io, FileIO) or type(io) is TorchCheckpointIO):
         return io.load_checkpoint(path, weights_only=weights_only)
+    if str(path).startswith(DOWNLOADED):
+        local: Path | None = downloaded(str(path), ranks)
+        weights_only = False if weights_only is None else weights_only  # as Lightning takes it
+    else:
+        local = _standing(path)
+    if local is None:
+        return _load_elsewhere(io, str(path), weights_only, ranks)
+    if not local.exists():  # which says that nothing is there
+        return io.load_checkpoint(path, weights_only=weights_only)
+    place = local
 
     def read() -> None:
-        if local is not None and is_zipfile(local):
-            found.append(torch.load(local, map_location="cpu", mmap=True, weights_only=weights_only))
+        if is_zipfile(place):
+            found.append(torch.load(place, map_location="cpu", mmap=True, weights_only=weights_only))
             taken: list[Tensor] = []
             apply_to_collection(found, Tensor, taken.append)
             take_small(taken)
         else:
-            found.append(io.load_checkpoint(path, weights_only=weights_only))
+            found.append(io.load_checkpoint(place, weights_only=weights_only))
 
     def compare(part: int, parts: int) -> None:
-        seen.append(_look(local))
-        if local is None or not isinstance(io, FileIO) or io.telling is None:
-            _check(local, part, parts)
-            return
-        size = local.stat().st_size // parts
-        with io.telling(f"Comparing {path} with its checksums", "read", size) as told:
-            _check(local, part, parts, told)
+        seen.append(_look(place))
+        with _told(io, path, place.stat().st_size // parts) as told:
+            _check(place, part, parts, told)
 
     def read_that() -> None:
         named(path, read)
         # Another job may have put a new one there, which nobody has compared, or which not all ranks have got.
-        if _look(local) != seen[0]:
+        if _look(place) != seen[0]:
             raise CheckpointError(f"{path} was replaced by another one while it was being loaded. Load it again.")
 
     found: list[dict[str, Any]] = []
     seen: list[Any] = []
-    what = f"load the checkpoint {path}"
     if together is None:
         compare(0, 1)
         read_that()
@@ -185,6 +194,42 @@ def load_file(
         together.each(what, lambda: compare(*together.share))
         together.each(what, read_that)
     return found[0]
+
+
+def _load_elsewhere(io: CheckpointIO, url: str, weights_only: bool | None, ranks: Together) -> dict[str, Any]:
+    what = f"load the checkpoint {url}"
+    found: list[Any] = []
+    if not ranks.first(what, lambda: exists(url)):
+        return io.load_checkpoint(url, weights_only=weights_only)  # which says so
+
+    def opened() -> dict[str, str]:
+        found.append(RemoteFile(url))
+        return found[0].ranges.identity
+
+    seen = ranks.each(what, opened)
+    if any(one != seen[0] for one in seen):
+        raise CheckpointError(f"{url} was replaced by another one while it was being loaded. Load it again.")
+    [file] = found
+
+    def compare() -> None:
+        with _told(io, url, file.ranges.size // ranks.world_size) as told:
+            file.check(ranks.rank, ranks.world_size, told)
+
+    def read() -> None:
+        content = named(url, lambda: file.content(weights_only))
+        found.append(
+            named(url, lambda: io.load_checkpoint(url, weights_only=weights_only)) if content is None else content
+        )
+
+    ranks.each(what, compare)
+    ranks.each(what, read)
+    return found[1]
+
+
+def _told(io: CheckpointIO, path: object, count: int) -> AbstractContextManager[Callable[[int], None]]:
+    if not isinstance(io, FileIO) or io.telling is None:
+        return nullcontext(lambda count: None)
+    return io.telling(f"Comparing {path} with its checksums", "read", count)
 
 
 def naming(path: Any, read: Callable[[], T]) -> T:

@@ -19,13 +19,14 @@ from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.lateness import ask_again
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.opened import Opened
+from lightning_zero.checkpoint.ranges import LocalRanges, Placed
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.contents import nested
 from lightning_zero.checkpoint.sharded.folder import read_at
 from lightning_zero.checkpoint.sharded.hashed import sum_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, read_metadata
-from lightning_zero.checkpoint.sharded.raw import MappedFiles, lies_plainly
+from lightning_zero.checkpoint.sharded.raw import lies_plainly, start_of
 from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
@@ -71,7 +72,7 @@ class OpenedFolder(Opened):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._mapped: MappedFiles | None = None
+        self._ranges: dict[str, LocalRanges] = {}  # by file, once it is asked for
         self._fs, self._place = read_at(path)
         if isinstance(self._fs, LocalFileSystem):
             self._held = HeldFolder(self._place)
@@ -257,29 +258,38 @@ class OpenedFolder(Opened):
             )
         return info
 
-    def _tensor(self, info: Any, key: str, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _tensor(self, info: Any, key: str, sizes: torch.Size, dtype: torch.dtype) -> Tensor | Placed:
         value = self._in_place(info, sizes, dtype)
         if value is None:
             value = self._load(info, key)
-        if not isinstance(value, Tensor) or value.shape != sizes or value.dtype != dtype:
+        if not isinstance(value, Tensor | Placed) or value.shape != sizes or value.dtype != dtype:
             raise CheckpointError(f"{self._named(info.relative_path)} holds something else where {key!r} should be.")
         return value
 
-    def _in_place(self, info: Any, sizes: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    def _in_place(self, info: Any, sizes: torch.Size, dtype: torch.dtype) -> Placed | None:
         """Where it lies in a file that we wrote, which has been compared with its checksum; in others' files, where the
         piece says that it is laid out so."""
         if not isinstance(self._fs, LocalFileSystem):
             return None
-        if self._mapped is None:
-            self._mapped = MappedFiles(Path(self._place))
-        with self.open(info.relative_path) as file:
+        name = info.relative_path
+        with self.open(name) as file:
             part = _Part(file, info.offset, info.length)
             try:
                 if self.manifest is None and not lies_plainly(part, dtype, sizes):
                     return None
-                return self._mapped.values(info.relative_path, part, info.offset, dtype, sizes)
+                count = sizes.numel() * dtype.itemsize
+                start = start_of(part, info.offset, count) if count else 0
             except (ValueError, zipfile.BadZipFile):
                 return None
+        return Placed(self._ranges_of(name), start, dtype, sizes)
+
+    def _ranges_of(self, name: str) -> LocalRanges:
+        if name not in self._ranges:
+            try:
+                self._ranges[name] = LocalRanges(f"{self._place}/{name}")
+            except OSError as error:
+                raise self._unreadable(name, error) from error
+        return self._ranges[name]
 
     def _other(self, key: str) -> Any:
         return self._load(self._info(MetadataIndex(key)), key)

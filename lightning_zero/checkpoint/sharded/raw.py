@@ -1,68 +1,46 @@
-"""Values where they lie: mapped, and not read through ``torch.load``, which copies them twice."""
+"""Where values lie in a file, which are read from there, and not through ``torch.load``, which copies them twice."""
 
 from __future__ import annotations
 
-import mmap
 import struct
 import sys
 import zipfile
 from collections.abc import Sequence
-from math import prod
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["MappedFiles", "lies_plainly", "map_file"]
+__all__ = ["HEADER", "header_length", "lies_plainly", "start_of"]
 
 # Of the header before each part of a zip archive: 26 bytes, then the lengths of its name and of what else stands there.
 HEADER, LENGTHS = 30, struct.Struct("<26xHH")
 
 
-class MappedFiles:
-    """The files of one folder, each mapped once, when it is first asked for."""
+def start_of(part: Any, offset: int, count: int) -> int:
+    """Where in a file the values of the one tensor begin, contiguous, that ``torch.save`` has written at ``offset``.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._maps: dict[str, mmap.mmap] = {}
+    Args:
+        part: that piece of the file, open for reading.
+        offset: its position, in bytes.
+        count: bytes of the tensor.
 
-    def values(self, name: str, part: Any, offset: int, dtype: torch.dtype, sizes: Sequence[int]) -> Tensor:
-        """The one tensor, contiguous, that ``torch.save`` has written at ``offset`` of a file: a view of the mapping.
-
-        Args:
-            name: of the file.
-            part: that piece of the file, open for reading.
-            offset: its position, in bytes.
-            dtype: of the tensor.
-            sizes: of the tensor.
-
-        Raises:
-            ValueError: something else lies there.
-        """
-        count = prod(sizes)
-        if not count:
-            return torch.empty(tuple(sizes), dtype=dtype)
-        with zipfile.ZipFile(part) as archive:
-            found = [entry for entry in archive.infolist() if "/data/" in entry.filename]
-        if len(found) != 1 or found[0].file_size != count * dtype.itemsize or found[0].compress_type:
-            raise ValueError(f"{name} holds something else at {offset}")
-        begin = found[0].header_offset
-        part.seek(begin)
-        name_length, extra_length = LENGTHS.unpack(part.read(HEADER))
-        start = offset + begin + HEADER + name_length + extra_length
-        return torch.frombuffer(self._map(name), dtype=dtype, count=count, offset=start).view(tuple(sizes))
-
-    def _map(self, name: str) -> mmap.mmap:
-        if name not in self._maps:
-            with open(self._folder / name, "rb") as file:
-                self._maps[name] = map_file(file)
-        return self._maps[name]
+    Raises:
+        ValueError: something else lies there.
+    """
+    with zipfile.ZipFile(part) as archive:
+        found = [entry for entry in archive.infolist() if "/data/" in entry.filename]
+    if len(found) != 1 or found[0].file_size != count or found[0].compress_type:
+        raise ValueError(f"something else lies at {offset}")
+    begin = found[0].header_offset
+    part.seek(begin)
+    return offset + begin + header_length(part.read(HEADER))
 
 
-def map_file(file: BinaryIO) -> mmap.mmap:
-    """All of it. Private, since torch takes no memory that it could not write to; nothing is written."""
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+def header_length(header: bytes) -> int:
+    """Bytes before the contents of a part of an archive, which begins with ``header``, the first 30 of them."""
+    name, extra = LENGTHS.unpack(header)
+    return HEADER + name + extra
 
 
 def lies_plainly(part: Any, dtype: torch.dtype, sizes: Sequence[int]) -> bool:

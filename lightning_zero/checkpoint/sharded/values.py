@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.ranges import Placed
 from lightning_zero.checkpoint.sharded.boxes import Box, boxes, overlap
 from lightning_zero.compat.tensors import disabled_torch_function, make_wrapper_subclass, tree_map_only
 from lightning_zero.errors import UnsupportedError
@@ -95,24 +96,32 @@ def _share(begin: int, end: int, replica: tuple[int, int], least: int) -> tuple[
 
 class SavedValue(Tensor):
     """A tensor of a checkpoint that is open, read only when it is wanted: a rank's part of it by
-    :meth:`read_part`, all of it where torch computes with it.
+    :meth:`read_part`, all of it where torch computes with it. Where something is written to it, or a view of it is
+    made, which may be written to, all of it stays in memory, and is what is there from then on.
 
     Attributes:
-        chunks: the boxes in which it lies in files, and how to read each: a tensor of the box's sizes.
+        chunks: the boxes in which it lies in files, and how to read each: a tensor of the box's sizes, or where such a
+            one is placed.
         key: its own, for errors.
+        held: all of it, once somebody may have written to it.
     """
 
-    chunks: Sequence[tuple[Box, Callable[[], Tensor]]]
+    held: Tensor | None
+    chunks: Sequence[tuple[Box, Callable[[], Tensor | Placed]]]
     key: str
     # Results are plain tensors.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, key: str, shape: torch.Size, dtype: torch.dtype, chunks: Sequence[tuple[Box, Callable[[], Tensor]]]
+        cls,
+        key: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        chunks: Sequence[tuple[Box, Callable[[], Tensor | Placed]]],
     ) -> SavedValue:
         made = make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
-        made.key, made.chunks = key, chunks
+        made.key, made.chunks, made.held = key, chunks, None
         return made
 
     def whole(self) -> Tensor:
@@ -144,7 +153,11 @@ class SavedValue(Tensor):
                 continue
             values = read()
             for common, box, target in shared:
-                copy_mapped(values[common.within(held)], target[common.within(box)])
+                index, part = common.within(held), target[common.within(box)]
+                if isinstance(values, Placed):
+                    values.copy(index, part)
+                else:
+                    copy_mapped(values[index], part)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -152,20 +165,23 @@ class SavedValue(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        if func._schema.is_mutable and _written(func, args, kwargs or {}):
-            raise UnsupportedError(
-                f"{func} would change a value of a checkpoint in place, where it would not stay. Put a new tensor into "
-                "the state dict instead: state[key] = state[key] * 2, say."
-            )
-        args, kwargs = tree_map_only(SavedValue, SavedValue.whole, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        known = {argument.name: argument for argument in func._schema.arguments}
+        given = [_taken(argument, value) for argument, value in zip(known.values(), args, strict=False)]
+        named = {name: _taken(known[name], value) for name, value in (kwargs or {}).items()}
+        return func(*given, **named)
+
+    def kept(self) -> Tensor:
+        """All of it, as it is from now on."""
+        if self.held is None:
+            self.held = value = self.whole()
+            self.chunks = [(Box((0,) * value.dim(), tuple(value.shape)), lambda: value)]
+        return self.held
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SavedValue({self.key!r}, {tuple(self.shape)}, {self.dtype})"
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether one of those that ``func`` writes to is a checkpoint's."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    writes = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return any(isinstance(given.get(name), SavedValue) for name in writes)
+def _taken(argument: Any, value: Any) -> Any:
+    """What stands for an argument of torch's: plain tensors. One that is written to, or of which a view is made, is
+    kept."""
+    return tree_map_only(SavedValue, SavedValue.whole if argument.alias_info is None else SavedValue.kept, value)

@@ -11,16 +11,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from lightning_zero.checkpoint.ranges import LocalRanges, Placed
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.raw import map_file
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
 
@@ -101,15 +99,10 @@ class _Lies:
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             self._said = json.loads(opened.read(length))
-            self._mapped = map_file(opened)
-        self._begin = 8 + length
+        self._ranges, self._begin = LocalRanges(file), 8 + length
 
-    def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Mapped, and not read yet."""
-        if not prod(shape):
-            return torch.empty(shape, dtype=dtype)
-        offset = self._begin + self._said[key]["data_offsets"][0]
-        return torch.frombuffer(self._mapped, dtype=dtype, count=prod(shape), offset=offset).view(shape)
+    def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Placed:
+        return Placed(self._ranges, self._begin + self._said[key]["data_offsets"][0], dtype, shape)
 
 
 def _value(opened: Any, lies: _Lies, file: Path, key: str) -> SavedValue:

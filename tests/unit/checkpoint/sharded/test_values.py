@@ -1,5 +1,7 @@
 """Tensors that are whole only in a checkpoint."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -101,12 +103,38 @@ def test_hooks_may_compute_with_what_was_saved() -> None:
     assert repr(saved) == "SavedValue('w', (7, 5), torch.float32)"
 
 
-def test_an_edit_that_would_be_lost_is_refused() -> None:
-    saved = _saved(_whole((7, 5)), 1, 100, [])
-    with pytest.raises(UnsupportedError, match=r"change a value of a checkpoint in place.*state\[key\]"):
-        saved.mul_(2)
-    with pytest.raises(UnsupportedError, match="in place"):
-        torch.add(torch.ones(7, 5), 1, out=saved)
+def _edits() -> dict[str, Callable[[torch.Tensor], object]]:
+    return {
+        "in place": lambda value: value.mul_(2),
+        "a result": lambda value: torch.add(torch.ones(7, 5), 1, out=value),
+        "one row": lambda value: value.__setitem__(2, 9.0),
+        "one number": lambda value: value[1:].view(-1)[3].fill_(9.0),
+        "several": lambda value: torch._foreach_add_([value, torch.zeros(1)], 1.0),
+        "by a mask": lambda value: value.masked_fill_(value > 7, 0.0),
+    }
+
+
+@pytest.mark.parametrize("name", list(_edits()))
+def test_an_edit_stays(name: str) -> None:
+    """Also one of a view, which would go with the copy that torch has made for it."""
+    whole, edit = _whole((7, 5)), _edits()[name]
+    saved = _saved(whole, 2, 10, [])
+    edit(saved)
+    edit(whole)
+    assert not torch.equal(whole, _whole((7, 5)))
+    assert torch.equal(saved.whole(), whole)
+    assert torch.equal(saved + 0, whole)
+    layout = ShardLayout.of(whole.shape, whole.dtype, 2)
+    assert torch.equal(layout.part(saved, 1), layout.part(whole, 1))
+
+
+def test_what_is_only_read_is_not_kept() -> None:
+    read: list[Box] = []
+    saved = _saved(_whole((7, 5)), 2, 1000, read)
+    torch.zeros(7, 5).copy_(saved)
+    (saved * 2).sum()
+    assert saved.held is None
+    assert len(read) == 2 * len(saved.chunks)
 
 
 def test_nobody_computes_with_a_part_that_looks_whole() -> None:

@@ -1,0 +1,29 @@
+"""Files that are downloaded, to where torch.hub keeps them, by one rank of a host: each would fetch all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlparse
+
+import torch
+
+from lightning_zero.checkpoint.together import Together
+
+__all__ = ["downloaded"]
+
+
+def downloaded(url: str, ranks: Together) -> Path:
+    """Where the file is on this host. One that has been downloaded before is not fetched again. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when it cannot be downloaded.
+    """
+    place = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
+
+    def fetch() -> None:
+        if ranks.share[0] == 0 and not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(place), progress=False)
+
+    ranks.each(f"download {url}", fetch)
+    return place
