@@ -26,6 +26,7 @@ from lightning_zero.checkpoint.remote import RemoteFile, exists
 from lightning_zero.checkpoint.sharded.contents import bytes_of
 from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
+from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Alone, Together
 from lightning_zero.errors import CheckpointError
@@ -34,6 +35,7 @@ from lightning_zero.sharding.mapped import take_small
 __all__ = ["BackgroundFileIO", "FileIO", "load_file", "naming"]
 
 COPIES = ("state_dict", "optimizer_states")
+CUT = (*COPIES, "current_model_state")  # of a Trainer's: ranks take parts; the last is of Lightning's averages
 
 T = TypeVar("T")
 
@@ -217,9 +219,12 @@ def _load_elsewhere(io: CheckpointIO, url: str, weights_only: bool | None, ranks
 
     def read() -> None:
         content = named(url, lambda: file.content(weights_only))
-        found.append(
-            named(url, lambda: io.load_checkpoint(url, weights_only=weights_only)) if content is None else content
-        )
+        if content is None:
+            content = named(url, lambda: io.load_checkpoint(url, weights_only=weights_only))
+        if "pytorch-lightning_version" in content:  # what callbacks keep outlives the loading
+            rest = {key: value for key, value in content.items() if key not in CUT}
+            content |= apply_to_collection(rest, SavedValue, SavedValue.whole)
+        found.append(content)
 
     ranks.each(what, compare)
     ranks.each(what, read)

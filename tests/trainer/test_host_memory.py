@@ -71,6 +71,7 @@ def _both_kinds(home: str) -> dict[str, Held]:
         close(module)
         del module, trainer
         found[f"load {kind}"] = _loading(f"{home}/{kind}.ckpt")
+    found["load elsewhere"] = _loading("mounted://elsewhere.ckpt")
     return found
 
 
@@ -84,6 +85,7 @@ def test_ranks_hold_what_is_promised(ranks: Ranks, tmp_path: Path, world_size: i
         assert found["save sharded"].most <= MARGIN, found
         _assert_loaded(found["load full"], world_size)
         _assert_loaded(found["load sharded"], world_size)
+        _assert_loaded(found["load elsewhere"], world_size)
 
 
 class SavesTwice(Callback):

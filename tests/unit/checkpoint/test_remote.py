@@ -117,6 +117,14 @@ def test_every_value_is_what_torch_loads(rank: int) -> None:
         assert torch.equal(given * 1, value * 1), key
 
 
+def test_what_callbacks_keep_is_read_at_once() -> None:
+    content = {"pytorch-lightning_version": "2", "callbacks": {"mine": {"w": torch.ones(50000)}}}
+    _put(content | {"state_dict": {"w": torch.ones(50000)}})
+    found = load_file(FileIO(), URL, None)
+    assert type(found["callbacks"]["mine"]["w"]) is torch.Tensor
+    assert type(found["state_dict"]["w"]) is SavedValue
+
+
 class Kind(enum.Enum):
     ONE = 1
 
