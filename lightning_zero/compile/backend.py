@@ -48,7 +48,7 @@ from lightning_zero.compile.listener import CompileListener
 from lightning_zero.compile.lowered import Lowered
 from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
 from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
-from lightning_zero.compile.passes.leaving import leave
+from lightning_zero.compile.passes.leaving import LeavingLimits, leave
 from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
@@ -195,10 +195,18 @@ class Compiler:
         graph, recompute = tag_gathers(graph, saved_for_backward(self.context(last))), self._config.recompute
         return graph if recompute is None else tag_activations(graph, recompute)
 
-    def _partition(self, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any) -> Any:
+    def _leaving(self) -> LeavingLimits | None:
+        """Of a graph that is compiled now: where an amount is named for a pass, what is left of that."""
+        limits = leaving(self._context)
+        if limits is None or limits.budget_bytes is None:
+            return limits
+        return replace(limits, budget_bytes=self.notes.amount.left(limits.budget_bytes))
+
+    def _partition(
+        self, limits: LeavingLimits | None, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any
+    ) -> Any:
         """A joint graph into forward and backward, between which activations may leave for the host."""
         forward, backward = min_cut_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **settings)
-        limits = leaving(self._context)
         if limits is not None:
             nbytes = leave(forward.graph, backward.graph, num_fwd_outputs, limits)
             log.info("%.1f MiB of what this graph saves for backward leave for the host", nbytes / 2**20)
@@ -230,8 +238,10 @@ class Compiler:
             # Inductor's reordering would sink every gather that was started early back to its use.
             "reorder_for_peak_memory": False,
         }
-        if self._config.offload_activations:
-            options["custom_partitioner_fn"] = _Partitioner(self._partition, uuid)
+        limits = self._leaving()
+        if limits is not None:
+            own = uuid and f"{uuid} {limits.budget_bytes}"
+            options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
         lower = partial(self._lower, lowered)
         with choices_by_hints():
@@ -285,7 +295,7 @@ class Compiler:
     ) -> Any:
         def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             self._tag(last, layers, module.graph)
-            return self._partition(module, inputs, **kwargs)
+            return self._partition(self._leaving(), module, inputs, **kwargs)
 
         def compiler(module: GraphModule, inputs: Any) -> Any:
             with lowered.of(module.graph):

@@ -12,9 +12,10 @@ shows that they need more (a gradient penalty, forces) stay as they are.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.offload.amount import PassAmount
 from lightning_zero.sharding.surgery import read_given
 
 __all__ = ["CallNotes", "CompiledCalls"]
@@ -40,10 +42,17 @@ class CallNotes:
     Attributes:
         called: the module that is being called, or was last, in words.
         keeps_graphs: a backward of the first step left its graph as it was, for another (``retain_graph=True``).
+        amount: of what calls save for backward, that leaves for the host.
     """
 
     called: str = ""
     keeps_graphs: bool = False
+    amount: PassAmount = field(default_factory=PassAmount)
+
+    def begin(self, called: str) -> None:
+        """A call of a compiled module."""
+        self.called = called
+        self.amount.begin_call(called)
 
 
 def _hooks_inside(module: nn.Module) -> list[dict[int, Any]]:
@@ -76,6 +85,7 @@ class CompiledCalls:
         arguments: for ``torch.compile``.
         skip: module types that are never compiled.
         report: shows a line to the user.
+        amount: hears of calls.
 
     Attributes:
         modules: those that are compiled, by name.
@@ -88,6 +98,7 @@ class CompiledCalls:
         arguments: dict[str, Any],
         skip: tuple[type, ...] = (),
         report: Callable[[str], None] = log.info,
+        amount: PassAmount | None = None,
     ) -> None:
         self._inside = {id(module): name for name, module in root.named_modules()}
         self._root = root
@@ -98,7 +109,7 @@ class CompiledCalls:
         self._outermost: str | None = None  # of the modules that a watched step is in
         self.modules: dict[str, nn.Module] = {}
         self.eager: dict[str, str] = {}
-        self.notes = CallNotes()
+        self.notes = CallNotes(amount=amount or PassAmount())
         self._guards_hooks = False  # since some module has got a hook, or lost one, after it was compiled
 
     @contextmanager
@@ -113,6 +124,7 @@ class CompiledCalls:
         fails."""
         depth = 0
         found: dict[str, nn.Module] = {}
+        calls: Counter[str] = Counter()
 
         def enter(module: nn.Module, args: Any) -> None:
             nonlocal depth
@@ -127,6 +139,7 @@ class CompiledCalls:
                         self._leave_eager(name, module, "it is called inside torch.func (grad, vmap, ...)")
                     else:
                         found.setdefault(name, module)
+                        calls[name] += 1
             elif transformed and self._outermost in found:
                 why = "it calls modules inside torch.func (grad, vmap, ...)"
                 self._leave_eager(self._outermost, found[self._outermost], why)
@@ -155,6 +168,7 @@ class CompiledCalls:
         for name, module in found.items():
             if name not in self.eager:
                 self.compile(name, module)
+        self.notes.amount.calls = max(sum(calls[name] for name in self.modules), 1)
 
     def _watch_backward(self, name: str, module: nn.Module, output: Any) -> None:
         def backward(grads: tuple[Tensor, ...]) -> None:
@@ -225,7 +239,8 @@ class CompiledCalls:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
-            notes.called = shown
+            if not torch.compiler.is_compiling():
+                notes.begin(shown)
             # Compiled code cannot run inside a transform.
             run = module._call_impl if inside_functorch() else compiled
             if not self._guards_hooks and _keys(hooks) != known:
@@ -251,7 +266,7 @@ class CompiledCalls:
     def anew(self, arguments: dict[str, Any]) -> CompiledCalls:
         """For another beginning with other arguments; nothing is compiled until then."""
         self.restore()
-        return CompiledCalls(self._root, arguments, self._skip, self._report)
+        return CompiledCalls(self._root, arguments, self._skip, self._report, self.notes.amount)
 
     def restore(self) -> None:
         """Makes the calls plain again."""

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -76,7 +77,6 @@ class CompileSession:
         self._mesh = mesh
         self._watchdog = watchdog
         self._peers = peers
-        self._skip_modules = skip_modules
         self._agreement = Agreement(
             mesh.store("lightning_zero"),
             mesh.rank,
@@ -91,8 +91,11 @@ class CompileSession:
         self._selection = PassSelection()
         self._replays: Replays | None = None
         self._costs: Costs | None = None
-        executor.keep_activations(HostActivations(mesh.device))
+        activations = HostActivations(mesh.device)
+        executor.keep_activations(activations)
         self.progress = Progress(self._agreement.compiling, watchdog.native.busy, report)
+        report = self.progress.report
+        self._calls_of = partial(CompiledCalls, skip=skip_modules, report=report, amount=activations.amount)
         self.plans = PlanBook()
         self.budget = MeasuredBudget(self.progress, self.plans, executor, mesh.control_group, MemoryGauge(mesh.device))
         self.calls: CompiledCalls | None = None
@@ -217,7 +220,7 @@ class CompileSession:
 
     def attach(self, module: nn.Module) -> None:
         """Calls of ``module``, which is sharded, or of modules in it are compiled once a step has shown which."""
-        self.calls = CompiledCalls(module, self._arguments, self._skip_modules, self.progress.report)
+        self.calls = self._calls_of(module, self._arguments)
 
     def next_pass(self) -> float:
         """Must come before each pass forward and backward. Compiles once more where a measured budget says so.

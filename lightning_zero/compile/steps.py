@@ -60,16 +60,18 @@ class CompiledSteps:
         self.sharder.memory.keep_resident(used, small_weight_bytes(config.compiled), kept)
 
     def _look_at_what_left(self, megabytes: float | None) -> None:
-        """Each graph keeps to the amount by itself, since nobody knows how many a pass has while they are compiled."""
-        activations = self.sharder.executor.activations
-        sent, activations.sent = activations.sent / 2**20, 0
-        if megabytes is None or sent <= megabytes or megabytes == self._told_of:
+        """Whether the last pass kept to the amount; see ``offload/amount.py`` for what nobody knows beforehand."""
+        amount = self.sharder.executor.activations.amount
+        sent, beyond = amount.sent / 2**20, amount.beyond
+        amount.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
+        if megabytes is None or not beyond or megabytes == self._told_of:
             return
         self._told_of = megabytes
         self.session.progress.report(
-            f"offload_activations_mb={megabytes:g} holds for each compiled graph, and those of the last pass sent "
-            f"{sent:.1f} MiB together. Name less where the host is to hold less: {megabytes * megabytes / sent:.3g} "
-            "would come to about that."
+            f"offload_activations_mb={megabytes:g} is not held: the last pass sent {sent:.3g} MiB, and went beyond it "
+            f"in {beyond}, where a graph ran more than once in a call, or for modules that differ, or in a call that "
+            "the first step did not have, or with a larger batch than it was compiled for. Name less where the host is "
+            f"to hold less: {megabytes * megabytes / sent:.3g} would come to about that."
         )
 
     @contextmanager

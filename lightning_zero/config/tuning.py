@@ -81,8 +81,9 @@ class Tuning:
         shown="as the optimizer makes it",
     )
     offload_activations_mb: float | None = _memory(
-        "``offload=('activations',)``: so many MiB of what a compiled graph saves leave, in each pass, what is not "
-        "needed for longest first; compute waits where copies take longer. None: what copies hide behind compute",
+        "``offload=('activations',)``: at most so many MiB of what compiled code saves leave in a pass, of each graph "
+        "what is not needed for longest first; compute waits where copies take longer. None: what copies hide behind "
+        "compute",
         default=None,
         check=at_least_zero,
         change=Change.COMPILED,

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from lightning_zero.offload.amount import PassAmount
 from lightning_zero.offload.blocks import Held, HostBlocks
 from lightning_zero.offload.lanes import Event, Lanes, lanes_of
 from lightning_zero.sharding.reach import reach
@@ -42,13 +44,13 @@ class HostActivations:
         lanes: for copies; by default the device's, made with the first copy.
 
     Attributes:
-        sent: bytes that have left since somebody set it to 0; not by replays.
+        amount: counts what leaves.
     """
 
     def __init__(self, device: torch.device, blocks: HostBlocks | None = None, lanes: Lanes | None = None) -> None:
         self._device = device
         self._lanes = lanes
-        self.sent = 0
+        self.amount = PassAmount()
         self.blocks = blocks or HostBlocks(device)
         # By where the end lies that a graph lets go of first: on the device, on the host.
         self._leaving: dict[int, UnderWay] = {}
@@ -72,7 +74,7 @@ class HostActivations:
         host = taken.as_strided(value.size(), value.stride())
         if flat.numel():
             event = self.lanes.take([(taken, flat)], [self.lanes.now()])
-            self.sent += flat.nbytes
+            self.amount.send(flat.nbytes)
             self._leaving[host.data_ptr()] = event, value, host
         return host
 
@@ -115,6 +117,14 @@ class HostActivations:
         """Surrounds a forward that is captured: see :class:`Held`."""
         with self.blocks.holding(held):
             yield
+
+    @contextmanager
+    def recording(self, sent: list[int]) -> Iterator[None]:
+        """Surrounds one that does not run: what leaves is not counted, but noted, for each replay to count."""
+        before = replace(self.amount)
+        yield
+        sent.append(self.amount.sent - before.sent)
+        self.amount.sent, self.amount.beyond = before.sent, before.beyond
 
 
 _OTHER = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -149,6 +149,8 @@ class PaperCompiler:
     def _leave(self, forward: GraphModule, backward: GraphModule, outputs: int) -> None:
         limits = leaving(self._context)
         if limits is not None:
+            if limits.budget_bytes is not None:  # which is for all graphs together
+                limits = replace(limits, budget_bytes=max(limits.budget_bytes - self.found.offloaded, 0.0))
             self.found.offloaded += leave(forward.graph, backward.graph, outputs, limits, on_paper)
             place_offloads(forward.graph, limits.host, on_paper)
 

@@ -50,6 +50,11 @@ class Job:
         """Surrounds each forward that is to use it."""
         return nullcontext() if self.executor.activations is None else self.executor.activations.holding(held)
 
+    def recording(self, sent: list[int]) -> AbstractContextManager[None]:
+        """Surrounds the capture of a forward: see ``offload/activations.py``."""
+        activations = self.executor.activations
+        return nullcontext() if activations is None else activations.recording(sent)
+
     def settle(self) -> None:
         """What is on its way to the host or back is waited for, where a forward or backward has ended by an
         exception."""
@@ -168,6 +173,7 @@ class CapturedPair:
         self._stream, current = stream, torch.cuda.current_stream(device)
         executor.weights.sync_peers(ahead=True)  # or the graph would hold a wait, of one step for all
         reserved = 0
+        self._sent: list[int] = []  # bytes that leave for the host in a forward
         stream.wait_stream(current)
         self._executor = executor
         self.held = job.held()
@@ -180,7 +186,8 @@ class CapturedPair:
                 reserved = torch.cuda.memory_reserved(device)
                 outputs.extend(job.run())
 
-            self._forward = _Graph(job, self._pool, run, backward=False)
+            with job.recording(self._sent):
+                self._forward = _Graph(job, self._pool, run, backward=False)
             self._outputs = [output.detach() for output in outputs]
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
             wanted = [output for output in outputs if output.requires_grad]
@@ -206,6 +213,8 @@ class CapturedPair:
 
     def forward(self) -> Sequence[Tensor]:
         self._forward.replay()
+        for nbytes in self._sent:
+            self._executor.activations.amount.send(nbytes)
         return self._outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

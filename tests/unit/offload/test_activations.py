@@ -66,6 +66,16 @@ def test_each_race_that_others_had_is_one_of_these(monkeypatch: pytest.MonkeyPat
     assert train(late_compute, monkeypatch, "in behind compute")[1] != [1.0] * 4  # into memory that compute still used
 
 
+def test_what_a_capture_would_send_counts_once_for_each_replay_and_not_before() -> None:
+    activations, noted = HostActivations(CPU), list[int]()
+    value = torch.ones(4)
+    activations.amount.begin_pass(20)
+    activations.left(value, activations.leave(value))
+    with activations.recording(noted):
+        activations.left(value, activations.leave(value))
+    assert (activations.amount.sent, activations.amount.beyond, noted) == (16, "", [16])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "a part", "with gaps", "empty", "no dimension"])
 def test_values_and_strides_come_back(dtype: torch.dtype, kind: str) -> None:
