@@ -2,8 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
-
 #include "runtime/tensors.h"
 
 namespace lightning_zero {
@@ -215,12 +213,6 @@ at::Tensor ReduceBucket::host_sums() {
   if (!to.empty())
     tensors::add_each(to, from);
   return sums;
-}
-
-bool ReduceBucket::has_kept() const {
-  return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
-    return slot.record->deferred.filled && !slot.record->deferred.whole;
-  });
 }
 
 at::Tensor ReduceBucket::wide_memory() {

@@ -93,7 +93,6 @@ class ReduceBucket {
   // With several hosts: chunk() elements, in float32 or what is wider. What earlier backwards have left on
   // this host is added to it, and counts as taken along.
   at::Tensor host_sums();
-  bool has_kept() const;  // whether earlier backwards have left something for it on this host
   // As open() finds them: how the transport wants gradients.
   bool own_send_buffers = false;
   bool deferred = false;  // nothing crosses hosts, see [Note: deferred gradients]

@@ -4,6 +4,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+
 #include "context.h"
 #include "gradients/bucket.h"
 #include "runtime/tensors.h"
@@ -14,13 +16,20 @@ namespace lightning_zero {
 
 namespace {
 
+// Whether earlier backwards have left something for it on this host.
+bool has_kept(ReduceBucket& bucket) {
+  return std::ranges::any_of(bucket.slots(), [](const ReduceBucket::Slot& slot) {
+    return slot.record->deferred.filled && !slot.record->deferred.whole;
+  });
+}
+
 class AcrossReduce : public ReduceTransport {
  public:
   AcrossReduce(Context& context, Communicator& comm, std::unique_ptr<ReduceTransport> inside)
       : context_(context), comm_(comm), inside_(std::move(inside)) {}
 
   void reduce(ReduceBucket& bucket) override {
-    if (alone() && !bucket.deferred && !bucket.has_kept()) {
+    if (alone() && !bucket.deferred && !has_kept(bucket)) {
       // What the only rank of a host puts into a bucket is the host's sum: copied to itself, to float32 and
       // back it would be the same, for 16 bytes per element of the device's bandwidth.
       bucket.buffer()->pending = send(bucket, bucket.send(), piece(bucket.recv(), 0, part_of(bucket)));
