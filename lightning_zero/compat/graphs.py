@@ -44,5 +44,7 @@ BEGINNINGS, ENDS = {"_enter_autocast", "_vmap_increment_nesting"}, {"_exit_autoc
 # The same for gradients, which one call turns on and off. (torch 2.11+)
 GRADIENTS = "_set_grad_enabled"
 
+# Calls there that do nothing to anything in the graph, wherever they stand. (torch 2.11+)
+IDLE = {"lazy_load_decompositions", "_log_api_usage_once"}
 # Calls there that return nothing and change no setting. (torch 2.11+)
-SETTINGLESS = {"lazy_load_decompositions", "setitem", "_log_api_usage_once", "_assert", "_assert_async"}
+SETTINGLESS = {*IDLE, "setitem", "_assert", "_assert_async"}

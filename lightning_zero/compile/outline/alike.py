@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +39,16 @@ def layout_of(value: Any) -> str | None:
 
 def key_of(node: Node) -> str | None:
     """Equal for nodes that do the same with values of the same form; None for what cannot be compared."""
-    if node.op not in ("call_function", "call_method") or (layout := layout_of(node.meta.get(EXAMPLE))) is None:
+    if node.op not in ("call_function", "call_method") or (layout := _returned(node)) is None:
         return None
     arguments = _arguments(node, {})
     return None if arguments is None else f"{node.op} {_name(node)} {arguments} {layout}"
+
+
+def _returned(node: Node) -> str | None:
+    if node.target is operator.setitem:
+        return "nothing"  # experts of transformers' mixtures are sorted so
+    return layout_of(node.meta.get(EXAMPLE))
 
 
 def digest_of(region: Region) -> str | None:
@@ -53,7 +60,7 @@ def digest_of(region: Region) -> str | None:
             check_node_safe(node)
         except BypassCache:
             return None  # its name does not say what it does
-        lines.append(f"{node.op} {_name(node)} {_arguments(node, names)} {layout_of(node.meta[EXAMPLE])}")
+        lines.append(f"{node.op} {_name(node)} {_arguments(node, names)} {_returned(node)}")
     lines += [names[node] for node in region.results]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Body:
         forward, backward: its work, in order.
         results: what forward returns.
         grads: what backward returns of each that was given.
+        constants: tensors that the layer makes of numbers in its code, by the attribute that nodes of the work read.
     """
 
     given: tuple[Node, ...]
@@ -40,6 +42,7 @@ class Body:
     backward: tuple[Node, ...]
     results: tuple[Node, ...]
     grads: tuple[Node | None, ...]
+    constants: Mapping[str, Tensor]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -104,6 +107,8 @@ def _split(graph: Graph, region: Region) -> Body:
         raise NotOutlined("a layer edits what it is given, or returns what needs no gradient")
     work = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for node in work:
+        if node.op == "get_attr" and isinstance(_constant(graph, node), Tensor):
+            continue
         if node.op != "call_function" or (is_op(node) and node.target._schema.is_mutable):
             raise NotOutlined(f"a layer calls {node.target}")
     begin = next((at for at, node in enumerate(work) if _in_backward(node)), len(work))
@@ -111,9 +116,13 @@ def _split(graph: Graph, region: Region) -> Body:
     first = set(forward)
     if not all(map(_in_backward, backward)) or not all(node in first for node in returned[:count]):
         raise NotOutlined("a layer's forward and backward are entangled")
-    return Body(
-        tuple(given), tuple(tangents), tuple(forward), tuple(backward), tuple(returned[:count]), tuple(returned[count:])
-    )
+    constants = {str(node.target): _constant(graph, node) for node in work if node.op == "get_attr"}
+    results_, grads = tuple(returned[:count]), tuple(returned[count:])
+    return Body(tuple(given), tuple(tangents), tuple(forward), tuple(backward), results_, grads, constants)
+
+
+def _constant(graph: Graph, node: Node) -> Any:
+    return getattr(graph.owning_module, str(node.target), None)
 
 
 def _in_backward(node: Node) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.graphs import BEGINNINGS, ENDS, EXAMPLE, GRADIENTS, SETTINGLESS
+from lightning_zero.compat.graphs import BEGINNINGS, ENDS, EXAMPLE, GRADIENTS, IDLE, SETTINGLESS
 from lightning_zero.compile.frontend import storage_of, written_by
 from lightning_zero.compile.outline.alike import key_of, layout_of
 from lightning_zero.compile.pieces.repeats import Run, find_runs
@@ -17,6 +17,9 @@ __all__ = ["Region", "find_regions"]
 
 LEAST_NODES = 5  # of a layer
 MOST_PHASES = 8  # that are tried
+# Calls that draw random numbers without a gradient.
+DRAWS = {"rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "multinomial",
+         "normal", "poisson", "dropout"}  # fmt: skip
 LEAST_REPETITIONS = 3  # two are traced in nearly the time of one and a call
 
 
@@ -25,7 +28,7 @@ class Region:
     """A part of the graph.
 
     Attributes:
-        nodes: one behind the other.
+        nodes: in order. What stands between them has nothing to do with them.
         given: what they read of the rest, in the order of their first uses.
         results: those of them that the rest reads.
     """
@@ -42,7 +45,7 @@ def find_regions(graph: Graph, grad: bool) -> list[Region]:
         graph: Dynamo's.
         grad: whether gradients are taken where the graph says nothing else.
     """
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output") and not _idle(node)]
     keys = [key_of(node) for node in nodes]
     plain = _in_plain_settings(nodes, grad)
     found: list[Region] = []
@@ -83,10 +86,44 @@ def _phases(nodes: Sequence[Node], run: Run) -> list[int]:
 
 
 def _region(work: Sequence[Node]) -> Region:
+    beside = _beside(work)
+    work = [node for node in work if node not in beside]
     own = set(work)
     given = dict.fromkeys(read for node in work for read in node.all_input_nodes if read not in own)
     results = [node for node in work if any(user not in own for user in node.users)]
     return Region(tuple(work), tuple(given), tuple(results))
+
+
+def _beside(work: Sequence[Node]) -> set[Node]:
+    """What a layer makes of nothing that needs a gradient, and returns: it stays where it is. Layers of transformers
+    that attend within a window each copy its length to where their keys are, for the next call."""
+    own = set(work)
+    written = {storage_of(node) for user in work for node in written_by(user)}
+    found: set[Node] = set()
+    for node in work:
+        if any(user not in own for user in node.users):
+            made_of, pending = {node}, [node]
+            while pending:
+                new = [read for read in pending.pop().all_input_nodes if read in own and read not in made_of]
+                made_of.update(new)
+                pending += new
+            if all(_stays(made, written) for made in made_of):
+                found |= made_of
+    return found
+
+
+def _stays(node: Node, written: set[int | None]) -> bool:
+    value = node.meta.get(EXAMPLE)
+    plain = isinstance(value, Tensor) and not value.requires_grad and storage_of(node) not in written
+    return plain and _name(node) not in DRAWS  # or numbers would be drawn in another order
+
+
+def _idle(node: Node) -> bool:
+    return _name(node) in IDLE
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def _alone(region: Region) -> bool:
@@ -109,7 +146,7 @@ def _in_plain_settings(nodes: Sequence[Node], grad: bool) -> list[bool]:
     found = []
     depth, plain_grad, unknown = 0, True, False
     for node in nodes:
-        name = getattr(node.target, "__name__", str(node.target))
+        name = _name(node)
         if name in BEGINNINGS:
             depth += 1
         elif name in ENDS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any
 
 import torch
@@ -90,7 +90,16 @@ class Inlined:
         with self._graph.inserting_before(standin):
             for node in nodes:
                 self._new[node] = new = self._graph.node_copy(node, self._new.__getitem__)
+                if node.op == "get_attr":
+                    new.target = self._constant(self._body.constants[str(node.target)])
                 new.meta = self._meta(node)
+
+    def _constant(self, value: Tensor) -> str:
+        """The name of an attribute that is this tensor, the same one for all layers of a kind."""
+        module = self._graph.owning_module
+        name = next(n for n in map("_layer_constant{}".format, count()) if getattr(module, n, value) is value)
+        setattr(module, name, value)
+        return name
 
     def _replace(self, standin: Node, results: Sequence[Node]) -> None:
         for part in list(standin.users):

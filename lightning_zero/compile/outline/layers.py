@@ -28,6 +28,11 @@ __all__ = ["Outline", "outline"]
 
 log = logging.getLogger(__name__)
 
+# What fewer of a graph's nodes repeat than this is not worth it: the three projections of attention, where no two
+# layers of a Swin are alike. Each that does not fit costs a trace of the whole graph.
+LEAST_SHARE = 0.1
+MOST_TRACES = 3  # of a whole graph with standins in it
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -42,10 +47,10 @@ class Outline:
     Args:
         module: Dynamo's.
         layers: regions of its graph.
-        misfits: kinds of which one layer did not fit.
+        misfits: kinds of layers that did not fit so far.
     """
 
-    def __init__(self, module: GraphModule, layers: Sequence[_Layer], misfits: frozenset[str] = frozenset()) -> None:
+    def __init__(self, module: GraphModule, layers: Sequence[_Layer], misfits: tuple[str, ...] = ()) -> None:
         self._module = module
         self._misfits = misfits
         self._before = module.graph
@@ -59,15 +64,16 @@ class Outline:
         """The same with one layer fewer, or without any, in the graph as it was; this one is used no more.
 
         A second layer of a kind takes all of its kind along: each costs a trace of the whole graph, and where one is
-        given another layout because of the one before it, it is 48 of them.
+        given another layout because of the one before it, it is 48 of them. Whatever fails for the third time takes
+        all.
         """
         self._module.graph = self._before
-        if not 0 <= number < len(self._layers):
+        if not 0 <= number < len(self._layers) or len(self._misfits) + 1 >= MOST_TRACES:
             return None  # whoever cannot say which is at fault leaves all
         kind = self._layers[number].digest
         again = kind in self._misfits
         left = [layer for at, layer in enumerate(self._layers) if not (layer.digest == kind if again else at == number)]
-        return Outline(self._module, left, self._misfits | {kind}) if len(left) > 1 else None
+        return Outline(self._module, left, (*self._misfits, kind)) if len(left) > 1 else None
 
     def inline(self, graph: Graph) -> Graph:
         """Puts the layers into a joint graph, in place of their standins.
@@ -116,9 +122,11 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
             bodies[digest] = _body(region, trace)
         if (body := bodies[digest]) is not None and _adds_alike(region, body):
             layers.append(_Layer(region, digest, body))
-    if not layers:
+    kinds = {layer.digest: len(layer.region.nodes) for layer in layers}
+    spared = sum(len(layer.region.nodes) for layer in layers) - sum(kinds.values())
+    if not layers or spared < LEAST_SHARE * len(module.graph.nodes):
         return None
-    log.info("%d layers are differentiated as %d", len(layers), len({layer.digest for layer in layers}))
+    log.info("%d layers are differentiated as %d", len(layers), len(kinds))
     return Outline(module, layers)
 
 

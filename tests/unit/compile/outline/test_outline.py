@@ -82,10 +82,28 @@ class Caching(Block):
         return x + self.narrow(F.gelu(self.wide(x))), keys
 
 
-class Cached(nn.Module):
+class Windowed(Block):
+    """Hands the model what needs no gradient and is made of nothing of the layer's, as transformers' caches are told
+    how long a window is; reads a constant of its own code; writes to a part of what it made; and calls what does
+    nothing."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Caching() for _ in range(LAYERS))
+        self.window = torch.tensor([3])
+
+    def forward(self, x: Tensor, *given: Tensor) -> Any:
+        torch._C._log_api_usage_once("tests.outline")
+        length = self.window.to(torch.float64) + 1
+        scale = torch.tensor([0.5, 2.0], dtype=x.dtype).repeat(WIDTH // 2)
+        order = torch.arange(WIDTH).flip(0)
+        order[:2] = torch.arange(2)
+        return x + self.narrow(F.gelu(self.wide(x)))[..., order] * scale, length.mul(2)
+
+
+class Cached(nn.Module):
+    def __init__(self, block: type[Block] = Caching) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         keys = []
@@ -266,6 +284,18 @@ def test_views_that_a_model_returns_of_each_layer_get_their_gradients() -> None:
     once = grads(torch.compile(module, backend=backend(True, lambda layers, _: counts.append(len(layers or ())))))
     assert counts == [LAYERS - 1]  # the first is another kind: what it is given needs no gradient
     torch.testing.assert_close(once, grads(module))
+
+
+def test_what_needs_no_gradient_and_constants_keep_no_layer_from_being_traced_once() -> None:
+    module, x = Cached(Windowed), torch.randn(3, 6, WIDTH, requires_grad=True)
+    counts: list[int] = []
+    torch.compiler.reset()
+    once = torch.compile(module, backend=backend(True, lambda layers, _: counts.append(len(layers or ()))))(x)
+    assert counts == [LAYERS - 1]  # the first is another kind: it is given an input of the graph
+    plain = module(x)
+    torch.testing.assert_close(once, plain)
+    weights = [x, *(weight for layer in module.layers for weight in (*layer.wide.parameters(), layer.narrow.weight))]
+    torch.testing.assert_close(torch.autograd.grad(once[0], weights), torch.autograd.grad(plain[0], weights))
 
 
 def test_a_kind_of_layers_that_does_not_fit_is_given_up_at_its_second_failure(monkeypatch: pytest.MonkeyPatch) -> None:
