@@ -28,6 +28,7 @@ __all__ = [
     "carried_out",
     "chosen_of",
     "gather_seconds",
+    "host_bytes",
     "items_of",
     "recomputed_share",
     "size_of",
@@ -72,6 +73,14 @@ def size_of(chosen: Chosen, facts: Facts) -> float:
         + _optimizer_bytes(chosen.offload, facts)
         + facts.gradients * chosen.reduce_once
     )
+
+
+def host_bytes(values: tuple[Variant, ...], facts: Facts) -> float:
+    """Of the host's memory, that a pick of these items takes beside what activations took there before."""
+    activations, _, host, _ = values
+    (budget, away), now = activations.value, facts.now.offload
+    moved = _leaving(facts.activations * budget, facts.speed) if away and "activations" not in now else 0.0
+    return moved + _moved(host.value, facts)
 
 
 def carried_out(facts: Facts, chosen: Chosen, peak: float) -> Facts:
@@ -162,8 +171,12 @@ def _optimizer_bytes(offload: tuple[str, ...], facts: Facts) -> float:
     return states + masters + (min(facts.ring, facts.states + facts.masters) if away else 0.0)
 
 
+def _moved(offload: tuple[str, ...], facts: Facts) -> float:
+    return facts.states * ("optimizer" in offload) + facts.masters * ("parameters" in offload)
+
+
 def _optimizer_seconds(offload: tuple[str, ...], facts: Facts) -> float:
-    moved = facts.states * ("optimizer" in offload) + facts.masters * ("parameters" in offload)
+    moved = _moved(offload, facts)
     hidden = min(facts.ring, moved)
     return exposed(moved / facts.speed.host_bytes_per_s, hidden / facts.speed.host_bytes_per_s)
 

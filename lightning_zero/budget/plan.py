@@ -14,6 +14,7 @@ from lightning_zero.budget.items import (
     WEIGHTS,
     chosen_of,
     gather_seconds,
+    host_bytes,
     items_of,
     size_of,
 )
@@ -149,7 +150,7 @@ def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan
     )
     items = items_of(facts, free)
     base = facts.peak - size_of(facts.now, facts)
-    found = pick(items, facts.limit - base)
+    found = _pick_for_host(items, facts, facts.limit - base)
     if free.weights:
         found = _filled(found, facts, items, facts.limit - base)
     chosen = chosen_of(found.chosen, facts)
@@ -171,6 +172,27 @@ def advised(
         return plan
     instead = decide(facts, replace(free, offload=(*free.offload, *before)), later)
     return replace(plan, before=instead.chosen.offload if instead.fits else ())
+
+
+def _pick_for_host(items: Sequence[Item], facts: Facts, room: float) -> Pick:
+    """The best within ``room`` of which the host, too, has room for all that goes there: each of the things that can go
+    has been looked at alone."""
+    found = pick(items, room)
+    if host_bytes(found.chosen, facts) <= facts.host:
+        return found
+    activations, weights, host, gradients = items
+    picks = []
+    for way in host.variants:
+
+        def fits(one: Variant, way: Variant = way) -> bool:
+            stay = "activations" not in one.value[1] or "activations" in facts.now.offload
+            return stay or host_bytes((one, weights.variants[0], way, gradients.variants[0]), facts) <= facts.host
+
+        some = replace(activations, variants=tuple(filter(fits, activations.variants)))
+        if some.variants:
+            picks.append(pick([some, weights, replace(host, variants=(way,)), gradients], room))
+    fitting = [one for one in picks if one.nbytes <= room]
+    return min(fitting, key=lambda one: (one.seconds, one.nbytes)) if fitting else min(picks, key=lambda o: o.nbytes)
 
 
 def _filled(found: Pick, facts: Facts, items: Sequence[Item], room: float) -> Pick:

@@ -265,6 +265,7 @@ class StepCycle:
         inside = "Evaluate before or after it: the graphs that its backward needs would be given up"
         self._refuse(State.EVALUATION, "eval_step()", inside)
         self._enter(State.EVALUATION, Phase.EVALUATION)
+        self._sharder.memory.settle()
         self._compiled.make_room()
         self._sharder.access.before_reading()
         self._sharder.access.may_have_changed()

@@ -55,6 +55,7 @@ class PlannedMemory:
         self._peers = compiled.peers
         self._mesh: Mesh = self._sharder.mesh
         self._link: float | None = None
+        self._has_moved = False  # master weights to the host
         session.budget.apply = self._apply
         optimizers.before_arranging = self._before_training
 
@@ -76,13 +77,15 @@ class PlannedMemory:
         assert away is not None
         copied = self._peers.for_weights is not None
         self._sharder.memory.leave(away)
+        self._has_moved = True
         if copied:
             self._links_changed()
+        self._look_again(config)
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """Options of a later training: where a plan has put master weights on the host, they stay there, and the state
         that comes and goes with them."""
-        if MASTERS in config.offload or not self._are_away:
+        if MASTERS in config.offload or not self._has_moved:
             return config
         return replace(config, offload=cast(Any, as_set(config, WITH_MASTERS).offload))
 
@@ -101,18 +104,11 @@ class PlannedMemory:
         may_leave = tuple(name for name in CAN_LEAVE if needs[name])
         if config.memory is not None and may_leave and self._link is None:
             self._link = measure_host(self._mesh)
-        free, costs = free_bytes(), self._session.costs_or_nominal
-        live, used = self._sharder.live, config.compute_dtype if config.compile else None
-        whole = self._sharder.memory.whole_bytes(used)
+        free, whole = free_bytes(), self._whole(config)
         with plainly():
             sizes = [size for optimizer in optimizers for size in self._states(optimizer)]
-            trained = sum(record.shard.nbytes for record in live if record.param.requires_grad)
-        here = sum(record.shard.nbytes for record in live if not record.is_away)
-        fixed = here + trained + self._copies(live, used)
-        buffers = config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb
-        fixed += sum(int(min(2 * size * MIB, whole)) for size in buffers)
         return Known(
-            fixed=max(fixed - self._peers.nbytes, 0),  # which the device has given already
+            fixed=self._fixed(config),
             states=sum(size for size, _ in sizes),
             to_come=sum(size for size, there in sizes if not there),
             masters=sum(record.shard.nbytes for record in masters),
@@ -123,9 +119,33 @@ class PlannedMemory:
             may_leave=may_leave,
             before=(MASTERS,) if masters_may and not now else (),
             away=WITH_MASTERS if self._are_away else (),
-            gather_s=costs.gather_seconds(1 << 27) / (1 << 27) if self._mesh.holders.size > 1 else 0.0,
+            gather_s=self._gather_s,
             host_bytes_per_s=self._link,
         )
+
+    def _look_again(self, config: EngineConfig) -> None:
+        """Shards have moved, and weights may travel another way, since that was made."""
+        budget = self._session.budget
+        budget.known = replace(budget.known, fixed=self._fixed(config), gather_s=self._gather_s)
+
+    @property
+    def _gather_s(self) -> float:
+        many = 1 << 27
+        costs = self._session.costs_or_nominal
+        return costs.gather_seconds(many) / many if self._mesh.holders.size > 1 else 0.0
+
+    def _whole(self, config: EngineConfig) -> int:
+        return self._sharder.memory.whole_bytes(config.compute_dtype if config.compile else None)
+
+    def _fixed(self, config: EngineConfig) -> int:
+        live, used = self._sharder.live, config.compute_dtype if config.compile else None
+        with plainly():
+            trained = sum(record.shard.nbytes for record in live if record.param.requires_grad)
+        here = sum(record.shard.nbytes for record in live if not record.is_away)
+        buffers = config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb
+        passing = sum(int(min(2 * size * MIB, self._whole(config))) for size in buffers)
+        taken = here + trained + self._copies(live, used) + passing
+        return max(taken - self._peers.nbytes, 0)  # which the device has given already
 
     @property
     def _are_away(self) -> bool:
@@ -184,6 +204,7 @@ class PlannedMemory:
 
     def _advice(self, said: str) -> str:
         config = self._session.config
+        self._look_again(config)
         plan = self._session.budget.next_plan(config, _requested(said))
         if plan is None:
             return ""

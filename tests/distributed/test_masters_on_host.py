@@ -121,6 +121,20 @@ def test_plans_leave_masters_where_users_or_a_training_have_put_them(ranks: Rank
         assert late["plan"].before == ("optimizer", "parameters")
 
 
+def before_and_after_an_evaluation() -> list[bool]:
+    """Whether a rank reads another's shards, and whether these may still leave."""
+    with engine_for(Mixed(), compute_dtype=BF16, memory=1.0) as engine:
+        memory, weights = engine.sharder.memory, engine.executor.weights
+        before = [weights.takes_turns(), memory.may_leave]
+        engine.eval_step()
+        return [*before, weights.takes_turns(), memory.may_leave]
+
+
+def test_whoever_evaluates_first_need_not_come_along_with_other_ranks(ranks: Ranks) -> None:
+    for found in ranks.run(2, before_and_after_an_evaluation):
+        assert found == [False, True, True, False]
+
+
 def no_memory(numel: int, dtype: torch.dtype) -> Any:
     raise HostMemoryError("nothing left")
 

@@ -83,6 +83,24 @@ def test_a_loop_of_fabrics_is_told_likewise(ranks: Ranks) -> None:
     assert "nothing that may be chosen is estimated to fit" in note, "nothing is compiled, and offload is set by hand"
 
 
+def validated() -> bool:
+    module, trainer = Regression(), make_trainer("eager", memory=1.0)
+    prepare, taken = trainer.strategy._prepare, []
+
+    def and_look(*args: Any) -> None:
+        prepare(*args)
+        taken.append(trainer.strategy._require_engine().executor.weights.takes_turns())
+
+    trainer.strategy._prepare = and_look
+    trainer.validate(module, make_loader("eager", 2), verbose=False)
+    close(module)
+    return taken == [True]
+
+
+def test_where_nothing_is_trained_ranks_read_each_others_weights_at_once(ranks: Ranks) -> None:
+    assert all(ranks.run(2, validated)), "no plan comes, and ranks may evaluate unevenly"
+
+
 def planned(home: str) -> list[Any]:
     report = PlanReport(home)
     with fitted("eager", steps=2, strategy=make_strategy("eager", memory=1.0), callbacks=[report]) as (_, trainer):

@@ -234,6 +234,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             self._adopt(adopted, module)
         self.model_to_device()
         engine = self._require_engine()
+        if trainer.state.fn != TrainerFn.FITTING:  # no plan comes, and ranks may evaluate unevenly
+            engine.sharder.memory.settle()
         average_shards(trainer, engine, module, self.root_device)
         tell_shards_apart(trainer, engine)
         self.model = module

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Speed
-from lightning_zero.budget.items import BUDGETS, items_of, recomputed_share, size_of
+from lightning_zero.budget.items import BUDGETS, host_bytes, items_of, recomputed_share, size_of
 from lightning_zero.budget.options import freedom
 from lightning_zero.budget.plan import advised, decide
 from lightning_zero.config import EngineConfig
@@ -140,6 +140,25 @@ def test_where_masters_were_laid_out_already_the_plan_says_that_they_could_have_
     for free, before in ((without, ()), (Freedom(offload=None), ("parameters",))):
         assert advised(decide(facts, free), facts, free, before).before == ()
     assert advised(plan, replace(facts, limit=GIB), without, ("parameters",)).before == (), "nothing fits"
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("host", [5, 15, 18])
+def test_the_host_has_room_for_all_that_goes_there_together(limit: float, host: int) -> None:
+    facts = replace(HEAVY, limit=limit, host=host * GIB)
+    base, items = facts.peak - size_of(facts.now, facts), items_of(facts, ALL)
+    picks = [
+        picked for picked in product(*(item.variants for item in items)) if host_bytes(picked, facts) <= facts.host
+    ]
+    sizes = [(base + sum(one.nbytes for one in picked), sum(one.seconds for one in picked)) for picked in picks]
+    plan = decide(facts, ALL)
+    fastest = sum(min(one.seconds for one in item.variants) for item in items)
+    fitting = [seconds for nbytes, seconds in sizes if nbytes <= limit]
+    assert plan.fits == bool(fitting)
+    if fitting:
+        assert sum(line.seconds for line in plan.lines) == pytest.approx(min(fitting) - fastest)
+    else:
+        assert plan.peak == pytest.approx(min(nbytes for nbytes, _ in sizes), abs=2)
 
 
 def test_masters_that_have_left_stay_there_with_the_state_that_comes_with_them() -> None:
