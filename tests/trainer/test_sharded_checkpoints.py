@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from torch import nn
 
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.saved import MODULES, resume, uninterrupted_fit
@@ -100,7 +101,8 @@ def test_one_kind_takes_the_place_of_the_other(ranks: Ranks, tmp_path: Path) -> 
 
 
 class Edited(MODULES["Scheduled"]):  # type: ignore[misc]
-    """Renames on the way out, and on the way in renames back and doubles a weight."""
+    """Renames on the way out, and on the way in renames back, doubles a weight, changes a number where it is, and makes a
+    parameter of its own."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = {f"old.{key}": value for key, value in checkpoint["state_dict"].items()}
@@ -110,6 +112,8 @@ class Edited(MODULES["Scheduled"]):  # type: ignore[misc]
         assert checkpoint["mine"]["tensor"].tolist() == [0, 1, 2]
         state = {key.removeprefix("old."): value for key, value in checkpoint["state_dict"].items()}
         state["net.0.weight"] = state["net.0.weight"] * 2
+        state["net.0.bias"][3:] = 7.0
+        self.last.weight = nn.Parameter(state["last.weight"])
         checkpoint["state_dict"] = state
 
 
@@ -129,5 +133,7 @@ def _edited(path: str) -> tuple[dict, dict]:
 def test_hooks_edit_them(ranks: Ranks, tmp_path: Path) -> None:
     for before, after in ranks.run(2, _edited, str(tmp_path / "x.ckpt")):
         assert torch.equal(after.pop("net.0.weight"), 2 * before.pop("net.0.weight"))
+        assert (after["net.0.bias"][3:] == 7).all()
+        before["net.0.bias"][3:] = 7.0
         before.pop("calls"), after.pop("calls")
         assert_close_relative(after, before, 0)

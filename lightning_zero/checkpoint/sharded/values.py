@@ -177,6 +177,20 @@ class SavedValue(Tensor):
             self.chunks = [(Box((0,) * value.dim(), tuple(value.shape)), lambda: value)]
         return self.held
 
+    # What torch does with memory that it takes for granted.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.whole())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.kept().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.whole().tolist()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SavedValue({self.key!r}, {tuple(self.shape)}, {self.dtype})"
 

@@ -69,7 +69,8 @@ def _remembers(parse: Callable[..., Any]) -> Callable[..., Any]:
     def parsed(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
         self._zero_asked = ckpt_path
         found = parse(self, state_fn, ckpt_path, *args, **kwargs)
-        if found is None and ckpt_path == "last" and str(self.trainer.strategy.strategy_name).startswith("zero3"):
+        name = getattr(self.trainer.strategy, "strategy_name", "")  # DDPStrategy has none
+        if found is None and ckpt_path == "last" and str(name).startswith("zero3"):
             return _beside_lost_link(self.trainer)
         return found
 

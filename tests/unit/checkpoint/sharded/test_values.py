@@ -1,5 +1,7 @@
 """Tensors that are whole only in a checkpoint."""
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -135,6 +137,23 @@ def test_what_is_only_read_is_not_kept() -> None:
     (saved * 2).sum()
     assert saved.held is None
     assert len(read) == 2 * len(saved.chunks)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        copy.deepcopy,
+        lambda value: copy.deepcopy({"a": value})["a"],
+        lambda value: pickle.loads(pickle.dumps(value)),
+        lambda value: torch.tensor(value.tolist()),
+        lambda value: torch.from_numpy(value.numpy()),
+    ],
+    ids=["deepcopy", "deepcopy of a dict", "pickle", "tolist", "numpy"],
+)
+def test_what_torch_does_not_do_for_subclasses(taken: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    found = taken(_saved(_whole((7, 5)), 2, 10, []))
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, _whole((7, 5)))
 
 
 def test_nobody_computes_with_a_part_that_looks_whole() -> None:
