@@ -64,7 +64,7 @@ class Bench:
             view=SimpleNamespace(
                 begin_forward=partial(self.set_forward, True), end_forward=partial(self.set_forward, False)
             ),
-            memory=SimpleNamespace(allocate_gradients=lambda: self.log.append("allocate_gradients")),
+            memory=Calls(self.log),
             records=[],
         )
         buffers = Calls(self.log)
@@ -214,7 +214,7 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
         ("before_step", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
         ("begin a", ["reduce_deferred", "stepped", "stepped", "sync_edits forget", "begin_writing"]),
         ("end a", ["end_writing"]),
-        ("eval_step", ["make_room", "sync_edits", "expire_compute_copies", "before_forward"]),
+        ("eval_step", ["settle", "make_room", "sync_edits", "expire_compute_copies", "before_forward"]),
         ("after_eval", ["sync_edits forget"]),
         ("reset", ["reset", "abort", "sync_edits forget", "drop", "reset"]),
         ("tidy_up", ["reset", "abort", "sync_edits forget", "drop", "reset", "release_buffers"]),
