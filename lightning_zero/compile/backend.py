@@ -173,8 +173,8 @@ class Compiler:
             try:
                 return inner(layers, module, inputs, **kwargs)
             except NotOutlined as error:
-                log.info("A layer is traced with the rest: %s", error)
-                layers = layers.without(error.number)
+                log.info("The layers are traced once more: %s", error)
+                layers = layers.without(error)
         return inner(None, module, inputs, **kwargs)
 
     def _describe(self, weights: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ def layout_of(value: Any) -> str | None:
             return None
         return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}{value.requires_grad}"
     if isinstance(value, tuple | list):
-        parts = [layout_of(part) for part in value]
+        parts = ["None" if part is None else layout_of(part) for part in value]  # attention may return no weights
         return None if None in parts else f"[{','.join(map(str, parts))}]"
     return repr(value) if type(value) in (int, float, bool) else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, SIDE, TANGENTS
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.graph import is_op, results
 from lightning_zero.compile.outline.find import Region
-from lightning_zero.compile.outline.standin import NotOutlined
+from lightning_zero.compile.outline.standin import NotOutlined, end
 from lightning_zero.compile.outline.trace import TraceJoint
 
 __all__ = ["PLACE", "Body", "fake_mode", "trace_body"]
@@ -53,25 +53,33 @@ def fake_mode() -> FakeTensorMode:
     return context.fake_mode
 
 
-def trace_body(region: Region, trace: TraceJoint) -> Body:
+def trace_body(region: Region, trace: TraceJoint, strides: Sequence[Sequence[int]] | None = None) -> Body:
     """The joint graph of a region.
+
+    Args:
+        region: of Dynamo's graph.
+        trace: what makes a joint graph.
+        strides: of the gradients of its results; None for those that the results have.
 
     Raises:
         NotOutlined: it does more than give results and gradients.
     """
-    module, inputs = _alone(region)
+    module, inputs = _alone(region, strides)
     with _by_itself():
         return _split(trace(module, inputs), region)
 
 
-def _alone(region: Region) -> tuple[GraphModule, list[Tensor]]:
+def _alone(region: Region, strides: Sequence[Sequence[int]] | None) -> tuple[GraphModule, list[Tensor]]:
     graph, new = Graph(), {}
     for node in region.given:
         new[node] = graph.placeholder(node.name)
     for place, node in enumerate(region.nodes):
         new[node] = graph.node_copy(node, new.__getitem__)
         new[node].meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), PLACE: place}
-    graph.output(tuple(new[node] for node in region.results))
+    returned = [new[node] for node in region.results]
+    if strides is not None:
+        returned = [graph.call_function(end(), pair) for pair in zip(returned, strides, strict=True)]
+    graph.output(tuple(returned))
     with fake_mode():
         inputs = [_like(node.meta[EXAMPLE]) for node in region.given]
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -101,11 +109,13 @@ def _split(graph: Graph, region: Region) -> Body:
     inputs = graph.find_nodes(op="placeholder")
     given = [node for node in inputs if not node.name.startswith(TANGENTS)]
     tangents = inputs[len(given) :]
-    returned = results(graph)
+    returned: list[Any] = [
+        node.args[0] if isinstance(node, Node) and node.target is end() else node for node in results(graph)
+    ]
     count = len(region.results)
     if len(given) != len(region.given) or len(tangents) != count or len(returned) != count + len(given):
         raise NotOutlined("a layer edits what it is given, or returns what needs no gradient")
-    work = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    work = [node for node in graph.nodes if node.op not in ("placeholder", "output") and node.target is not end()]
     for node in work:
         if node.op == "get_attr" and isinstance(_constant(graph, node), Tensor):
             continue

@@ -79,10 +79,11 @@ class Inlined:
 
     def _begin(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
         if len(inputs) != len(actual):
-            raise NotOutlined("one of its results gets no gradient", self._number)
+            raise NotOutlined("one of a layer's results gets no gradient", self._number)
         for node, value in zip(inputs, actual, strict=True):
             if _form(node.meta["val"]) != _form(value.meta["val"]):
-                raise NotOutlined("it is given values of another layout", self._number)
+                strides = _strides(actual) if inputs is self._body.tangents else None
+                raise NotOutlined("a layer is given values of another layout", self._number, strides)
             self._new[node] = value
             self._memory[_storage(node.meta["val"])] = value.meta["val"]
 
@@ -135,8 +136,6 @@ class Inlined:
         if key not in self._memory:
             numel = value.untyped_storage().nbytes() // value.itemsize
             self._memory[key] = torch.empty(numel, dtype=value.dtype, device="meta")
-        if self._memory[key].dtype != value.dtype:
-            raise NotOutlined("it looks at memory as of another dtype", self._number)
         return _view(self._memory[key], value)
 
 
@@ -150,12 +149,32 @@ def moved_to(value: Any, moved: dict[int, Tensor]) -> Any:
 
 def _view(memory: Tensor, value: FakeTensor) -> Tensor:
     """``value``, as it would be in other memory: that of a fake tensor, or all of a plain one."""
-    form = value.shape, value.stride(), memory.storage_offset() + value.storage_offset()
+    offset = memory.storage_offset() * memory.itemsize // value.itemsize + value.storage_offset()
+    form = value.shape, value.stride(), offset
+    if value.dtype != memory.dtype:  # complex numbers as pairs of real ones
+        made = torch.empty(0, dtype=value.dtype, device="meta").set_(memory.untyped_storage(), offset, *form[:2])
+        return FakeTensor(value.fake_mode, made, value.device)
     if isinstance(memory, FakeTensor):
         with value.fake_mode:
             return memory.as_strided(*form)
     # A layer has hundreds of values, and to have them made by torch takes most of the time that all this takes.
     return FakeTensor(value.fake_mode, memory.as_strided(*form), value.device)
+
+
+def _strides(values: Sequence[Any]) -> list[list[int]] | None:
+    """None where one is expanded, or of no memory that it fills: such a gradient comes to one layer, and not to all."""
+    found = [value.meta["val"] for value in values]
+    return [list(value.stride()) for value in found] if all(map(_dense, found)) else None
+
+
+def _dense(value: Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order."""
+    spanned = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True)):
+        if size != 1 and stride != spanned:
+            return False
+        spanned *= size
+    return True
 
 
 def _storage(value: Tensor) -> int:

@@ -6,7 +6,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,11 +47,15 @@ class Outline:
     Args:
         module: Dynamo's.
         layers: regions of its graph.
+        trace: what traced them.
         misfits: kinds of layers that did not fit so far.
     """
 
-    def __init__(self, module: GraphModule, layers: Sequence[_Layer], misfits: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, module: GraphModule, layers: Sequence[_Layer], trace: TraceJoint, misfits: tuple[str, ...] = ()
+    ) -> None:
         self._module = module
+        self._trace = trace
         self._misfits = misfits
         self._before = module.graph
         self._layers = layers
@@ -60,20 +64,27 @@ class Outline:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def without(self, number: int) -> Outline | None:
-        """The same with one layer fewer, or without any, in the graph as it was; this one is used no more.
+    def without(self, error: NotOutlined) -> Outline | None:
+        """What can still be done, in the graph as it was; this one is used no more. None for nothing.
 
-        A second layer of a kind takes all of its kind along: each costs a trace of the whole graph, and where one is
-        given another layout because of the one before it, it is 48 of them. Whatever fails for the third time takes
-        all.
+        Where gradients come in other strides than those of results, as of convolutions whose channels became the last
+        dimension, all layers of the kind are traced for such ones. Otherwise one layer is left out; a second of its
+        kind takes all of its kind along: each costs a trace of the whole graph, and where one is given another layout
+        because of the one before it, it is 48 of them. Whatever fails for the third time takes all.
         """
         self._module.graph = self._before
-        if not 0 <= number < len(self._layers) or len(self._misfits) + 1 >= MOST_TRACES:
+        if not 0 <= error.number < len(self._layers) or len(self._misfits) + 1 >= MOST_TRACES:
             return None  # whoever cannot say which is at fault leaves all
-        kind = self._layers[number].digest
-        again = kind in self._misfits
-        left = [layer for at, layer in enumerate(self._layers) if not (layer.digest == kind if again else at == number)]
-        return Outline(self._module, left, (*self._misfits, kind)) if len(left) > 1 else None
+        kind = self._layers[error.number].digest
+        left = self._without(error.number, kind, error.strides)
+        return Outline(self._module, left, self._trace, (*self._misfits, kind)) if len(left) > 1 else None
+
+    def _without(self, number: int, kind: str, strides: list[list[int]] | None) -> list[_Layer]:
+        if kind in self._misfits:
+            return [layer for layer in self._layers if layer.digest != kind]
+        if strides is None or (body := _body(self._layers[number].region, self._trace, strides)) is None:
+            return [layer for at, layer in enumerate(self._layers) if at != number]
+        return [replace(layer, body=body) if layer.digest == kind else layer for layer in self._layers]
 
     def inline(self, graph: Graph) -> Graph:
         """Puts the layers into a joint graph, in place of their standins.
@@ -127,7 +138,7 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
     if not layers or spared < LEAST_SHARE * len(module.graph.nodes):
         return None
     log.info("%d layers are differentiated as %d", len(layers), len(kinds))
-    return Outline(module, layers)
+    return Outline(module, layers, trace)
 
 
 def _adds_alike(region: Region, body: Body) -> bool:
@@ -139,9 +150,9 @@ def _adds_alike(region: Region, body: Body) -> bool:
     return not any(here and there for here, there in zip(sums, shared, strict=True))
 
 
-def _body(region: Region, trace: TraceJoint) -> Body | None:
+def _body(region: Region, trace: TraceJoint, strides: list[list[int]] | None = None) -> Body | None:
     try:
-        return trace_body(region, trace)
+        return trace_body(region, trace, strides)
     except Exception as error:  # whatever it is, the whole graph may well be traced without it
         log.info("Layers that are alike are each traced: %s", error)
         return None

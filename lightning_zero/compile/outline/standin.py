@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lightning_zero.compat.ops import OpOverload
 
-__all__ = ["BACKWARD", "FORWARD", "NotOutlined", "backward", "describe", "forward"]
+__all__ = ["BACKWARD", "FORWARD", "NotOutlined", "backward", "describe", "end", "forward"]
 
 _NAMESPACE = "lightning_zero_outline"
-FORWARD, BACKWARD = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward"
+FORWARD, BACKWARD, END = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward", f"{_NAMESPACE}::end"
 
 
 class NotOutlined(Exception):
@@ -26,11 +26,14 @@ class NotOutlined(Exception):
 
     Attributes:
         number: of the standin.
+        strides: of the gradients that the layer is given, where these are what is other; None where it is not that, or
+            where they are no tensors of their own.
     """
 
-    def __init__(self, why: str, number: int = -1) -> None:
+    def __init__(self, why: str, number: int = -1, strides: list[list[int]] | None = None) -> None:
         super().__init__(why)
         self.number = number
+        self.strides = strides
 
 
 def describe(values: Sequence[Tensor | None]) -> str:
@@ -72,9 +75,20 @@ def _differentiate(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ..
     return None, None, None, None, [None if known is None else next(found) for known in json.loads(grads)]
 
 
+def _end(result: Tensor, stride: Sequence[int]) -> Tensor:
+    return torch.empty_strided(result.shape, stride, dtype=result.dtype, device=result.device)
+
+
+def _pass_back(ctx: Any, tangent: Tensor) -> tuple[Tensor, None]:
+    return tangent, None
+
+
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define("forward(str layer, int number, str results, str grads, Tensor[] given) -> Tensor[]")
 _LIBRARY.define("backward(str layer, int number, str grads, Tensor[] given, Tensor[] tangents) -> Tensor[]")
+_LIBRARY.define("end(Tensor result, int[] stride) -> Tensor")
+torch.library.register_fake(END, _end, lib=_LIBRARY)
+torch.library.register_autograd(END, _pass_back, lib=_LIBRARY)
 torch.library.register_fake(FORWARD, _forward, lib=_LIBRARY)
 torch.library.register_fake(BACKWARD, _backward, lib=_LIBRARY)
 torch.library.register_autograd(FORWARD, _differentiate, setup_context=_remember, lib=_LIBRARY)
@@ -88,3 +102,9 @@ def forward() -> OpOverload:
 def backward() -> OpOverload:
     """The op that stands for a layer's backward."""
     return getattr(torch.ops, _NAMESPACE).backward.default
+
+
+def end() -> OpOverload:
+    """The op through which a layer's result goes whose gradient has other strides than it, while the layer is traced by
+    itself."""
+    return getattr(torch.ops, _NAMESPACE).end.default

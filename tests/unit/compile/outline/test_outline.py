@@ -146,6 +146,42 @@ class Tied(Stack):
         self.layers = nn.ModuleList([self.layers[0]] * LAYERS)
 
 
+class Mixing(Block):
+    """Looks at memory as of another dtype, and calls what returns a tensor and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        mixed = torch.view_as_real(torch.fft.fft(x))[..., 0]
+        return x + self.heads(mixed, mixed, mixed, need_weights=False)[0]
+
+
+class Permuted(Stack):
+    """Layers return what lies in memory as convolutions leave it, and get gradients that do not."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x).mT.contiguous().mT
+        for layer in self.layers:
+            x = layer(x)
+        return F.layer_norm(x, (WIDTH,)).square().sum()
+
+
+class Projecting(nn.Module):
+    """Equal parts are next to nothing of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(LAYERS):
+            x = x.sin().neg().exp().tanh().cos()
+        for number in range(40 * LAYERS):
+            x = x * (number + 0.5)
+        return x.sum()
+
+
 def joint_graph(module: nn.Module, outlined: bool, precision: torch.dtype = torch.float32) -> tuple[list[str], int]:
     """The lines of the graph, and how many layers stand in it that were traced once."""
     lines: list[str] = []
@@ -187,7 +223,7 @@ def backend(outlined: bool, found: Callable[[Outline | None, Graph], None] = lam
             try:
                 return compiled(layers)
             except NotOutlined as error:
-                layers = layers.without(error.number)
+                layers = layers.without(error)
         return compiled(None)
 
     return compile_graph
@@ -225,6 +261,8 @@ def described(graph: Graph) -> list[str]:
         # Parts of the shared gradient would be added up in another order.
         (lambda: Stack(Twice), 0),
         pytest.param(Frozen, LAYERS, marks=pytest.mark.slow),
+        (lambda: Stack(Mixing), LAYERS),
+        (Permuted, LAYERS),
         # The last layer is given a gradient that is one number in all places.
         (lambda: Stack(Block, nn.Identity()), LAYERS - 1),
     ],
@@ -234,6 +272,8 @@ def described(graph: Graph) -> list[str]:
         "edits of buffers",
         "two parts of one gradient",
         "frozen in part",
+        "other dtypes",
+        "permuted",
         "expanded gradient",
     ],
 )
@@ -296,6 +336,25 @@ def test_what_needs_no_gradient_and_constants_keep_no_layer_from_being_traced_on
     torch.testing.assert_close(once, plain)
     weights = [x, *(weight for layer in module.layers for weight in (*layer.wide.parameters(), layer.narrow.weight))]
     torch.testing.assert_close(torch.autograd.grad(once[0], weights), torch.autograd.grad(plain[0], weights))
+
+
+def test_gradients_in_other_strides_cost_one_more_trace_and_not_one_for_each_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def counted(self: Outline, graph: Graph) -> Graph:
+        tried.append(len(self))
+        return inline(self, graph)
+
+    tried: list[int] = []
+    inline = Outline.inline
+    monkeypatch.setattr(Outline, "inline", counted)
+    assert joint_graph(Permuted(), True)[1] == LAYERS
+    assert tried == [LAYERS, LAYERS]
+
+
+def test_equal_parts_that_are_next_to_nothing_are_left_where_they_are() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Projecting())
+    assert joint_graph(module, True)[1] == 0  # to trace the graph once more, for one that does not fit, takes longer
 
 
 def test_a_kind_of_layers_that_does_not_fit_is_given_up_at_its_second_failure(monkeypatch: pytest.MonkeyPatch) -> None:
