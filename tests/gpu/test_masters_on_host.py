@@ -2,6 +2,7 @@
 the device has so much more memory."""
 
 import gc
+import warnings
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(1)
+
+ELEMENTS = 4096 * 8192 + 8192 * 512  # of the large model
 
 
 def device() -> str:
@@ -70,14 +73,16 @@ def test_a_device_and_the_host_see_the_same_memory(ranks: Ranks) -> None:
     assert all(found.values()), found
 
 
-def train_large(offload: tuple[str, ...], capture: bool, steps: int = 10) -> dict[str, Any]:
+def train_large(
+    offload: tuple[str, ...], capture: bool, steps: int = 10, memory: float | None = None
+) -> dict[str, Any]:
     """Of a layer with so much of it that copies take milliseconds, and fill the ring some times over."""
     torch._dynamo.reset()
     gc.collect()  # or what an earlier training has left would count as this one's
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    options: dict[str, Any] = {"offload": offload, "offload_buffer_mb": 32.0, "compute_dtype": BF16}
+    options: dict[str, Any] = {"offload": offload, "offload_buffer_mb": 32.0, "compute_dtype": BF16, "memory": memory}
     model = nn.Sequential(nn.Linear(4096, 8192, bias=False), nn.Linear(8192, 512, bias=False))
     autocast = partial(torch.autocast, "cuda", BF16, cache_enabled=False)
     more = {"cuda_graph_step": capture, "cuda_graph_model": False, "gather_transport": "collective"}
@@ -85,6 +90,7 @@ def train_large(offload: tuple[str, ...], capture: bool, steps: int = 10) -> dic
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         engine.optimizers.check(optimizer)
         engine.optimizers.arrange([optimizer])
+        plan, states = engine.memory.plan, engine.session.budget.known.states
         x, losses = torch.randn(8, 4096, device=engine.device), []
         for step in range(steps):
             with engine.train_step(), autocast():
@@ -105,7 +111,13 @@ def train_large(offload: tuple[str, ...], capture: bool, steps: int = 10) -> dic
         weights = [param.detach().cpu().clone() for param in model.parameters()]
         moments = [v.cpu().clone() for entries in optimizer.state.values() for v in entries.values() if v.dim()]
         torch.cuda.synchronize()
-        return {"values": (losses, weights, moments), "held": torch.cuda.memory_allocated() - before}
+        return {
+            "values": (losses, weights, moments),
+            "held": torch.cuda.memory_allocated() - before,
+            "offload": engine.optimizers.config.offload,
+            "away": sum(record.shard.nbytes for record in engine.sharder.live if record.is_away),
+            "without state": 0 if plan is None else plan.peak - states,
+        }
 
 
 def train_large_all_ways(capture: bool) -> list[dict[str, Any]]:
@@ -115,7 +127,22 @@ def train_large_all_ways(capture: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("capture", [False, True], ids=["own", "captured"])
 def test_much_passes_unharmed_and_leaves_the_device(ranks: Ranks, capture: bool) -> None:
     (found,) = ranks.run(1, train_large_all_ways, capture, backend="cpu:gloo,cuda:nccl", deadline=300)
-    elements = 4096 * 8192 + 8192 * 512
     here, away = found
     torch.testing.assert_close(away["values"], here["values"], rtol=0, atol=0)
-    assert here["held"] - away["held"] > 4 * elements - (16 << 20)
+    assert here["held"] - away["held"] > 4 * ELEMENTS - (16 << 20)
+
+
+def planned_and_by_hand() -> tuple[dict[str, Any], dict[str, Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a limit cannot be held by what a first step makes for a moment
+        plenty = train_large((), False, steps=1, memory=1000.0)
+        limit = (plenty["without state"] - 2 * ELEMENTS) / 2**30  # half of the master weights are too much
+        return train_large((), False, memory=limit), train_large(("optimizer", "parameters"), False)
+
+
+def test_a_plan_moves_them_before_the_first_step(ranks: Ranks) -> None:
+    ((planned, by_hand),) = ranks.run(1, planned_and_by_hand, backend="cpu:gloo,cuda:nccl", deadline=300)
+    assert {"optimizer", "parameters"} <= {*planned["offload"]}
+    assert planned["away"] == by_hand["away"] == 4 * ELEMENTS
+    torch.testing.assert_close(planned["values"], by_hand["values"], rtol=0, atol=0)
+    assert abs(planned["held"] - by_hand["held"]) < 16 << 20, "nothing of them is left on the device"

@@ -176,11 +176,12 @@ def train_wide(capture: bool | str, backend: str, sizes: tuple[int, ...] = (4096
     with engine_for(model, backend, device=device(), **more, **options) as engine:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         losses: list[float] = []
-        peak = between = 0
+        peak = between = earlier = 0
         for step in range(12 * len(sizes)):
             torch.cuda.reset_peak_memory_stats()
             for part in range(2):  # accumulated
                 x = torch.randn(sizes[step % len(sizes)], 2048, device=engine.device) + part
+                earlier = engine.executor.counters().get("offload_bytes", 0)
                 with engine.train_step():
                     loss = model(x)
                 between = torch.cuda.memory_allocated()
@@ -201,6 +202,8 @@ def train_wide(capture: bool | str, backend: str, sizes: tuple[int, ...] = (4096
             "between": between - before,
             "host": memory_by_role(engine)["activations_on_host"],
             "left": counted.get("offload_bytes", 0),
+            "left last": counted.get("offload_bytes", 0) - earlier,
+            "counted last": engine.executor.activations.amount.sent,
             "replays": counted.get("replayed_graphs", 0),
         }
 
@@ -222,6 +225,7 @@ def test_activations_leave_and_training_is_the_same(
     ((plain, away),) = ranks.run(1, train_wide_both_ways, capture, backend, sizes, backend="nccl", deadline=300)
     torch.testing.assert_close(away["values"], plain["values"], rtol=0, atol=0)
     assert away["left"] > 0
+    assert away["counted last"] == away["left last"] > 0, "of a pass, replayed or not"
     assert plain["host"] == 0
     assert away["host"] > 100 << 20
     assert away["replays"] == plain["replays"]
