@@ -229,6 +229,25 @@ def once(device: Device | None, **options: Any) -> dict[str, Any]:
         return train(device, 7, accumulate=3, **options)
 
 
+def goes_on(again: dict[str, Any]) -> dict[str, Any]:
+    """With other options, after the first step has shown that the optimizer's state has to leave."""
+    needed: dict[str, Any] = {"memory": (HELD + SAVED - 1) / GIB, "offload_buffer_mb": 0.001}
+    by_hand = {"activation_memory_budget": 0.9}  # so nothing else can
+    return train(Device(), 2, needed | by_hand | again, **needed, **by_hand)
+
+
+def goes_on_both_ways() -> list[dict[str, Any]]:
+    return [goes_on(again) for again in ({"report_stall_after_s": 20.0}, {"offload": ("activations",)})]
+
+
+def test_what_was_planned_holds_under_other_options_but_for_those_that_are_set_by_hand(ranks: Ranks) -> None:
+    [(others, offload)] = ranks.run(1, goes_on_both_ways)
+    assert others["offload"] == ("optimizer",)
+    assert tuple(others["plan"]["chosen"]["offload"]) == ("optimizer",)
+    assert others["compiles_in"] == [1], "nothing begins anew"
+    assert offload["offload"] == ("activations",)
+
+
 @pytest.mark.slow
 def test_a_later_trainer_has_its_own_budget(ranks: Ranks) -> None:
     less = {"memory": (HELD + 0.5 * SAVED) / GIB}
