@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,8 @@ BUFFER = 1 << 18  # bytes: for who reads a few of them here and there
 EXTRA = 256  # bytes: more than what stands between the name of a part of an archive and its contents
 MARK = 8  # bytes
 # By which a file is known again; not when it was last read.
-KNOWN_BY = {"size", "etag", "generation", "version_id", "lastmodified", "last_modified", "mtime", "created", "updated"}
+KNOWN_BY = {"size", "etag", "generation", "version_id", "blob_id", "md5hash", "crc32c"}
+KNOWN_BY |= {"lastmodified", "last_modified", "modified", "last_write_time", "mtime", "created", "updated"}
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.Size, torch.device, torch.layout)
 
 
@@ -114,9 +115,12 @@ class RemoteFile:
         """
         if weights_only is False or not hasattr(os, "memfd_create"):
             return None
-        with suppress(zipfile.BadZipFile, _Hidden):
+        try:
             return self._content()
-        return None
+        except (CheckpointError, pickle.UnpicklingError):
+            raise
+        except Exception:  # no archive, or none as torch writes them: who reads all of it says what is wrong
+            return None
 
     def _opened(self) -> io.BufferedReader:
         return io.BufferedReader(_File(self.ranges), BUFFER)
@@ -163,7 +167,7 @@ class RemoteFile:
         self, holes: dict[int, int], known: dict[Any, SavedValue], small: list[Tensor], value: Tensor, key: str
     ) -> Tensor:
         plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.__dict__
-        if not plain or value.is_conj() or value.is_neg():
+        if not plain or value.is_conj() or value.is_neg() or value.is_quantized:
             raise _Hidden
         storage = value.untyped_storage()
         if storage.nbytes() <= SMALL:

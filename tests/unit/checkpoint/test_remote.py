@@ -143,6 +143,7 @@ HIDDEN: dict[str, Callable[[], Any]] = {
     "in an object": lambda: Holder(torch.ones(50000)),
     "in an attribute": lambda: _marked(torch.zeros(50000)),
     "conjugated": lambda: torch.randn(30000, dtype=torch.complex64).conj(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(90000), 0.5, 0, torch.qint8),
     "sparse": lambda: torch.ones(50000).to_sparse(),
 }
 
@@ -161,6 +162,8 @@ def test_where_tensors_may_hide_all_of_it_is_read(name: str) -> None:
         assert other.held.sum() == 50000
     elif name == "sparse":
         assert other.to_dense().sum() == 50000
+    elif name == "quantized":
+        assert other.dequantize().sum() == 90000
     else:
         assert other.is_conj()
         assert other.abs().min() > 0
