@@ -3,6 +3,7 @@ format."""
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -197,7 +198,7 @@ class OpenedFolder(Opened):
                 "written it. Make one file of it with "
                 "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(), and load that into the module."
             )
-        return rest | self.state()
+        return rest | self.state(weights_only=weights_only)
 
     @property
     def written_by(self) -> str | None:
@@ -214,12 +215,13 @@ class OpenedFolder(Opened):
             except Exception as error:  # damage may show as anything, and so may code that somebody wants to be run
                 raise CheckpointError(f"{self._named(REST)} cannot be read: {type(error).__name__}: {error}") from error
 
-    def state(self, within: str = "") -> dict[str, Any]:
+    def state(self, within: str = "", weights_only: bool | None = None) -> dict[str, Any]:
         """The nested state: :class:`~lightning_zero.checkpoint.sharded.values.SavedValue` for each tensor, and other
         things as they are.
 
         Args:
             within: only what is under this key, with the key itself.
+            weights_only: as in :meth:`content`.
         """
         paths = self.metadata.planner_data or {}
         found: dict[Keys, Any] = {}
@@ -232,7 +234,7 @@ class OpenedFolder(Opened):
                 saved = self._saved(key, entry)
                 found[path] = known.setdefault(self._places(key, entry) or path, saved)
             else:
-                found[path] = self._other(key)
+                found[path] = self._load(self._info(MetadataIndex(key)), key, weights_only)
         return nested(found)
 
     def _saved(self, key: str, entry: TensorStorageMetadata) -> SavedValue:
@@ -291,18 +293,18 @@ class OpenedFolder(Opened):
                 raise self._unreadable(name, error) from error
         return self._ranges[name]
 
-    def _other(self, key: str) -> Any:
-        return self._load(self._info(MetadataIndex(key)), key)
-
-    def _load(self, info: Any, key: str) -> Any:
+    def _load(self, info: Any, key: str, weights_only: bool | None = None) -> Any:
+        name = self._named(info.relative_path)
         with self.open(info.relative_path) as file:
             part: Any = _Part(file, info.offset, info.length)
             try:
-                return torch.load(part, map_location="cpu", weights_only=True)
+                return torch.load(part, map_location="cpu", weights_only=weights_only is not False)
             except Exception as error:  # damage may show as anything
+                why = f"{type(error).__name__}: {error}"
+                if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in why:
+                    raise CheckpointError(f"{name} holds {key!r}, of a class that is not trusted: {why}") from error
                 raise CheckpointError(
-                    f"{self._named(info.relative_path)} is damaged where {key!r} lies: {type(error).__name__}: "
-                    f"{error}. Use another checkpoint."
+                    f"{name} is damaged where {key!r} lies: {why}. Use another checkpoint."
                 ) from error
 
     def _named_files(self) -> set[str]:

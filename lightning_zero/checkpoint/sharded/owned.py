@@ -3,12 +3,19 @@ them are no parameters, and a file is no place for buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.compat.tensors import tree_map_only
 
-__all__ = ["own_values"]
+__all__ = ["own_extra_state", "own_values"]
+
+EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state() gives
 
 
 def own_values(module: nn.Module) -> None:
@@ -34,6 +41,15 @@ def own_values(module: nn.Module) -> None:
                     "it is wanted. In on_load_checkpoint() set .data to value.clone(), or leave it to "
                     "load_state_dict()."
                 )
+
+
+def own_extra_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with memory of its own for what a module's ``set_extra_state()`` is given and may keep."""
+    owned: Any = copy(state)  # with torch's notes of modules' versions
+    for key, value in state.items():
+        if key.rpartition(".")[2] == EXTRA:
+            owned[key] = tree_map_only(SavedValue, SavedValue.whole, value)
+    return owned  # type: ignore[no-any-return]
 
 
 def _is_lost(value: Tensor) -> bool:

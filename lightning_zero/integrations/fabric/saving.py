@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
 from lightning_zero.checkpoint.sharded.opened import kind_of
+from lightning_zero.checkpoint.sharded.owned import own_extra_state
 from lightning_zero.compat.lightning_private import convert_state
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
@@ -90,6 +91,7 @@ class Saving(ParallelStrategy):
             module.load_state_dict(state_dict, strict=strict)
             return
         engine.before_step()
+        state_dict = own_extra_state(state_dict)
         try:
             with engine.checkpoints.loading_weights(self._loading):
                 module.load_state_dict(state_dict, strict=strict)

@@ -11,11 +11,13 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.core import saving
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -104,15 +106,13 @@ def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
         if kind_of(path) != "folder":
             return naming(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
         checkpoint = as_trainers(read_whole(path, weights_only))
-        state = {key: _whole(value, map_location) for key, value in checkpoint.get("state_dict", {}).items()}
-        return checkpoint | {"state_dict": state}
+        whole = partial(_whole, map_location=map_location)
+        return checkpoint | {"state_dict": apply_to_collection(checkpoint.get("state_dict", {}), SavedValue, whole)}
 
     return loaded
 
 
-def _whole(value: Any, map_location: Any) -> Any:
-    if not isinstance(value, SavedValue):
-        return value
+def _whole(value: SavedValue, map_location: Any) -> Any:
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu", "cpu")
     return value.whole().to(map_location) if isinstance(map_location, str | torch.device) else value.whole()

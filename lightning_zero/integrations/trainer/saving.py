@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint.sharded.folder import full_path
-from lightning_zero.checkpoint.sharded.owned import own_values
+from lightning_zero.checkpoint.sharded.owned import own_extra_state, own_values
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO, optimizer_to_device
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
@@ -273,6 +273,7 @@ class Saving(ParallelStrategy):
         if not self._prepared:
             own_values(self.lightning_module)
             self._prepare(self.lightning_module.trainer)
+        checkpoint = {**checkpoint, "state_dict": own_extra_state(checkpoint["state_dict"])}
         with self._telling(), self._require_engine().checkpoints.loading_weights(self._opened):
             super().load_model_state_dict(checkpoint, strict=strict)
 

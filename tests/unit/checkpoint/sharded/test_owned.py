@@ -1,12 +1,20 @@
-"""Values of a checkpoint that a hook has put into a module."""
+"""Values of a checkpoint that a hook has put into a module, or that a module takes as its extra state."""
+
+import io
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.owned import own_values
+from lightning_zero.checkpoint.sharded.opened import OpenedFolder
+from lightning_zero.checkpoint.sharded.owned import own_extra_state, own_values
+from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.together import Alone
+from lightning_zero.errors import CheckpointError
+from lightning_zero.integrations.trainer.finding import _reads_folders
 
 WHOLE = torch.arange(35.0).view(7, 5)
 
@@ -40,3 +48,28 @@ def test_a_parameter_that_lost_its_memory_is_named() -> None:
     module[0].weight.data = _saved()
     with pytest.raises(ValueError, match=r"'0\.weight' has no memory.*value\.clone\(\)"):
         own_values(module)
+
+
+def test_extra_state_has_memory_however_deep_it_lies(tmp_path: Path) -> None:
+    extra = {"scale": torch.arange(3.0), "list": [torch.ones(2), ("x", 1)]}
+    state = {"0._extra_state": extra, "_extra_state": torch.ones(4), "0.weight": WHOLE}
+    path = tmp_path / "x.ckpt"
+    save_sharded(path, {"state_dict": state}, {}, Alone())
+    found = own_extra_state(OpenedFolder(str(path)).content()["state_dict"])
+    assert type(found["0.weight"]) is SavedValue
+    alone = _reads_folders(torch.load)(path)["state_dict"]  # as load_from_checkpoint does
+    assert torch.equal(alone["0.weight"], WHOLE)
+    for given in (found, alone):
+        mine = given["0._extra_state"]
+        assert [type(value) for value in (given["_extra_state"], mine["scale"], mine["list"][0])] == 3 * [torch.Tensor]
+        assert torch.equal(mine["scale"], extra["scale"])
+        assert torch.equal(mine["list"][0], torch.ones(2))
+        assert mine["list"][1] == ("x", 1)
+
+
+def test_extra_state_of_any_class_is_read_where_the_file_is_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    save_sharded(path, {"state_dict": {"0._extra_state": io.BytesIO(b"abc")}}, {}, Alone())
+    with pytest.raises(CheckpointError, match=r"(?s)holds 'state_dict\.0\._extra_state', of a class.*BytesIO"):
+        OpenedFolder(str(path)).content()
+    assert OpenedFolder(str(path)).content(weights_only=False)["state_dict"]["0._extra_state"].read() == b"abc"
