@@ -62,7 +62,7 @@ def planned_and_by_hand(name: str, **options: Any) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize(
     ("world_size", "name", "options"),
     [
-        (1, "AdamW", CAPTURED | {"steps": 5}),
+        pytest.param(1, "AdamW", CAPTURED, marks=pytest.mark.slow),
         (2, "SGD", {"steps": 4}),
         pytest.param(2, "AdamW", REPLAYED, marks=pytest.mark.slow),
     ],

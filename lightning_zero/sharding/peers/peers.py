@@ -158,8 +158,10 @@ class Peers:
         self._weights.shards_wait = False
 
     def shards_leave(self) -> None:
-        """Likewise: on the host, from where no rank reaches another's, so collectives move weights."""
+        """Likewise: on the host, from where no rank reaches another's, so collectives move weights. Whoever calls this
+        sees to what depends on that."""
         self._weights.shards_leave()
+        self._told = self._ways
 
     def _take_turns(self, executor: Executor, memory: PeerMemory) -> None:
         self._rows.set_barrier(executor, self.for_gradients or self.for_weights)
