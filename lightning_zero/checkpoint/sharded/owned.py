@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.compat.modules import extra_state_suffix
 from lightning_zero.compat.tensors import tree_map_only
 
 __all__ = ["own_extra_state", "own_values"]
-
-EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state() gives
 
 
 def own_values(module: nn.Module) -> None:
@@ -47,7 +46,7 @@ def own_extra_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same with memory of its own for what a module's ``set_extra_state()`` is given and may keep."""
     owned: Any = copy(state)  # with torch's notes of modules' versions
     for key, value in state.items():
-        if key.rpartition(".")[2] == EXTRA:
+        if key.rpartition(".")[2] == extra_state_suffix:
             owned[key] = tree_map_only(SavedValue, SavedValue.whole, value)
     return owned  # type: ignore[no-any-return]
 
