@@ -9,17 +9,38 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, StateDictType, fully_shard
 
 from tests.helpers.oracle import assert_close_relative
-from tests.helpers.trainer import RTOL, Regression, close, global_losses, make_loader, make_trainer
+from tests.helpers.trainer import (
+    INPUTS,
+    OUTPUTS,
+    RTOL,
+    WIDTH,
+    Regression,
+    close,
+    global_losses,
+    make_loader,
+    make_trainer,
+    seeded,
+)
 from tests.ranks.pool import Ranks
 
 STEPS = 4
 
 
 class Scheduled(Regression):
+    """With a weight that two layers of one group share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            shared = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            self.net = nn.Sequential(nn.Linear(INPUTS, WIDTH), shared, nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
+        shared[2].weight = shared[0].weight
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
         return [optimizer], [
