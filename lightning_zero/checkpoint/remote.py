@@ -7,7 +7,6 @@ are.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import zipfile
@@ -20,70 +19,19 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.archive import check_opened
-from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.ranges import Placed
+from lightning_zero.checkpoint.remote_ranges import AT_ONCE, RemoteRanges
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.raw import HEADER, header_length
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.mapped import SMALL, take_small
 
-__all__ = ["RemoteFile", "RemoteRanges", "exists"]
+__all__ = ["RemoteFile"]
 
-BLOCK, AT_ONCE = 8 << 20, 4  # bytes of a request, and requests
-BUFFER = 1 << 18  # bytes: for who reads a few of them here and there
 EXTRA = 256  # bytes: more than what stands between the name of a part of an archive and its contents
 MARK = 8  # bytes
-# By which a file is known again; not when it was last read.
-KNOWN_BY = {"size", "etag", "generation", "version_id", "blob_id", "md5hash", "crc32c"}
-KNOWN_BY |= {"lastmodified", "last_modified", "modified", "last_write_time", "mtime", "created", "updated"}
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.Size, torch.device, torch.layout)
-
-
-class RemoteRanges:
-    """Of a file, by its URL.
-
-    Attributes:
-        size: in bytes.
-        identity: another one for each file that stands there, as far as its store tells.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._fs, self._place = located(url)
-        self.identity = self._look()
-        self.size = int(self.identity["size"])
-
-    def read(self, begin: int, into: memoryview) -> None:
-        blocks = [(begin + at, begin + min(at + BLOCK, len(into))) for at in range(0, len(into), BLOCK)]
-        done = 0
-        for first in range(0, len(blocks), AT_ONCE):
-            for data in self.several(blocks[first : first + AT_ONCE]):
-                into[done : done + len(data)] = data
-                done += len(data)
-
-    def several(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes from the first to before the second of each, at once where the store can.
-
-        Raises:
-            CheckpointError: it is another file by now, or ends too early.
-        """
-        begins, ends = zip(*spans, strict=True)
-        try:
-            found = self._fs.cat_ranges([self._place] * len(spans), list(begins), list(ends), on_error="raise")
-            now = self._look()
-        except Exception as error:  # stores raise their own
-            raise CheckpointError(f"{self._url} cannot be read: {type(error).__name__}: {error}") from error
-        if now != self.identity:
-            raise CheckpointError(f"{self._url} was replaced by another one while it was being loaded. Load it again.")
-        for data, begin, end in zip(found, begins, ends, strict=True):
-            if len(data) != end - begin:
-                raise CheckpointError(f"{self._url} gave {len(data):,} bytes where {end - begin:,} were asked for.")
-        return list(found)
-
-    def _look(self) -> dict[str, str]:
-        self._fs.invalidate_cache(self._place)
-        return {key: str(value) for key, value in self._fs.info(self._place).items() if key.lower() in KNOWN_BY}
 
 
 class RemoteFile:
@@ -103,7 +51,7 @@ class RemoteFile:
         Raises:
             CheckpointError: the file is damaged.
         """
-        check_opened(self._opened(), self._url, part, parts, read, AT_ONCE * BLOCK)
+        check_opened(self.ranges.opened(), self._url, part, parts, read, AT_ONCE)
 
     def content(self, weights_only: bool | None) -> Any:
         """What was saved, with :class:`~lightning_zero.checkpoint.sharded.values.SavedValue` for large tensors; None
@@ -122,11 +70,8 @@ class RemoteFile:
         except Exception:  # no archive, or none as torch writes them: who reads all of it says what is wrong
             return None
 
-    def _opened(self) -> io.BufferedReader:
-        return io.BufferedReader(_File(self.ranges), BUFFER)
-
     def _content(self) -> Any:
-        with zipfile.ZipFile(self._opened()) as archive:
+        with zipfile.ZipFile(self.ranges.opened()) as archive:
             entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
             directory = archive.start_dir
         if any(entry.compress_type for entry in entries):
@@ -186,42 +131,8 @@ class RemoteFile:
         return known[about]
 
 
-def exists(url: str) -> bool:
-    """Whether something is there now, whatever this host remembers."""
-    fs, place = located(url)
-    fs.invalidate_cache(place)
-    return bool(fs.exists(place))
-
-
 class _Hidden(Exception):
     """There may be tensors that nobody sees."""
-
-
-class _File(io.RawIOBase):
-    """To be read by those who know files only."""
-
-    def __init__(self, ranges: RemoteRanges) -> None:
-        self._ranges, self._at = ranges, 0
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._ranges.size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._ranges.size - self._at)]
-        if len(view):
-            self._ranges.read(self._at, view)
-        self._at += len(view)
-        return len(view)
 
 
 def _is_hole(entry: zipfile.ZipInfo) -> bool:

@@ -22,7 +22,8 @@ from lightning_zero.checkpoint.downloaded import downloaded
 from lightning_zero.checkpoint.elsewhere import write_elsewhere
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import standing
-from lightning_zero.checkpoint.remote import RemoteFile, exists
+from lightning_zero.checkpoint.remote import RemoteFile
+from lightning_zero.checkpoint.remote_ranges import exists
 from lightning_zero.checkpoint.sharded.contents import bytes_of
 from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.checkpoint.sharded.opened import DOWNLOADED

@@ -17,7 +17,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint.remote import BUFFER, RemoteFile
+from lightning_zero.checkpoint.remote import RemoteFile
+from lightning_zero.checkpoint.remote_ranges import BUFFER
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO, load_file

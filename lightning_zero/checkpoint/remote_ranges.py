@@ -1,0 +1,101 @@
+"""A file where only fsspec reaches, by ranges of its bytes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_zero.checkpoint.locating import located
+from lightning_zero.errors import CheckpointError
+
+__all__ = ["AT_ONCE", "RemoteRanges", "exists"]
+
+BLOCK, AT_ONCE = 8 << 20, 32 << 20  # bytes of a request, and of all that go out together
+BUFFER = 1 << 18  # bytes: for who reads a few of them here and there
+# By which a file is known again; not when it was last read.
+KNOWN_BY = {"size", "etag", "generation", "version_id", "blob_id", "md5hash", "crc32c"}
+KNOWN_BY |= {"lastmodified", "last_modified", "modified", "last_write_time", "mtime", "created", "updated"}
+
+
+class RemoteRanges:
+    """Of a file, by its URL.
+
+    Attributes:
+        size: in bytes.
+        identity: another one for each file that stands there, as far as its store tells.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._fs, self._place = located(url)
+        self.identity = self._look()
+        self.size = int(self.identity["size"])
+
+    def read(self, begin: int, into: memoryview) -> None:
+        blocks = [(begin + at, begin + min(at + BLOCK, len(into))) for at in range(0, len(into), BLOCK)]
+        done = 0
+        together = AT_ONCE // BLOCK
+        for first in range(0, len(blocks), together):
+            for data in self.several(blocks[first : first + together]):
+                into[done : done + len(data)] = data
+                done += len(data)
+
+    def several(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes from the first to before the second of each, at once where the store can.
+
+        Raises:
+            CheckpointError: it is another file by now, or ends too early.
+        """
+        begins, ends = zip(*spans, strict=True)
+        try:
+            found = self._fs.cat_ranges([self._place] * len(spans), list(begins), list(ends), on_error="raise")
+            now = self._look()
+        except Exception as error:  # stores raise their own
+            raise CheckpointError(f"{self._url} cannot be read: {type(error).__name__}: {error}") from error
+        if now != self.identity:
+            raise CheckpointError(f"{self._url} was replaced by another one while it was being loaded. Load it again.")
+        for data, begin, end in zip(found, begins, ends, strict=True):
+            if len(data) != end - begin:
+                raise CheckpointError(f"{self._url} gave {len(data):,} bytes where {end - begin:,} were asked for.")
+        return list(found)
+
+    def _look(self) -> dict[str, str]:
+        self._fs.invalidate_cache(self._place)
+        return {key: str(value) for key, value in self._fs.info(self._place).items() if key.lower() in KNOWN_BY}
+
+    def opened(self) -> io.BufferedReader:
+        """A file for those who know files only."""
+        return io.BufferedReader(_File(self), BUFFER)
+
+
+def exists(url: str) -> bool:
+    """Whether something is there now, whatever this host remembers."""
+    fs, place = located(url)
+    fs.invalidate_cache(place)
+    return bool(fs.exists(place))
+
+
+class _File(io.RawIOBase):
+    def __init__(self, ranges: RemoteRanges) -> None:
+        self._ranges, self._at = ranges, 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._ranges.size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._ranges.size - self._at)]
+        if len(view):
+            self._ranges.read(self._at, view)
+        self._at += len(view)
+        return len(view)
