@@ -108,6 +108,8 @@ class ShardMemory:
             if everywhere:
                 self.executor.parameters.set_shards(record.index, _parts(view, everywhere[view.dtype][1]))
         self.shards = arena
+        if self._peers is not None:
+            self._peers.shards_moved(everywhere)
         self._place_away(away)
         self._access.done_writing()
 

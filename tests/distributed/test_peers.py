@@ -1,5 +1,6 @@
 """Weights copied out of peers' memory, and gradients into it: what could go wrong with memory that others read."""
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from lightning_zero.sharding.peers import PeerMemory, gradients, weights
 from lightning_zero.sharding.peers import memory as peer_memory
 from lightning_zero.sharding.shared_memory import mapped
 from tests.helpers.models import OneLayer, TiedLayer, build, make_batches
-from tests.helpers.oracle import assert_close_relative, assert_same_bits, shard_batch
+from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
 
@@ -392,6 +393,29 @@ def test_compiled_code_gathers_nothing_by_collectives(ranks: Ranks) -> None:
     """Not even norms and embeddings, which autocast leaves in full precision."""
     for counters in ranks.run(2, what_is_copied, deadline=120):
         assert counters["copied_weights"] == counters["gathers"] > 0
+
+
+def placed_twice() -> tuple[int, int, int, Reference]:
+    model = build(OneLayer)
+    params = list(model.parameters())
+    with engine_for(model, "aot_eager", **MIXED, **COPY) as engine:
+        optimizer = torch.optim.SGD([{"params": params[::2]}, {"params": params[1::2], "lr": 0.05}], lr=0.1)
+        before, order = engine.peers.nbytes, [param.data_ptr() for param in params]
+        engine.optimizers.arrange([optimizer])
+        after, moved = engine.peers.nbytes, sum(param.data_ptr() != at for param, at in zip(params, order, strict=True))
+        return (
+            before,
+            after,
+            moved,
+            train_sharded(engine, model, make_batches(OneLayer, 3, 6), optimizer, context=autocast),
+        )
+
+
+def test_shards_that_an_optimizer_has_placed_again_take_memory_once(ranks: Ranks) -> None:
+    for before, after, moved, trained in ranks.run(2, placed_twice, deadline=120):
+        assert moved
+        assert after == before
+        assert all(map(math.isfinite, trained.losses))
 
 
 @torch.no_grad()

@@ -72,6 +72,12 @@ class PeerMemory:
         self.nbytes += numel * dtype.itemsize
         return found
 
+    def let_go(self, mine: Tensor) -> None:
+        """Memory of this rank that :meth:`empty` gave, and that no rank uses any more, goes with the last tensor in
+        it."""
+        self._owners = [owner for owner in self._owners if owner[1] is not mine]
+        self.nbytes -= mine.nbytes
+
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """What was allocated inside is given back when there was not enough for all of it."""

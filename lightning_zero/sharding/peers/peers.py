@@ -148,6 +148,10 @@ class Peers:
         """
         return self._weights.allocate_shards(executor, sizes, self._take_turns)
 
+    def shards_moved(self, everywhere: dict[torch.dtype, tuple[Tensor, list[Tensor]]]) -> None:
+        """All shards lie in what :meth:`allocate_shards` gave last."""
+        self._weights.shards_moved(everywhere)
+
     @property
     def shards_wait(self) -> bool:
         """Whether shards lie in memory of their own until :meth:`shards_settle`, since a plan may move them."""
