@@ -39,6 +39,9 @@ draw_seeds = inductor_prims.seeds
 # Calls in Dynamo's graphs of what is inside torch.utils.checkpoint: the graph of it, then its inputs. (torch 2.11+)
 CHECKPOINTS = {torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.wrap_activation_checkpoint}
 
+# Calls there of users' autograd functions: the graphs of forward and backward, then their inputs. (torch 2.11+)
+function_call = torch.ops.higher_order.autograd_function_apply
+
 ATTRIBUTES = {
     # Its name after the dot: an op is pickled by its names. (torch 2.11+)
     "torch._ops.OpOverload._overloadname",

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.compiler import BypassCache, check_node_safe
 from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compat.ops import function_call
+from lightning_zero.native.ops import NAMESPACE
 
 if TYPE_CHECKING:
     from lightning_zero.compile.outline.find import Region
 
-__all__ = ["digest_of", "key_of", "layout_of"]
+__all__ = ["digest_of", "function_body", "key_of", "layout_of"]
 
 _LITERALS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -51,15 +53,42 @@ def _returned(node: Node) -> str | None:
     return layout_of(node.meta.get(EXAMPLE))
 
 
+def function_body(node: Node) -> GraphModule | None:
+    """The graph, of forward or backward, of users' autograd functions that a node stands for."""
+    if node.op != "get_attr" or any(user.target is not function_call for user in node.users):
+        return None
+    value = getattr(node.graph.owning_module, str(node.target), None)
+    return value if isinstance(value, GraphModule) else None
+
+
+def _text_of(body: GraphModule) -> str | None:
+    """What it does; None where a text cannot say it, and where weights are read, each of which has a name."""
+    names = {node: f"%{number}" for number, node in enumerate(body.graph.nodes)}
+    lines = []
+    for node in body.graph.nodes:
+        arguments, called = _arguments(node, names), _name(node)
+        if node.op == "get_attr" or arguments is None or f"{NAMESPACE}." in called or not _safe(node):
+            return None
+        value = node.meta.get(EXAMPLE)
+        lines.append(f"{node.op} {called if node.op[:5] == 'call_' else ''} {arguments} {layout_of(value)}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _safe(node: Node) -> bool:
+    try:
+        check_node_safe(node)
+    except BypassCache:
+        return False  # its name does not say what it does
+    return True
+
+
 def digest_of(region: Region) -> str | None:
     """Equal for regions that do the same, in every process; None where a text cannot say what they do."""
     names = {node: f"%{number}" for number, node in enumerate((*region.given, *region.nodes))}
     lines = [f"given {layout_of(node.meta[EXAMPLE])} {node.op == 'placeholder'}" for node in region.given]
     for node in region.nodes:
-        try:
-            check_node_safe(node)
-        except BypassCache:
-            return None  # its name does not say what it does
+        if node.target is not function_call and not _safe(node):
+            return None
         lines.append(f"{node.op} {_name(node)} {_arguments(node, names)} {_returned(node)}")
     lines += [names[node] for node in region.results]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -76,11 +105,16 @@ def _name(node: Node) -> str:
 
 def _arguments(node: Node, names: dict[Node, str]) -> str | None:
     """As a text, with values called as in ``names``, or described."""
-    arguments = map_arg((node.args, node.kwargs), lambda read: _Named(names.get(read) or _described(read)))
+    described = {read: names.get(read) or _described(read) for read in node.all_input_nodes}
+    if None in described.values():
+        return None
+    arguments = map_arg((node.args, node.kwargs), lambda read: _Named(described[read]))
     return repr(arguments) if _plain([arguments]) else None
 
 
-def _described(node: Node) -> str:
+def _described(node: Node) -> str | None:
+    if (body := function_body(node)) is not None:
+        return _text_of(body)
     return f"<{layout_of(node.meta.get(EXAMPLE))}>"
 
 

@@ -15,13 +15,15 @@ from lightning_zero.compat.compiler import TracingContext, functorch_config, tra
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, SIDE, TANGENTS
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.graph import is_op, results
+from lightning_zero.compile.outline.alike import function_body
 from lightning_zero.compile.outline.find import Region
 from lightning_zero.compile.outline.standin import NotOutlined, end
 from lightning_zero.compile.outline.trace import TraceJoint
 
-__all__ = ["PLACE", "Body", "fake_mode", "trace_body"]
+__all__ = ["PLACE", "WITHIN", "Body", "fake_mode", "trace_body"]
 
 PLACE = "lightning_zero.place"  # key in node.meta[CUSTOM]: which node of the layer this comes from
+WITHIN = "lightning_zero.within"  # the same, of what a function does that this node calls
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,12 @@ def _alone(region: Region, strides: Sequence[Sequence[int]] | None) -> tuple[Gra
     graph, new = Graph(), {}
     for node in region.given:
         new[node] = graph.placeholder(node.name)
+    bodies: dict[str, Any] = {}
     for place, node in enumerate(region.nodes):
+        for read in node.all_input_nodes:
+            if read not in new and (body := function_body(read)) is not None:
+                bodies[str(read.target)] = _placed(body, place)
+                new[read] = graph.create_node("get_attr", read.target)
         new[node] = graph.node_copy(node, new.__getitem__)
         new[node].meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), PLACE: place}
     returned = [new[node] for node in region.results]
@@ -84,7 +91,16 @@ def _alone(region: Region, strides: Sequence[Sequence[int]] | None) -> tuple[Gra
         inputs = [_like(node.meta[EXAMPLE]) for node in region.given]
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         node.meta[EXAMPLE] = value
-    return GraphModule({}, graph), inputs
+    return GraphModule(bodies, graph), inputs
+
+
+def _placed(body: GraphModule, place: int) -> GraphModule:
+    """A copy whose nodes say which node of the layer calls them."""
+    graph = Graph()
+    graph.output(graph.graph_copy(body.graph, {}))
+    for node in graph.nodes:
+        node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), WITHIN: place}
+    return GraphModule({}, graph)
 
 
 def _like(value: Tensor) -> Tensor:
@@ -124,7 +140,8 @@ def _split(graph: Graph, region: Region) -> Body:
     begin = next((at for at, node in enumerate(work) if _in_backward(node)), len(work))
     forward, backward = work[:begin], work[begin:]
     first = set(forward)
-    if not all(map(_in_backward, backward)) or not all(node in first for node in returned[:count]):
+    # What a user's function computes in its backward without any gradient is noted as being on neither side.
+    if any(map(_in_forward, backward)) or not all(node in first for node in returned[:count]):
         raise NotOutlined("a layer's forward and backward are entangled")
     constants = {str(node.target): _constant(graph, node) for node in work if node.op == "get_attr"}
     results_, grads = tuple(returned[:count]), tuple(returned[count:])
@@ -133,6 +150,10 @@ def _split(graph: Graph, region: Region) -> Body:
 
 def _constant(graph: Graph, node: Node) -> Any:
     return getattr(graph.owning_module, str(node.target), None)
+
+
+def _in_forward(node: Node) -> bool:
+    return str(node.meta.get(SIDE)).endswith("forward")
 
 
 def _in_backward(node: Node) -> bool:

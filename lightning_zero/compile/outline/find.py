@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import BEGINNINGS, ENDS, EXAMPLE, GRADIENTS, IDLE, SETTINGLESS
 from lightning_zero.compile.frontend import storage_of, written_by
-from lightning_zero.compile.outline.alike import key_of, layout_of
+from lightning_zero.compile.outline.alike import function_body, key_of, layout_of
 from lightning_zero.compile.pieces.repeats import Run, find_runs
 
 __all__ = ["Region", "find_regions"]
@@ -89,7 +89,9 @@ def _region(work: Sequence[Node]) -> Region:
     beside = _beside(work)
     work = [node for node in work if node not in beside]
     own = set(work)
-    given = dict.fromkeys(read for node in work for read in node.all_input_nodes if read not in own)
+    given = dict.fromkeys(
+        read for node in work for read in node.all_input_nodes if read not in own and not function_body(read)
+    )
     results = [node for node in work if any(user not in own for user in node.users)]
     return Region(tuple(work), tuple(given), tuple(results))
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import BACKWARD, CUSTOM, FORWARD_MODULES, FORWARD_SOURCES, MODULES, SIDE, SOURCES
 from lightning_zero.compat.tensors import FakeTensor
-from lightning_zero.compile.outline.body import PLACE, Body
+from lightning_zero.compile.outline.body import PLACE, WITHIN, Body
 from lightning_zero.compile.outline.find import Region
 from lightning_zero.compile.outline.standin import NotOutlined
 
@@ -118,7 +118,11 @@ class Inlined:
             meta["val"] = self._own(meta["val"])
         custom = dict(meta.pop(CUSTOM, {}))
         place = custom.pop(PLACE, None)
-        if place is not None:
+        within = custom.pop(WITHIN, None)
+        if within is not None:
+            source = self._region.nodes[within].meta
+            meta |= {key: source[MODULES] for key in (MODULES, FORWARD_MODULES) if key in meta and MODULES in source}
+        elif place is not None:
             source = self._region.nodes[place].meta
             meta |= {key: source[origin] for key, origin in ORIGINS.items() if key in meta and origin in source}
             custom = dict(source.get(CUSTOM, {}))

@@ -180,6 +180,8 @@ def _with_standins(before: Graph, layers: Sequence[_Layer]) -> Graph:
     ends = {layer.region.nodes[-1]: number for number, layer in enumerate(layers)}
     inside = {node for layer in layers for node in layer.region.nodes}
     for node in before.nodes:
+        if node.op == "get_attr" and inside.issuperset(node.users):
+            continue  # the graphs of functions that layers call
         if node not in inside:
             new[node] = copy = after.node_copy(node, new.__getitem__)
             # Dynamo notes where an input comes from in an attribute of the node.

@@ -158,6 +158,38 @@ class Mixing(Block):
         return x + self.heads(mixed, mixed, mixed, need_weights=False)[0]
 
 
+class Curve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, power: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.power = power
+        return x.tanh() * power
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return (1 - x.tanh().square()) * ctx.power * grad, None
+
+
+class Bending(Block):
+    """Calls a function with a derivative of its own."""
+
+    def __init__(self, power: float = 2.0) -> None:
+        super().__init__()
+        self.power = power
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        return x + self.narrow(Curve.apply(self.wide(x), self.power))
+
+
+class Bent(Stack):
+    """Two of the functions differ in their code, and nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__(Bending)
+        self.layers.extend([Bending(3.0), Bending(4.0)])
+
+
 class Permuted(Stack):
     """Layers return what lies in memory as convolutions leave it, and get gradients that do not."""
 
@@ -263,6 +295,7 @@ def described(graph: Graph) -> list[str]:
         pytest.param(Frozen, LAYERS, marks=pytest.mark.slow),
         (lambda: Stack(Mixing), LAYERS),
         (Permuted, LAYERS),
+        (Bent, LAYERS),
         # The last layer is given a gradient that is one number in all places.
         (lambda: Stack(Block, nn.Identity()), LAYERS - 1),
     ],
@@ -274,6 +307,7 @@ def described(graph: Graph) -> list[str]:
         "frozen in part",
         "other dtypes",
         "permuted",
+        "functions with derivatives",
         "expanded gradient",
     ],
 )
