@@ -68,9 +68,9 @@ class Outline:
         """What can still be done, in the graph as it was; this one is used no more. None for nothing.
 
         Where gradients come in other strides than those of results, as of convolutions whose channels became the last
-        dimension, all layers of the kind are traced for such ones. Otherwise one layer is left out; a second of its
-        kind takes all of its kind along: each costs a trace of the whole graph, and where one is given another layout
-        because of the one before it, it is 48 of them. Whatever fails for the third time takes all.
+        dimension, this layer and its like before it are traced for such ones. Otherwise one layer is left out; a second
+        of its kind takes all of its kind along: each costs a trace of the whole graph, and where one is given another
+        layout because of the one before it, it is 48 of them. Whatever fails for the third time takes all.
         """
         self._module.graph = self._before
         if not 0 <= error.number < len(self._layers) or len(self._misfits) + 1 >= MOST_TRACES:
@@ -80,11 +80,13 @@ class Outline:
         return Outline(self._module, left, self._trace, (*self._misfits, kind)) if len(left) > 1 else None
 
     def _without(self, number: int, kind: str, strides: list[list[int]] | None) -> list[_Layer]:
+        body = None if strides is None else _body(self._layers[number].region, self._trace, strides)
+        if body is not None:  # those behind it fitted: a backward begins with the last
+            own = [at <= number and layer.digest == kind for at, layer in enumerate(self._layers)]
+            return [replace(layer, body=body) if it else layer for it, layer in zip(own, self._layers, strict=True)]
         if kind in self._misfits:
             return [layer for layer in self._layers if layer.digest != kind]
-        if strides is None or (body := _body(self._layers[number].region, self._trace, strides)) is None:
-            return [layer for at, layer in enumerate(self._layers) if at != number]
-        return [replace(layer, body=body) if layer.digest == kind else layer for layer in self._layers]
+        return [layer for at, layer in enumerate(self._layers) if at != number]
 
     def inline(self, graph: Graph) -> Graph:
         """Puts the layers into a joint graph, in place of their standins.
