@@ -3,6 +3,7 @@ that a test has it write. Those of tests/trainer/test_saving_beside_training.py 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -39,6 +40,9 @@ class Forked:
             os.dup2(theirs, 1)
             os.closerange(3, HIGHEST_FD)  # a rank's sockets must close when it dies
             sys.stdin = os.fdopen(0)
+            faulthandler.enable(
+                2
+            )  # a crash says where: forks of ranks with threads may die of what others need not fear
             writer.main()
             os._exit(0)
         except BaseException:
