@@ -32,9 +32,8 @@ def quick_draws() -> Iterator[None]:
 
 def _repeating(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def drawn(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if type(self) not in (Tensor, torch.nn.Parameter) or self.device.type != "cpu" or not self.is_contiguous():
-            return draw(self, *args, **kwargs)
-        if self.numel() <= DRAWN:
+        plain = type(self) in (Tensor, torch.nn.Parameter) and self.device.type == "cpu" and self.is_contiguous()
+        if not plain or self.numel() <= DRAWN:
             return draw(self, *args, **kwargs)
         with torch.no_grad():
             flat = self.view(-1)

@@ -11,7 +11,6 @@ import ctypes
 import os
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.reach import reach
+from lightning_zero.sharding.in_blocks import in_blocks
+from lightning_zero.sharding.reach import is_worth_its_gaps, reach
 
 __all__ = ["BLOCK", "LocalRanges", "Placed", "Ranges", "bytes_of_memory"]
 
@@ -51,15 +51,7 @@ class LocalRanges:
         weakref.finalize(self, os.close, self._number)
 
     def read(self, begin: int, into: memoryview) -> None:
-        blocks = range(0, len(into), BLOCK)
-        if len(blocks) <= 1:
-            self._read_block(begin, into)
-            return
-        # Until all have ended: a thread that goes on would write into memory that is somebody else's by then.
-        with ThreadPoolExecutor(min(THREADS, len(blocks))) as threads:
-            ends = [threads.submit(self._read_block, begin + at, into[at : at + BLOCK]) for at in blocks]
-        for end in ends:
-            end.result()
+        in_blocks(len(into), BLOCK, THREADS, lambda at, end: self._read_block(begin + at, into[at:end]))
 
     def _read_block(self, begin: int, into: memoryview) -> None:
         done = 0
@@ -128,7 +120,7 @@ class Placed:
     def _copy_spread(self, about: Tensor, into: Tensor) -> None:
         """With what lies between its elements, unless that is much."""
         span = reach(about.shape, about.stride())
-        if span <= 2 * about.numel() or span * about.itemsize <= BLOCK:
+        if is_worth_its_gaps(about, BLOCK):
             flat = torch.empty(span, dtype=self.dtype)
             self._ranges.read(self._start + int(about.storage_offset()) * about.itemsize, bytes_of_memory(flat))
             into.copy_(flat.as_strided(about.shape, about.stride()))

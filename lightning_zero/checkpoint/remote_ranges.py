@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
 
 from lightning_zero.checkpoint.locating import located
+from lightning_zero.checkpoint.window import Window
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["AT_ONCE", "RemoteRanges", "exists"]
@@ -76,26 +76,11 @@ def exists(url: str) -> bool:
     return bool(fs.exists(place))
 
 
-class _File(io.RawIOBase):
+class _File(Window):
     def __init__(self, ranges: RemoteRanges) -> None:
-        self._ranges, self._at = ranges, 0
+        super().__init__(ranges.size)
+        self._ranges = ranges
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._ranges.size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._ranges.size - self._at)]
-        if len(view):
-            self._ranges.read(self._at, view)
-        self._at += len(view)
+    def fill(self, at: int, view: memoryview) -> int:
+        self._ranges.read(at, view)
         return len(view)

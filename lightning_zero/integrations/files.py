@@ -222,9 +222,8 @@ def _load_elsewhere(io: CheckpointIO, url: str, weights_only: bool | None, ranks
         content = named(url, lambda: file.content(weights_only))
         if content is None:
             content = named(url, lambda: io.load_checkpoint(url, weights_only=weights_only))
-        if (
-            isinstance(content, dict) and "pytorch-lightning_version" in content
-        ):  # what callbacks keep outlives the loading
+        # A Trainer's: what callbacks keep of it outlives the loading.
+        if isinstance(content, dict) and "pytorch-lightning_version" in content:
             rest = {key: value for key, value in content.items() if key not in CUT}
             content |= apply_to_collection(rest, SavedValue, SavedValue.whole)
         found.append(content)

@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -180,8 +179,8 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
         objects = [unit.with_suffix(".o") for unit in units]
         lean = [LEAN, f"-I{sources / 'lean'}"]
         each = [
-            [*compiler, *FLAGS, *_quick(unit), _abi(), *lean, *includes, "-c", str(unit), "-o", str(target)]
-            for unit, target in zip(units, objects, strict=True)
+            [*compiler, *FLAGS, *_quick(sources), _abi(), *lean, *includes, "-c", str(unit), "-o", str(target)]
+            for (unit, sources), target in zip(units.items(), objects, strict=True)
         ]
         commands.all(each, partial(_compile_unit, commands, lean))
         libraries = torch_directory / "lib"
@@ -209,10 +208,11 @@ def _compile_unit(commands: Commands, lean: Sequence[str], command: list[str]) -
         _run(commands, [part for part in command if part not in lean])
 
 
-def _units(sources: Path, directory: Path) -> list[Path]:
-    """Files that include the sources: most of a source's time goes into torch's headers, so one that needs those that
-    take longest is alone, and the others share files, about as much of them each. With fewer cores two files are one,
-    of sources that need the same headers: what goes together on any machine has been tried on those of tests."""
+def _units(sources: Path, directory: Path) -> dict[Path, list[Path]]:
+    """Files that include the sources, with these: most of a source's time goes into torch's headers, so one that needs
+    those that take longest is alone, and the others share files, about as much of them each. With fewer cores two files
+    are one, of sources that need the same headers: what goes together on any machine has been tried on those of
+    tests."""
     paths = sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
     alone = [path for path in paths if path.parent.name == "bindings" or LONG_HEADERS in path.read_text()]
     alone.sort(key=lambda path: (path.name == "ops.cpp", path.parent.name == "bindings"))
@@ -220,16 +220,14 @@ def _units(sources: Path, directory: Path) -> list[Path]:
     parts += _split([path for path in paths if path not in alone], max(1, 2 * UNITS - len(alone)))
     if (os.cpu_count() or 1) < 2 * UNITS:
         parts = [sum(parts[at : at + 2], []) for at in range(0, len(parts), 2)]
-    units = []
-    for number, part in enumerate(filter(None, parts)):
-        units.append(directory / f"unit{number}.cpp")
-        units[-1].write_text("".join(f'#include "{path}"\n' for path in part))
+    units = {directory / f"unit{number}.cpp": part for number, part in enumerate(filter(None, parts))}
+    for unit, part in units.items():
+        unit.write_text("".join(f'#include "{path}"\n' for path in part))
     return units
 
 
-def _quick(unit: Path) -> list[str]:
-    sources = re.findall('"(.+)"', unit.read_text())
-    return [QUICK] if all(Path(source).parent.name == "bindings" for source in sources) else []
+def _quick(sources: Sequence[Path]) -> list[str]:
+    return [QUICK] if all(source.parent.name == "bindings" for source in sources) else []
 
 
 def _split(paths: Sequence[Path], count: int) -> list[list[Path]]:

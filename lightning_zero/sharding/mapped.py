@@ -11,15 +11,15 @@ import errno
 import mmap
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
+from lightning_zero.sharding.in_blocks import in_blocks
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.reach import reach
+from lightning_zero.sharding.reach import is_worth_its_gaps, reach
 
 __all__ = ["Mapped", "copy_mapped", "mapped", "take_small"]
 
@@ -109,7 +109,7 @@ def _fetched(values: Tensor) -> Tensor:
     if not values.numel():
         return torch.empty_like(values)
     span = reach(values.shape, values.stride())
-    if span <= 2 * values.numel() or span * values.itemsize <= BLOCK:
+    if is_worth_its_gaps(values, BLOCK):
         flat = torch.empty(span, dtype=values.dtype)
         _read(values.as_strided((span,), (1,)), flat)
         return flat.as_strided(values.shape, values.stride())
@@ -119,16 +119,9 @@ def _fetched(values: Tensor) -> Tensor:
 def _read(values: Tensor, into: Tensor) -> None:
     """Of one piece of memory each, with the same bytes."""
     total = values.numel() * values.itemsize
-    begins = range(0, total, BLOCK)
     _ask_for(values.data_ptr(), total)
-    if len(begins) <= 1:
-        _read_block(values, into, 0, total)
-        return
-    # Until all have ended: a thread that goes on would write into memory that is somebody else's by then.
-    with ThreadPoolExecutor(min(THREADS, len(begins), torch.get_num_threads())) as threads:
-        ends = [threads.submit(_read_block, values, into, begin, min(BLOCK, total - begin)) for begin in begins]
-    for end in ends:
-        end.result()
+    most = min(THREADS, torch.get_num_threads())
+    in_blocks(total, BLOCK, most, lambda begin, end: _read_block(values, into, begin, end - begin))
 
 
 def _ask_for(begin: int, length: int) -> None:

@@ -142,8 +142,8 @@ class PlannedMemory:
         with plainly():
             trained = sum(record.shard.nbytes for record in live if record.param.requires_grad)
         here = sum(record.shard.nbytes for record in live if not record.is_away)
-        buffers = config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb
-        passing = sum(int(min(2 * size * MIB, self._whole(config))) for size in buffers)
+        whole, buffers = self._whole(config), (config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb)
+        passing = sum(int(min(2 * size * MIB, whole)) for size in buffers)
         taken = here + trained + self._copies(live, used) + passing
         return max(taken - self._peers.nbytes, 0)  # which the device has given already
 

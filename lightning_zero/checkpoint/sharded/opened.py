@@ -7,7 +7,6 @@ import pickle
 import zipfile
 from collections.abc import Callable, Iterable
 from functools import partial
-from io import RawIOBase
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -30,6 +29,7 @@ from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, read_meta
 from lightning_zero.checkpoint.sharded.raw import lies_plainly, start_of
 from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.window import Window
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["DOWNLOADED", "OpenedFolder", "kind_anew", "kind_of"]
@@ -312,28 +312,14 @@ class OpenedFolder(Opened):
         return names | ({REST} if self._has(REST) else set())
 
 
-class _Part(RawIOBase):
+class _Part(Window):
     """Some bytes of a file, as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
+        super().__init__(length)
+        self._file, self._offset = file, offset
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        self._file.seek(self._offset + self._at)
+    def fill(self, at: int, view: memoryview) -> int:
+        self._file.seek(self._offset + at)
         count: int = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._at += count
         return count

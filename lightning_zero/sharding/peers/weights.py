@@ -26,7 +26,7 @@ class WeightWay(Way):
         self._away = "parameters" in config.offload
         # A plan, made once optimizers are known, may put master weights elsewhere.
         self.shards_wait = config.memory is not None
-        self._shards: list[Tensor] = []  # this rank's memory that shards lie in, and lay in before
+        self._shards: list[Tensor] = []  # this rank's memory that shards lie in
 
     def copies(self, config: EngineConfig) -> bool:
         if "parameters" in config.offload:
@@ -62,17 +62,15 @@ class WeightWay(Way):
         if not self.attempt(allocate):
             self.memory = None
             return {}
-        self._shards += [mine for mine, _ in found.values()]
         return found
 
     def shards_moved(self, everywhere: dict[torch.dtype, tuple[Tensor, list[Tensor]]]) -> None:
         """All shards lie in this memory now, and in none that was allocated for them before, which goes: an optimizer
         with two groups of parameters has them placed twice."""
-        now = [mine for mine, _ in everywhere.values()]
-        for mine in self._shards:
-            if self.memory is not None and not any(mine is other for other in now):
+        before, self._shards = self._shards, [mine for mine, _ in everywhere.values()]
+        if self.memory is not None:
+            for mine in before:
                 self.memory.let_go(mine)
-        self._shards = now
 
     def shards_leave(self) -> None:
         """No rank reaches shards from now on; before one did. Collectives move weights."""

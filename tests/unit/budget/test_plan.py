@@ -1,6 +1,7 @@
 """What is chosen for a training of some size, with what is set by hand left alone."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
@@ -8,6 +9,7 @@ import pytest
 
 from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Speed
 from lightning_zero.budget.items import BUDGETS, host_bytes, items_of, recomputed_share, size_of
+from lightning_zero.budget.knapsack import Variant
 from lightning_zero.budget.options import freedom
 from lightning_zero.budget.plan import advised, decide
 from lightning_zero.config import EngineConfig
@@ -96,19 +98,21 @@ HEAVY = replace(FACTS, weights=0.0, masters=6 * GIB)
 @pytest.mark.parametrize("limit", LIMITS)
 def test_no_other_pick_within_the_limit_is_faster(limit: float) -> None:
     facts = replace(HEAVY, limit=limit)
+    assert_the_best(facts, product(*(item.variants for item in items_of(facts, ALL))))
+
+
+def assert_the_best(facts: Facts, picks: Iterable[tuple[Variant, ...]]) -> None:
+    """What is decided is the fastest of these within the limit, or the smallest where none is."""
     base, items = facts.peak - size_of(facts.now, facts), items_of(facts, ALL)
-    picks = [
-        (base + sum(one.nbytes for one in picked), sum(one.seconds for one in picked))
-        for picked in product(*(item.variants for item in items))
-    ]
+    sizes = [(base + sum(one.nbytes for one in picked), sum(one.seconds for one in picked)) for picked in picks]
     plan = decide(facts, ALL)
     fastest = sum(min(one.seconds for one in item.variants) for item in items)
-    fitting = [seconds for nbytes, seconds in picks if nbytes <= limit]
+    fitting = [seconds for nbytes, seconds in sizes if nbytes <= facts.limit]
     assert plan.fits == bool(fitting)
     if fitting:
         assert sum(line.seconds for line in plan.lines) == pytest.approx(min(fitting) - fastest)
     else:
-        assert plan.peak == pytest.approx(min(nbytes for nbytes, _ in picks), abs=2)
+        assert plan.peak == pytest.approx(min(nbytes for nbytes, _ in sizes), abs=2)
 
 
 def least(free: Freedom) -> float:
@@ -146,19 +150,8 @@ def test_where_masters_were_laid_out_already_the_plan_says_that_they_could_have_
 @pytest.mark.parametrize("host", [5, 15, 18])
 def test_the_host_has_room_for_all_that_goes_there_together(limit: float, host: int) -> None:
     facts = replace(HEAVY, limit=limit, host=host * GIB)
-    base, items = facts.peak - size_of(facts.now, facts), items_of(facts, ALL)
-    picks = [
-        picked for picked in product(*(item.variants for item in items)) if host_bytes(picked, facts) <= facts.host
-    ]
-    sizes = [(base + sum(one.nbytes for one in picked), sum(one.seconds for one in picked)) for picked in picks]
-    plan = decide(facts, ALL)
-    fastest = sum(min(one.seconds for one in item.variants) for item in items)
-    fitting = [seconds for nbytes, seconds in sizes if nbytes <= limit]
-    assert plan.fits == bool(fitting)
-    if fitting:
-        assert sum(line.seconds for line in plan.lines) == pytest.approx(min(fitting) - fastest)
-    else:
-        assert plan.peak == pytest.approx(min(nbytes for nbytes, _ in sizes), abs=2)
+    picks = product(*(item.variants for item in items_of(facts, ALL)))
+    assert_the_best(facts, (picked for picked in picks if host_bytes(picked, facts) <= facts.host))
 
 
 def test_masters_that_have_left_stay_there_with_the_state_that_comes_with_them() -> None:
