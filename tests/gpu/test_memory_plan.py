@@ -38,7 +38,7 @@ def train(free_gib: float | None) -> dict[str, Any]:
     limit = gauge.read().here + 4.5 * weights + (free_gib or 0) * GIB
     options = {} if free_gib is None else {"memory": limit / GIB}
     losses: list[Tensor] = []
-    taken = []
+    taken, live = [], []
     with engine_for(model, "aot_eager", device=device, compute_dtype=torch.bfloat16, **options) as engine:
         optimizer = adamw(model)
         engine.optimizers.check(optimizer)
@@ -55,10 +55,13 @@ def train(free_gib: float | None) -> dict[str, Any]:
             losses.append(loss.detach())
             del loss
             taken.append(gauge.read().taken)
+            live.append(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
         plan = engine.memory.plan
         return {
             "losses": [value.item() for value in losses],
             "taken": [value / GIB for value in taken],
+            "live": [value / GIB for value in live],
             "limit": limit / GIB,
             "plan": None if plan is None else plan.as_dict(),
         }
@@ -72,7 +75,8 @@ def both() -> list[dict[str, Any]]:
 def test_a_limit_is_held_from_the_first_step_on(ranks: Ranks) -> None:
     ((free, held),) = ranks.run(1, both, backend="nccl", deadline=200)
     assert max(free["taken"]) > held["limit"], "there would be enough for all"
-    assert max(held["taken"]) <= held["limit"], [round(gib, 2) for gib in held["taken"]]
+    said = [(round(taken, 2), round(live, 2)) for taken, live in zip(held["taken"], held["live"], strict=True)]
+    assert max(held["taken"]) <= held["limit"], (held["limit"], said)
     assert held["plan"]["fits"]
     assert held["plan"]["first_step"] <= held["plan"]["limit"]
     assert held["plan"]["chosen"]["activation_memory_budget"] < 1.0
