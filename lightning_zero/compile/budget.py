@@ -23,6 +23,7 @@ from lightning_zero.budget.facts import Chosen, Facts, Freedom
 from lightning_zero.budget.items import ACTIVATIONS, WEIGHTS, carried_out
 from lightning_zero.budget.options import as_set, freedom
 from lightning_zero.budget.plan import MemoryPlan, advised, decide
+from lightning_zero.compile.cache import CacheLimit
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.compile.course import Course, Decided
 from lightning_zero.compile.first_step import FirstStep
@@ -65,6 +66,7 @@ class MeasuredBudget:
         accumulates: tells whether micro-batches have been announced whose gradients could wait; likewise.
         plan: the last one that was made; None where there is no limit, or nothing is known yet.
         first_step: holds the first step within the limit.
+        cache: holds what the allocator keeps of later ones within it.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class MeasuredBudget:
         self._group = group
         self._gauge = gauge
         self._measuring = Measuring(progress, plans, executor, gauge)
+        self.cache = CacheLimit(gauge, progress.report)
         self.known = Known()
         self.captured: Callable[[], bool] = lambda: False
         self.apply: Callable[[EngineConfig, Chosen], None] = lambda config, chosen: None

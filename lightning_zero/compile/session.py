@@ -100,6 +100,11 @@ class CompileSession:
         self.budget = MeasuredBudget(self.progress, self.plans, executor, mesh.control_group, MemoryGauge(mesh.device))
         self.calls: CompiledCalls | None = None
 
+    @property
+    def compiled(self) -> int:
+        """How much has been compiled so far: another number means that other code runs."""
+        return self.progress.compiled + self.plans.count
+
     def begin(self, replays: Replays) -> None:
         """Makes the compiler, whose graphs ``replays`` wraps. Measures transfers, on all ranks together, where the
         options need that."""

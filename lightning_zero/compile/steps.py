@@ -58,6 +58,13 @@ class CompiledSteps:
         used = config.compute_dtype if config.compiled.enabled else None  # what is not compiled casts what it has read
         kept = self.session.next_pass()
         self.sharder.memory.keep_resident(used, small_weight_bytes(config.compiled), kept)
+        if not self._first_pass:
+            self.session.budget.cache.forward_begins(self.session.config.memory, self.session.compiled)
+
+    @property
+    def _first_pass(self) -> bool:
+        """Whether it is under way, which looks after what is cached by itself."""
+        return self.session.budget.first_step.saves is not None
 
     def _look_at_what_left(self, megabytes: float | None) -> None:
         """Whether the last pass kept to the amount; see ``offload/amount.py`` for what nobody knows beforehand."""
@@ -96,14 +103,20 @@ class CompiledSteps:
     def stepped(self) -> None:
         """An optimizer steps now. Harmless when repeated."""
         self.session.budget.optimizer_steps()
+        if not self._first_pass:
+            self.session.budget.cache.optimizer_steps(self.session.config.memory, self.session.compiled)
 
     def backward_begins(self) -> None:
         """A forward is over, and its backward comes."""
         self.session.budget.backward_begins()
+        if not self._first_pass:
+            self.session.budget.cache.phase_begins(self.session.config.memory, self.session.compiled)
 
     def make_room(self) -> None:
-        """Memory of CUDA graphs of forward and backward is given back where little is left."""
+        """Something runs that is not a training step. Memory of CUDA graphs of forward and backward is given back where
+        little is left."""
         self._replays.make_room()
+        self.session.budget.cache.evaluates(self.session.config.memory, self.session.compiled)
 
     def reset(self) -> None:
         """Likewise, and what was half done is forgotten."""

@@ -65,6 +65,11 @@ class MemoryGauge:
         """Whether the device says how much memory it has; a CPU does not."""
         return self._device.type != "cpu"
 
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream: nothing can be given back meanwhile."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def start(self, anew: bool = False) -> None:
         """Peaks count from now on. ``anew``: what the allocator has cached from before is given back first, so that
         what it reserves later was needed later. Torch's own peak statistics are reset."""

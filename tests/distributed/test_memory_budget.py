@@ -257,3 +257,58 @@ def test_a_later_trainer_has_its_own_budget(ranks: Ranks) -> None:
         assert found["compiles_in"] == [1, AGAIN, 9, 13]
     for found in ranks.run(2, train, Device(eager=1000), 7, {}, **less):
         assert (found["activations"], found["plan"]) == (1.0, None)
+
+
+class Caching(MemoryGauge):
+    """A device whose allocator has let go of 5 GiB whenever it is looked at, but for the look behind giving back."""
+
+    exists = True
+    given_back = 0
+    empty_now = False
+
+    def start(self, anew: bool = False) -> None:
+        pass
+
+    def empty(self) -> None:
+        Caching.given_back, Caching.empty_now = Caching.given_back + 1, True
+
+    def read(self) -> DeviceMemory:
+        cached = 0 if Caching.empty_now else 5 * GIB
+        Caching.empty_now = False
+        return DeviceMemory(80 * GIB, 0, 0, 5 * GIB, 3 * GIB, cached)
+
+
+def given_back(memory: Any, then: Any) -> list[int]:
+    """In each training step; with other options from the fourth on; and in an evaluation behind them."""
+    torch._dynamo.reset()
+    Caching.given_back, model, found = 0, build(Blocks), []
+    with (
+        patch("lightning_zero.compile.session.MemoryGauge", Caching),
+        engine_for(model, memory=memory, compile=False) as engine,
+    ):
+        optimizer = adamw(model)
+        for number, batch in enumerate(make_batches(Blocks, 6, 4)):
+            if number in (0, 3):
+                engine.configure(config(compile=False, memory=memory if number == 0 else then))
+                engine.optimizers.check(optimizer)
+                engine.optimizers.arrange([optimizer])
+            before = Caching.given_back
+            with engine.train_step():
+                loss = case_loss(model, batch)
+            engine.cycle.before_backward()
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+            found.append(Caching.given_back - before)
+        before = Caching.given_back
+        engine.cycle.eval_step()
+        found.append(Caching.given_back - before)
+    return found
+
+
+def test_what_the_allocator_caches_is_given_back_in_a_training_with_a_limit_and_in_no_other(ranks: Ranks) -> None:
+    # The first step gives back by itself, before its backward and before the optimizer makes its state.
+    assert ranks.run(1, given_back, 8.0, None) == [[2, 3, 3, 0, 0, 0, 0]]
+    assert ranks.run(1, given_back, None, 8.0) == [[0, 0, 0, 2, 3, 3, 1]]
+    assert ranks.run(1, given_back, "auto", "auto") == [[2, 0, 0, 0, 0, 0, 0]]
