@@ -332,8 +332,8 @@ class MeasuredBudget:
         return None
 
     def next_plan(self, config: EngineConfig, requested: int) -> MemoryPlan | None:
-        """After this rank's device had no memory for so many bytes: what would fit, by this rank's numbers alone. None
-        where the device does not tell."""
+        """After this rank's device had no memory for so many bytes: what would fit, by this rank's numbers alone; where
+        nothing fits in the limit that is set, within the device. None where the device does not tell."""
         if not self._gauge.exists:
             return None
         memory, now = self._gauge.read(), self.now(config)
@@ -347,7 +347,10 @@ class MeasuredBudget:
         facts = measured(self.known, limit, quiet, False, now)
         free = freedom(replace(config, memory="auto"), (*self.known.may_leave, *self.known.before))
         later = () if now.weights else (WEIGHTS,)
-        return decide(replace(facts, source="estimated", weights=now.weights), free, later)
+        facts = replace(facts, source="estimated", weights=now.weights)
+        within = decide(facts, free, later)
+        beyond = within if within.fits else decide(replace(facts, limit=limit_of("auto", memory.total)), free, later)
+        return beyond if beyond.fits else within
 
     # -- telling
 

@@ -6,6 +6,7 @@ wants it, and what users are told after their device was full.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -34,7 +35,7 @@ from lightning_zero.step.optimizers import OptimizerSteps
 
 __all__ = ["PlannedMemory"]
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 WITH_MASTERS = ("optimizer", MASTERS)  # which come and go together
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -213,12 +214,23 @@ class PlannedMemory:
             options["reshard_after_forward"] = True
         if not plan.fits or not options:
             return f"lightning_zero: nothing that may be chosen is estimated to fit. {plan.instead()}"
+        if isinstance(config.memory, int | float) and plan.limit > config.memory * GIB:
+            options = {"memory": _rounded_up(plan)} | options
         arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        planned = "" if config.memory is not None else " memory='auto' has this planned from the beginning."
+        # A plan from the beginning moves master weights before anything is known of activations, which are in the way.
+        found = config.memory is None and (
+            MASTERS in self._session.budget.known.away or MASTERS not in plan.chosen.offload
+        )
+        planned = " memory='auto' has this planned from the beginning." if found else ""
         return (
             f"lightning_zero: ZeroStrategy({arguments}) is estimated to fit, with {gib(plan.peak)} GiB of "
             f"{gib(plan.limit)} at the peak.{planned}"
         )
+
+
+def _rounded_up(plan: MemoryPlan) -> float:
+    """GiB that the plan fits in, to a tenth where that is within its limit."""
+    return min(math.ceil(plan.peak / GIB * 10) / 10, plan.limit / GIB)
 
 
 def _requested(said: str) -> int:

@@ -1,6 +1,8 @@
 """``memory=`` under a Trainer and under Fabric: the plan that users see, and what an error says of a full device."""
 
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,12 +11,15 @@ import pytest
 import torch
 
 from lightning_zero import PlanReport
+from lightning_zero.compile.known import Known
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from lightning_zero.step.planned import PlannedMemory
 from tests.helpers.fabric import closing, make_fabric, network, set_up
 from tests.helpers.trainer import Regression, close, fitted, make_loader, make_strategy, make_trainer
 from tests.ranks.pool import Ranks
 
-TOTAL = 100 * 2**30
+GIB = 2**30
+TOTAL = 100 * GIB
 
 
 class Full(MemoryGauge):
@@ -62,6 +67,58 @@ def test_after_an_out_of_memory_error_the_error_says_what_would_fit(ranks: Ranks
     ([note],) = ranks.run(1, notes, "auto")
     assert "is estimated to fit" in note
     assert "planned from" not in note
+
+
+class FullOfState(MemoryGauge):
+    """A device that fills up in the second step, with 8 GiB of an optimizer's state, 8 of master weights, and with what
+    nobody has a choice about."""
+
+    exists = True
+    full = False
+    state = 8 * GIB
+
+    def start(self, anew: bool = False) -> None:
+        pass
+
+    def read(self) -> DeviceMemory:
+        taken = TOTAL - GIB if self.full else 2 * GIB
+        return DeviceMemory(TOTAL, GIB, taken, self.state if self.full else GIB, GIB)
+
+
+class Filling(Greedy):
+    def training_step(self, batch: Any, index: int) -> Any:
+        FullOfState.full = index == 1
+        return super().training_step(batch, index)
+
+
+def notes_of_state(memory: Any, state: int = 8) -> list[str]:
+    known, FullOfState.full, FullOfState.state = PlannedMemory._known, False, state * GIB
+
+    def and_more(self: PlannedMemory, *args: Any) -> Known:
+        return replace(known(self, *args), states=state * GIB, to_come=0, masters=8 * GIB, ring=GIB // 4, host=1e12)
+
+    with (
+        patch("lightning_zero.compile.session.MemoryGauge", FullOfState),
+        patch.object(PlannedMemory, "_known", and_more),
+        pytest.raises(torch.OutOfMemoryError) as caught,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        trainer = make_trainer("compiled", memory=memory, precision="bf16-mixed")
+        trainer.fit(Filling(), make_loader("compiled", 3))
+    return caught.value.__notes__
+
+
+def test_an_error_names_master_weights_that_only_setup_can_move_and_a_larger_limit(ranks: Ranks) -> None:
+    # 102 GiB would be needed. Without the state and the masters, but for a quarter of buffers, it is 86.25.
+    away = "offload=('optimizer', 'parameters')"
+    ([note],) = ranks.run(1, notes_of_state, None)
+    assert f"ZeroStrategy({away}) is estimated to fit, with 86.25 GiB of 90.00" in note
+    assert "planned from the beginning" not in note, "before the first step nothing would have been moved"
+    ([note],) = ranks.run(1, notes_of_state, 80)
+    assert f"ZeroStrategy(memory=86.3, {away}) is estimated to fit, with 86.25 GiB of 90.00" in note
+    ([note],) = ranks.run(1, notes_of_state, 80, 1)
+    assert "nothing that may be chosen is estimated to fit" in note
 
 
 def raise_it(*_: Any) -> None:
