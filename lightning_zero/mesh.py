@@ -218,6 +218,12 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.control_group)
         return values
 
+    def first_error(self, error: str | None) -> tuple[int, str] | None:
+        """The first that a rank reports, behind that rank's number; None if none does. Whoever may fail asks for it
+        before going on, so that no rank waits for one that has failed. Collective, on the CPU."""
+        errors = self.gathered(error)
+        return next(((rank, text) for rank, text in enumerate(errors) if text is not None), None)
+
 
 def hosts_of(names: Sequence[str], ranks_per_host: int | None = None) -> tuple[int, ...]:
     """Of each rank the number of its host, given what it calls its host.

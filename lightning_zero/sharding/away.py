@@ -72,11 +72,10 @@ class MastersOnHost:
             self.allocate(sizes)
         except HostMemoryError as failure:
             error = str(failure)
-        first = next((text for text in mesh.gathered(error) if text is not None), None)
-        if first is not None:
+        if (first := mesh.first_error(error)) is not None:
             raise HostMemoryError(
                 "Nothing but master weights on the host would hold memory=. Pass offload=('optimizer',) to keep them, "
-                f"with less in a batch, or: {first}"
+                "with less in a batch, or, on rank {}: {}".format(*first)
             )
 
     def on_host(self, shard: Tensor) -> Tensor:

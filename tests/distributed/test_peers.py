@@ -24,6 +24,7 @@ from lightning_zero.sharding.peers import PeerMemory, gradients, weights
 from lightning_zero.sharding.peers import memory as peer_memory
 from lightning_zero.sharding.shared_memory import mapped
 from tests.helpers.models import OneLayer, TiedLayer, build, make_batches
+from tests.helpers.options import config
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
 from tests.ranks.pool import Ranks
@@ -416,6 +417,29 @@ def test_shards_that_an_optimizer_has_placed_again_take_memory_once(ranks: Ranks
         assert moved
         assert after == before
         assert all(map(math.isfinite, trained.losses))
+
+
+def trained_with_other_options() -> list[tuple[int, float]]:
+    """What this rank has of memory that peers reach after the first step, which is not compiled, of each training, and
+    its loss."""
+    model, found = build(OneLayer), []
+    with engine_for(model, "aot_eager", **MIXED, **COPY) as engine:
+        optimizer = sgd(model)
+        others = ({}, {"reduce_bucket_mb": 128.0}, {"compute_dtype": torch.float16}, {"compile": False}, {})
+        for other, batch in zip(others, make_batches(OneLayer, len(others), 6), strict=True):
+            engine.configure(config(**{"compile_backend": "aot_eager", **MIXED, **COPY, **other}))
+            engine.optimizers.arrange([optimizer])
+            trained = train_sharded(engine, model, [batch], optimizer, context=autocast)
+            found.append((engine.peers.nbytes, trained.losses[0]))
+    return found
+
+
+def test_later_trainings_with_other_options_take_no_more_memory_that_peers_reach(ranks: Ranks) -> None:
+    """Larger buckets go through the same staging in more rounds, and what is computed in another dtype reads shards."""
+    for found in ranks.run(2, trained_with_other_options, deadline=120):
+        assert len({nbytes for nbytes, _ in found}) == 1
+        assert found[0][0] > 0
+        assert all(math.isfinite(loss) for _, loss in found)
 
 
 @torch.no_grad()

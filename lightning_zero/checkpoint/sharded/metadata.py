@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.sharded.writing import Placed
+from lightning_zero.checkpoint.sharded.writing import Written
 from lightning_zero.compat.distributed import MemoryFormat, StorageInfo, get_layout
 from lightning_zero.errors import CheckpointError
 
@@ -56,7 +56,7 @@ ALLOWED = {
 }
 
 
-def metadata_of(placed: Iterable[Placed], paths: Mapping[str, Keys], save_id: str) -> Metadata:
+def metadata_of(placed: Iterable[Written], paths: Mapping[str, Keys], save_id: str) -> Metadata:
     """As torch's own saving would make it.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_zero.checkpoint.sharded.hashed import FileSum, digest_of
 from lightning_zero.checkpoint.sharded.metadata import Keys, metadata_of
-from lightning_zero.checkpoint.sharded.writing import Placed, RankFiles
+from lightning_zero.checkpoint.sharded.writing import RankFiles, Written
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Brief", "Plans"]
@@ -71,7 +71,7 @@ class Plans:
             # A text of a pickle has its length before it, so another one of the same length may take its place.
             if len(before) == len(save_id) and data.count(before.encode()) == 1:
                 return data.replace(before.encode(), save_id.encode())
-        placed: list[list[Placed]] = [pickle.loads(zlib.decompress(plan)) for _, plan in self._got]
+        placed: list[list[Written]] = [pickle.loads(zlib.decompress(plan)) for _, plan in self._got]
         data = pickle.dumps(metadata_of(chain.from_iterable(placed), paths, save_id))
         self._metadata = key, save_id, data
         return data

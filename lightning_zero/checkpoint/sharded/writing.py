@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.hashed import FileSum, HashedFile
 
-__all__ = ["Blob", "Piece", "Placed", "RankFiles", "file_name", "packed", "write_pieces"]
+__all__ = ["Blob", "Piece", "RankFiles", "Written", "file_name", "packed", "write_pieces"]
 
 MOST_FILES = 4  # of one rank, each written by a thread of its own
 ALIGNMENT = 64  # bytes
@@ -65,8 +65,8 @@ def packed(value: Any) -> bytes:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Where something lies.
+class Written:
+    """What was written, and where it lies.
 
     Attributes:
         keys: in the checkpoint.
@@ -92,7 +92,7 @@ class RankFiles:
     """What one rank has written: sums of its files by name, and what lies in them."""
 
     sums: Mapping[str, FileSum]
-    placed: Sequence[Placed]
+    placed: Sequence[Written]
 
 
 def file_name(rank: int, number: int) -> str:
@@ -134,7 +134,7 @@ def _shared_out(items: list[Piece | Blob]) -> list[list[Piece | Blob]]:
 
 def _write_file(
     name: str, items: list[Piece | Blob], create: Callable[[str], BinaryIO], wrote: Callable[[int], None]
-) -> tuple[FileSum, list[Placed]]:
+) -> tuple[FileSum, list[Written]]:
     placed = []
     with HashedFile(create(name)) as file:
         for item in items:
@@ -146,7 +146,7 @@ def _write_file(
                 torch.save(_alone(item.values), file)  # type: ignore[arg-type]
             else:
                 file.write(item.data)
-            placed.append(Placed(item.keys, name, begin, file.tell() - begin, whole, dtype, box))
+            placed.append(Written(item.keys, name, begin, file.tell() - begin, whole, dtype, box))
             wrote(item.bytes)
     return file.sum, placed
 

@@ -103,9 +103,10 @@ class PeerMemory:
         return result
 
     def first_error(self, error: str | None) -> str | None:
-        """The first that a rank reports, and on which, the same on every rank; None if none does. Collective."""
-        errors = self._mesh.gathered(error)
-        return next((f"on rank {rank} ({text})" for rank, text in enumerate(errors) if text is not None), None)
+        """The first that a rank reports, and on which, in words; None if none does. The same on every rank.
+        Collective."""
+        first = self._mesh.first_error(error)
+        return None if first is None else "on rank {} ({})".format(*first)
 
     def _of_host(self, values: list[Any]) -> list[Any]:
         """Those of this rank's host, of all ranks' values."""

@@ -167,7 +167,7 @@ def waiting(records: Records, executor: Any) -> tuple[ShardMemory, Any]:
     peers = MagicMock(shards_wait=True)
     peers.allocate_shards.return_value = {}
     peers.shards_settle = peers.shards_leave = MagicMock(side_effect=lambda: setattr(peers, "shards_wait", False))
-    memory = ShardMemory(executor, MagicMock(device=CPU, gathered=lambda value: [value]), records, peers)
+    memory = ShardMemory(executor, MagicMock(device=CPU, first_error=lambda error: None), records, peers)
     memory.place(records.live)
     return memory, peers
 
