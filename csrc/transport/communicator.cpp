@@ -41,6 +41,7 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
   Pending pending;
   const auto received = bytes / size() * (size() - 1);
   const bool meets = *what != 0, replayed = recording_ && has_streams(device_);
+  const bool slowed = link && received > 0;
   if (meets && replayed)
     line_.add(lane_);
   if (watchdog_ && meets) {
@@ -52,7 +53,7 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
   }
   if (!has_streams(device_)) {
     pending.works_ = launch(/*async=*/true);
-    if (link && received > 0)
+    if (slowed)
       pending.arrives_ = link->arrival(received);
     pending.continuation_ = std::move(then);
     if (synchronize_each)
@@ -70,6 +71,8 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
     inputs_ready.block(stream_);
     if (meets)
       line_.enter(stream_);
+    if (slowed)
+      link->take(received, stream_, lane_);
     // Not async: c10d then queues the collective on the current stream, ours. It may return no Work.
     for (auto& work : launch(/*async=*/false)) {
       if (work)
@@ -77,8 +80,8 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
     }
     if (meets)
       line_.leave(stream_);
-    if (link && received > 0)
-      link->hold(received, stream_);
+    if (slowed)
+      link->hold(stream_, lane_);
     if (then)
       then();
     pending.fence_.record(stream_);

@@ -13,8 +13,10 @@ SlowLink::SlowLink(double bytes_per_s, const c10::Device& device, const std::opt
   if (!code)
     return;
   const auto& driver = CudaDriver::instance();
-  kernel_ = driver.find_kernel(driver.load_module(code->const_data_ptr()), "hold");
-  device_free_at_ = tensors::zeros(1, at::TensorOptions().dtype(at::kLong).device(device));
+  void* module = driver.load_module(code->const_data_ptr());
+  take_ = driver.find_kernel(module, "take");
+  hold_ = driver.find_kernel(module, "hold");
+  times_ = tensors::zeros(1 + LANES, at::TensorOptions().dtype(at::kLong).device(device));
 }
 
 SlowLink::Clock::time_point SlowLink::arrival(int64_t bytes) {
@@ -24,11 +26,22 @@ SlowLink::Clock::time_point SlowLink::arrival(int64_t bytes) {
   return free_at_;
 }
 
-void SlowLink::hold(int64_t bytes, const c10::Stream& stream) const {
-  void* free_at = device_free_at_.mutable_data_ptr<int64_t>();
+uint64_t* SlowLink::time(int64_t which) const {
+  return reinterpret_cast<uint64_t*>(times_.mutable_data_ptr<int64_t>()) + which;
+}
+
+void SlowLink::take(int64_t bytes, const c10::Stream& stream, Lane lane) const {
+  auto* free_at = time(0);
+  auto* arrives = time(1 + static_cast<int64_t>(lane));
   auto nanoseconds = static_cast<uint64_t>(1e9 * static_cast<double>(bytes) / bytes_per_s_);
-  std::array<void*, 2> arguments = {&free_at, &nanoseconds};
-  CudaDriver::instance().launch(kernel_, 1, 1, stream, arguments.data());
+  std::array<void*, 3> arguments = {&free_at, &nanoseconds, &arrives};
+  CudaDriver::instance().launch(take_, 1, 1, stream, arguments.data());
+}
+
+void SlowLink::hold(const c10::Stream& stream, Lane lane) const {
+  auto* arrives = time(1 + static_cast<int64_t>(lane));
+  std::array<void*, 1> arguments = {&arrives};
+  CudaDriver::instance().launch(hold_, 1, 1, stream, arguments.data());
 }
 
 }  // namespace lightning_zero

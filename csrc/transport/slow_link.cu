@@ -6,16 +6,19 @@ __device__ unsigned long long nanoseconds() {
   return now;
 }
 
-// The link is taken for so long, from when it is free; returns when that is over.
-extern "C" __global__ void hold(unsigned long long* free_at, unsigned long long takes) {
-  unsigned long long seen = *free_at, end;
+// The link is taken for so long, from when it is free; `end`: until when.
+extern "C" __global__ void take(unsigned long long* free_at, unsigned long long takes, unsigned long long* end) {
+  unsigned long long seen = *free_at;
   for (;;) {
     const unsigned long long now = nanoseconds();
-    end = (seen > now ? seen : now) + takes;
-    const unsigned long long before = atomicCAS(free_at, seen, end);
+    *end = (seen > now ? seen : now) + takes;
+    const unsigned long long before = atomicCAS(free_at, seen, *end);
     if (before == seen)
-      break;
+      return;
     seen = before;
   }
-  while (nanoseconds() < end) __nanosleep(500);
+}
+
+extern "C" __global__ void hold(const unsigned long long* end) {
+  while (nanoseconds() < *end) __nanosleep(500);
 }

@@ -276,7 +276,6 @@ def main() -> None:
     start.begin = time.perf_counter()
     trainer.fit(module, DataLoader(Data(row, lengths), batch_size=None, num_workers=4))
     steady, leads = (values[: ARGS.steps - ARGS.warm - 1] for values in (clock.milliseconds(), clock.leads()))
-    free, total = torch.cuda.mem_get_info()
     result = {
         "model": ARGS.model,
         "strategy": ARGS.strategy + "_no_reshard" * ARGS.no_reshard,
@@ -287,7 +286,7 @@ def main() -> None:
         "start_s": round(start.seconds, 1),
         "peak_gib": clock.peak,
         "reserved_gib": clock.reserved,
-        "device_gib": round((total - free) / 2**30, 2),
+        "device_gib": clock.device,
         "last_loss": round(float(clock.loss), 4),
         "torch": torch.__version__,
     } | start.counters

@@ -25,6 +25,7 @@ class Clock(pl.Callback):
         self.profiler: Any = None
         self.peak: float | None = None
         self.reserved: float | None = None
+        self.device: float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.ask:
@@ -52,6 +53,9 @@ class Clock(pl.Callback):
             peers = getattr(trainer.strategy, "peer_bytes", 0)
             self.peak = round((torch.cuda.max_memory_allocated() + of_graphs() + peers) / 2**30, 2)
             self.reserved = round((torch.cuda.max_memory_reserved() + peers) / 2**30, 2)
+            # Now: when `fit` returns, strategies have given back what they please.
+            free, total = torch.cuda.mem_get_info()
+            self.device = round((total - free) / 2**30, 2)
 
     @staticmethod
     def mark() -> torch.cuda.Event | float:

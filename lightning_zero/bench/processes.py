@@ -55,7 +55,8 @@ class JobEnd:
         stuck = [rank for rank, status in enumerate(self.status) if status is None]
         if stuck:
             ranks = ", ".join(map(str, stuck))
-            return f"not over after {self.limit_s:g} s (ranks {ranks}); the last lines: {self._last(stuck[0])}"
+            # The reason comes last: of a row that failed a table shows one line, the last, as of an exception.
+            return f"{self._last(stuck[0])}\nnot over after {self.limit_s:g} s (ranks {ranks})"
         return ""
 
     def _last(self, rank: int) -> str:

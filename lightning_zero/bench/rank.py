@@ -57,16 +57,11 @@ def train(job: Job) -> dict[str, Any] | None:
         "start_s": round(start.seconds, 1),
         "peak_gib": clock.peak,
         "reserved_gib": clock.reserved,
-        "device_gib": _device_gib() if gpus else None,
+        "device_gib": clock.device,
         "last_loss": round(float(clock.loss), 4),
         "ranks": trainer.world_size,
         "counters": start.counters,
     }
-
-
-def _device_gib() -> float:
-    free, total = torch.cuda.mem_get_info()
-    return round((total - free) / 2**30, 2)
 
 
 def main(job: str, file: str) -> None:

@@ -66,7 +66,7 @@ time.sleep(600)
 """
     end = run_ranks(["-c", script], 1, 3.0)
     assert end.status == (None,)
-    assert end.failed == "not over after 3 s (ranks 0); the last lines: waiting"
+    assert end.failed == "waiting\nnot over after 3 s (ranks 0)"
     _gone(int(file.read_text()))
 
 
