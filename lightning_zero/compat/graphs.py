@@ -8,6 +8,11 @@ RECOMPUTE = "recompute"
 # The number of a region; the partitioner honours what it is told only among nodes that have one. (torch 2.11+)
 REGION = "ac_graph_id"
 
+# In the meta data of a checkpointed region's graph: a function that makes users' choice of what is saved. (torch 2.11+)
+POLICY = "_checkpoint_context_fn"
+# Its attribute by which they name it for caches: documented where torch misses it. (torch 2.13+)
+POLICY_HASH = "cache_hash"
+
 # On which side of the partition a node has to be, whatever it depends on. (torch 2.11+)
 SIDE = "partitioner_tag"
 

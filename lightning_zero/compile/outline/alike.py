@@ -15,12 +15,13 @@ from torch.fx.node import map_arg
 from lightning_zero.compat.compiler import BypassCache, check_node_safe
 from lightning_zero.compat.graphs import EXAMPLE
 from lightning_zero.compat.ops import function_call
+from lightning_zero.compile.outline.called import called_body, is_region, policy_of
 from lightning_zero.native.ops import NAMESPACE
 
 if TYPE_CHECKING:
     from lightning_zero.compile.outline.find import Region
 
-__all__ = ["digest_of", "function_body", "key_of", "layout_of"]
+__all__ = ["digest_of", "key_of", "layout_of"]
 
 _LITERALS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -53,28 +54,27 @@ def _returned(node: Node) -> str | None:
     return layout_of(node.meta.get(EXAMPLE))
 
 
-def function_body(node: Node) -> GraphModule | None:
-    """The graph, of forward or backward, of users' autograd functions that a node stands for."""
-    if node.op != "get_attr" or any(user.target is not function_call for user in node.users):
-        return None
-    value = getattr(node.graph.owning_module, str(node.target), None)
-    return value if isinstance(value, GraphModule) else None
-
-
-def _text_of(body: GraphModule) -> str | None:
-    """What it does; None where a text cannot say it, and where weights are read, each of which has a name."""
+def _text_of(body: GraphModule, region: bool) -> str | None:
+    """What it does; None where a text cannot say it, and where functions read weights, each of which has a name: what
+    they do is not told apart later on, as what regions do is."""
     names = {node: f"%{number}" for number, node in enumerate(body.graph.nodes)}
-    lines = []
+    lines = [policy_of(body)]
     for node in body.graph.nodes:
-        arguments, called = _arguments(node, names), _name(node)
-        if node.op == "get_attr" or arguments is None or f"{NAMESPACE}." in called or not _safe(node):
-            return None
+        inner = called_body(node) if region else None
+        arguments, called = _arguments(node, names) if inner is None else _described(node), _name(node)
         value = node.meta.get(EXAMPLE)
-        lines.append(f"{node.op} {called if node.op[:5] == 'call_' else ''} {arguments} {layout_of(value)}")
+        layout = layout_of(value)
+        if arguments is None or not _safe(node) or (node.op == "get_attr" and inner is None):
+            return None
+        if (value is not None and layout is None) if region else f"{NAMESPACE}." in called:
+            return None
+        lines.append(f"{node.op} {called if node.op[:5] == 'call_' else ''} {arguments} {layout}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _safe(node: Node) -> bool:
+    if node.target is function_call:
+        return True  # its graphs say what it does
     try:
         check_node_safe(node)
     except BypassCache:
@@ -87,7 +87,7 @@ def digest_of(region: Region) -> str | None:
     names = {node: f"%{number}" for number, node in enumerate((*region.given, *region.nodes))}
     lines = [f"given {layout_of(node.meta[EXAMPLE])} {node.op == 'placeholder'}" for node in region.given]
     for node in region.nodes:
-        if node.target is not function_call and not _safe(node):
+        if not _safe(node):
             return None
         lines.append(f"{node.op} {_name(node)} {_arguments(node, names)} {_returned(node)}")
     lines += [names[node] for node in region.results]
@@ -113,8 +113,8 @@ def _arguments(node: Node, names: dict[Node, str]) -> str | None:
 
 
 def _described(node: Node) -> str | None:
-    if (body := function_body(node)) is not None:
-        return _text_of(body)
+    if (body := called_body(node)) is not None:
+        return _text_of(body, is_region(node))
     return f"<{layout_of(node.meta.get(EXAMPLE))}>"
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import TracingContext, functorch_config, tracing
-from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, SIDE, TANGENTS
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, REGION, SIDE, TANGENTS
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.graph import is_op, results
-from lightning_zero.compile.outline.alike import function_body
+from lightning_zero.compile.outline.called import called_body, is_region
 from lightning_zero.compile.outline.find import Region
 from lightning_zero.compile.outline.standin import NotOutlined, end
 from lightning_zero.compile.outline.trace import TraceJoint
@@ -36,6 +36,7 @@ class Body:
         results: what forward returns.
         grads: what backward returns of each that was given.
         constants: tensors that the layer makes of numbers in its code, by the attribute that nodes of the work read.
+        numbers: of the checkpointed regions in it.
     """
 
     given: tuple[Node, ...]
@@ -45,6 +46,7 @@ class Body:
     results: tuple[Node, ...]
     grads: tuple[Node | None, ...]
     constants: Mapping[str, Tensor]
+    numbers: frozenset[int]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -76,13 +78,14 @@ def _alone(region: Region, strides: Sequence[Sequence[int]] | None) -> tuple[Gra
     for node in region.given:
         new[node] = graph.placeholder(node.name)
     bodies: dict[str, Any] = {}
-    for place, node in enumerate(region.nodes):
+    places = {node: place for place, node in enumerate(region.places)}
+    for node in region.nodes:
         for read in node.all_input_nodes:
-            if read not in new and (body := function_body(read)) is not None:
-                bodies[str(read.target)] = _placed(body, place)
+            if read not in new and called_body(read) is not None:
+                bodies[str(read.target)] = _placed(read, places)
                 new[read] = graph.create_node("get_attr", read.target)
         new[node] = graph.node_copy(node, new.__getitem__)
-        new[node].meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), PLACE: place}
+        _note(new[node], PLACE, places[node])
     returned = [new[node] for node in region.results]
     if strides is not None:
         returned = [graph.call_function(end(), pair) for pair in zip(returned, strides, strict=True)]
@@ -94,13 +97,26 @@ def _alone(region: Region, strides: Sequence[Sequence[int]] | None) -> tuple[Gra
     return GraphModule(bodies, graph), inputs
 
 
-def _placed(body: GraphModule, place: int) -> GraphModule:
-    """A copy whose nodes say which node of the layer calls them."""
-    graph = Graph()
-    graph.output(graph.graph_copy(body.graph, {}))
-    for node in graph.nodes:
-        node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), WITHIN: place}
-    return GraphModule({}, graph)
+def _placed(called: Node, places: Mapping[Node, int]) -> GraphModule:
+    """A copy of a graph that a layer calls, whose nodes say where they stand in it: of a function, at the call."""
+    body, caller = called_body(called), next(iter(called.users))
+    assert body is not None
+    graph, copies, bodies = Graph(), dict[Node, Any](), dict[str, Any]()
+    graph.output(graph.graph_copy(body.graph, copies))
+    for node, copy in copies.items():
+        if is_region(called):
+            _note(copy, PLACE, places[node])
+        else:
+            _note(copy, WITHIN, places[caller])
+        if called_body(node) is not None:
+            bodies[str(node.target)] = _placed(node, places)
+    module = GraphModule(bodies, graph)
+    module.meta |= body.meta  # what users choose to save of a region
+    return module
+
+
+def _note(node: Node, key: str, place: int) -> None:
+    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), key: place}
 
 
 def _like(value: Tensor) -> Tensor:
@@ -145,7 +161,8 @@ def _split(graph: Graph, region: Region) -> Body:
         raise NotOutlined("a layer's forward and backward are entangled")
     constants = {str(node.target): _constant(graph, node) for node in work if node.op == "get_attr"}
     results_, grads = tuple(returned[:count]), tuple(returned[count:])
-    return Body(tuple(given), tuple(tangents), tuple(forward), tuple(backward), results_, grads, constants)
+    numbers = frozenset(node.meta[REGION] for node in work if REGION in node.meta)
+    return Body(tuple(given), tuple(tangents), tuple(forward), tuple(backward), results_, grads, constants, numbers)
 
 
 def _constant(graph: Graph, node: Node) -> Any:

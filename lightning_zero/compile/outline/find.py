@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import BEGINNINGS, ENDS, EXAMPLE, GRADIENTS, IDLE, SETTINGLESS
+from lightning_zero.compat.ops import CHECKPOINTS
 from lightning_zero.compile.frontend import storage_of, written_by
-from lightning_zero.compile.outline.alike import function_body, key_of, layout_of
+from lightning_zero.compile.outline.alike import key_of, layout_of
+from lightning_zero.compile.outline.called import called_body, with_regions
 from lightning_zero.compile.pieces.repeats import Run, find_runs
 
 __all__ = ["Region", "find_regions"]
@@ -37,6 +40,11 @@ class Region:
     given: tuple[Node, ...]
     results: tuple[Node, ...]
 
+    @cached_property
+    def places(self) -> list[Node]:
+        """The nodes, and those of the checkpointed regions that they run."""
+        return with_regions(self.nodes)
+
 
 def find_regions(graph: Graph, grad: bool) -> list[Region]:
     """What repeats often enough, in order; they do not overlap, and are not all alike.
@@ -49,7 +57,9 @@ def find_regions(graph: Graph, grad: bool) -> list[Region]:
     keys = [key_of(node) for node in nodes]
     plain = _in_plain_settings(nodes, grad)
     found: list[Region] = []
-    for run in find_runs(keys, LEAST_NODES):
+    # A checkpointed layer is a call, and what is taken of its result.
+    shortest = 2 if any(node.target in CHECKPOINTS for node in nodes) else LEAST_NODES
+    for run in find_runs(keys, shortest):
         for phase in _phases(nodes, run)[:MOST_PHASES]:
             begins = range(run.start + phase, run.stop - run.period + 1, run.period)
             regions = [
@@ -58,6 +68,7 @@ def find_regions(graph: Graph, grad: bool) -> list[Region]:
                 if all(plain[begin : begin + run.period])
                 and None not in keys[begin : begin + run.period]
                 and _alone(region := _region(nodes[begin : begin + run.period]))
+                and len(region.places) >= LEAST_NODES
             ]
             if regions:
                 found += regions
@@ -90,7 +101,7 @@ def _region(work: Sequence[Node]) -> Region:
     work = [node for node in work if node not in beside]
     own = set(work)
     given = dict.fromkeys(
-        read for node in work for read in node.all_input_nodes if read not in own and not function_body(read)
+        read for node in work for read in node.all_input_nodes if read not in own and not called_body(read)
     )
     results = [node for node in work if any(user not in own for user in node.users)]
     return Region(tuple(work), tuple(given), tuple(results))
@@ -139,7 +150,7 @@ def _alone(region: Region) -> bool:
     results = [storage_of(node) for node in region.results]
     if not results or len(set(results)) < len(results) or given & set(results):
         return False
-    return not any(storage_of(written) in given for node in region.nodes for written in written_by(node))
+    return not any(storage_of(written) in given for node in region.places for written in written_by(node))
 
 
 def _in_plain_settings(nodes: Sequence[Node], grad: bool) -> list[bool]:

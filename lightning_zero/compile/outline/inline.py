@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count, zip_longest
 from typing import Any
 
@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.graphs import BACKWARD, CUSTOM, FORWARD_MODULES, FORWARD_SOURCES, MODULES, SIDE, SOURCES
+from lightning_zero.compat.graphs import (
+    BACKWARD,
+    CUSTOM,
+    FORWARD_MODULES,
+    FORWARD_SOURCES,
+    MODULES,
+    REGION,
+    SIDE,
+    SOURCES,
+)
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.outline.body import PLACE, WITHIN, Body
 from lightning_zero.compile.outline.find import Region
@@ -30,16 +39,18 @@ class Inlined:
         number: of the layer.
         region: the layer in Dynamo's graph.
         body: what it and its like do.
+        numbers: of the body's checkpointed regions -> of the layer's.
 
     Attributes:
         moved: memory of the standins' results -> what is there now.
     """
 
-    def __init__(self, graph: Graph, number: int, region: Region, body: Body) -> None:
+    def __init__(self, graph: Graph, number: int, region: Region, body: Body, numbers: Mapping[int, int]) -> None:
         self._graph = graph
         self._number = number
         self._region = region
         self._body = body
+        self._numbers = numbers
         self._new: dict[Node, Node] = {}
         self._memory: dict[int, Tensor] = {}
         self.moved: dict[int, Tensor] = {}
@@ -116,14 +127,16 @@ class Inlined:
         meta = dict(node.meta)
         if "val" in meta:
             meta["val"] = self._own(meta["val"])
+        if REGION in meta:
+            meta[REGION] = self._numbers[meta[REGION]]
         custom = dict(meta.pop(CUSTOM, {}))
         place = custom.pop(PLACE, None)
         within = custom.pop(WITHIN, None)
         if within is not None:
-            source = self._region.nodes[within].meta
+            source = self._region.places[within].meta
             meta |= {key: source[MODULES] for key in (MODULES, FORWARD_MODULES) if key in meta and MODULES in source}
         elif place is not None:
-            source = self._region.nodes[place].meta
+            source = self._region.places[place].meta
             meta |= {key: source[origin] for key, origin in ORIGINS.items() if key in meta and origin in source}
             custom = dict(source.get(CUSTOM, {}))
         if custom:

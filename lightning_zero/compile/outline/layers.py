@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compat.graphs import EXAMPLE, REGION
 from lightning_zero.compat.tensors import without_modes
 from lightning_zero.compile.graph import GATHER, results
 from lightning_zero.compile.outline.alike import digest_of
 from lightning_zero.compile.outline.body import Body, trace_body
+from lightning_zero.compile.outline.called import has_own_policy, readers, with_regions
 from lightning_zero.compile.outline.find import LEAST_REPETITIONS, Region, find_regions
 from lightning_zero.compile.outline.inline import Inlined, moved_to
+from lightning_zero.compile.outline.numbers import Numbers
 from lightning_zero.compile.outline.standin import NotOutlined, backward, describe, forward
 from lightning_zero.compile.outline.trace import TraceJoint
 from lightning_zero.native.ops import NAMESPACE
@@ -106,17 +109,23 @@ class Outline:
     def _inline(self, graph: Graph) -> None:
         begun: dict[int, Inlined] = {}
         moved: dict[int, Tensor] = {}
+        numbers = Numbers()
         for node in list(graph.nodes):
             if node.target is forward():
                 number = node.args[1]
                 layer = self._layers[number]
-                begun[number] = Inlined(graph, number, layer.region, layer.body)
+                regions = numbers.of_layer(layer.body.numbers)
+                begun[number] = Inlined(graph, number, layer.region, layer.body, regions)
                 begun[number].forward(node)
                 moved |= begun[number].moved
-            elif node.target is backward():
+                continue
+            if node.target is backward():
                 begun[node.args[1]].backward(node)
                 moved |= begun[node.args[1]].moved
-            elif "val" in node.meta:
+                continue
+            if REGION in node.meta:
+                node.meta[REGION] = numbers.of(node.meta[REGION])
+            if "val" in node.meta:
                 node.meta["val"] = moved_to(node.meta["val"], moved)
 
 
@@ -124,7 +133,8 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
     """Puts a standin in the place of each layer that occurs often enough; None where nothing was changed."""
     if not torch.is_grad_enabled() or not _needs_grad(module.graph):
         return None
-    regions = [(region, digest_of(region)) for region in find_regions(module.graph, grad=True) if _cast_alike(region)]
+    once = secrets.token_hex(8)
+    regions = [(r, _digest(r, once)) for r in find_regions(module.graph, grad=True) if _cast_alike(r)]
     counts = Counter(digest for _, digest in regions)
     bodies: dict[str, Body | None] = {}
     layers: list[_Layer] = []
@@ -135,12 +145,18 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
             bodies[digest] = _body(region, trace)
         if (body := bodies[digest]) is not None and _adds_alike(region, body):
             layers.append(_Layer(region, digest, body))
-    kinds = {layer.digest: len(layer.region.nodes) for layer in layers}
-    spared = sum(len(layer.region.nodes) for layer in layers) - sum(kinds.values())
-    if not layers or spared < LEAST_SHARE * len(module.graph.nodes):
+    kinds = {layer.digest: len(layer.region.places) for layer in layers}
+    spared = sum(len(layer.region.places) for layer in layers) - sum(kinds.values())
+    if not layers or spared < LEAST_SHARE * len(with_regions(module.graph.nodes)):
         return None
     log.info("%d layers are differentiated as %d", len(layers), len(kinds))
     return Outline(module, layers, trace)
+
+
+def _digest(region: Region, once: str) -> str | None:
+    """Where users choose by code of their own what is saved, no cache may find what was compiled for another choice."""
+    digest = digest_of(region)
+    return f"{digest} {once}" if digest is not None and has_own_policy(region.places) else digest
 
 
 def _adds_alike(region: Region, body: Body) -> bool:
@@ -172,8 +188,8 @@ def _cast_alike(region: Region) -> bool:
         return True
     own = set(region.nodes)
     inputs = [node for node in region.given if node.op == "placeholder" and node.meta[EXAMPLE].requires_grad]
-    readers = [user.target for node in inputs for user in node.users if user in own]
-    return all(str(getattr(target, "overloadpacket", target)) == f"{NAMESPACE}.{GATHER}" for target in readers)
+    targets = [read.target for node in inputs for read in readers(node, own.intersection(node.users))]
+    return all(str(getattr(target, "overloadpacket", target)) == f"{NAMESPACE}.{GATHER}" for target in targets)
 
 
 def _with_standins(before: Graph, layers: Sequence[_Layer]) -> Graph:

@@ -1,0 +1,77 @@
+"""Graphs of their own that nodes of Dynamo's graph call: users' autograd functions, checkpointed regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from lightning_zero.compat.graphs import POLICY, POLICY_HASH
+from lightning_zero.compat.ops import CHECKPOINTS, function_call
+
+__all__ = ["called_body", "has_own_policy", "is_region", "policy_of", "readers", "with_regions"]
+
+_CALLS = {function_call, *CHECKPOINTS}
+
+
+def called_body(node: Node) -> GraphModule | None:
+    """The graph that a node stands for, of an autograd function's forward or backward, or of a checkpointed region."""
+    if node.op != "get_attr" or any(user.target not in _CALLS for user in node.users):
+        return None
+    value = getattr(node.graph.owning_module, str(node.target), None)
+    return value if isinstance(value, GraphModule) else None
+
+
+def is_region(node: Node) -> bool:
+    """Whether such a node stands for a checkpointed region."""
+    return all(user.target in CHECKPOINTS for user in node.users)
+
+
+def _regions(node: Node) -> Iterator[GraphModule]:
+    """Those that this node runs."""
+    if node.target in CHECKPOINTS:
+        yield from filter(None, map(called_body, node.all_input_nodes))
+
+
+def with_regions(nodes: Iterable[Node]) -> list[Node]:
+    """Nodes, and behind them those of the regions that they run: in the same order for those that do the same."""
+    found = list(nodes)
+    for node in list(found):
+        for body in _regions(node):
+            found += with_regions(body.graph.nodes)
+    return found
+
+
+def readers(node: Node, users: Iterable[Node]) -> Iterator[Node]:
+    """Those of its users that read a value, or, where they only hand it to a region, what reads it there."""
+    for user in users:
+        bodies = list(_regions(user))
+        if not bodies:
+            yield user
+        for body in bodies:
+            for given, inside in zip(user.args[1:], body.graph.find_nodes(op="placeholder"), strict=True):
+                if given is node:
+                    yield from readers(inside, inside.users)
+
+
+def policy_of(body: GraphModule) -> str:
+    """What users choose that is saved of a region, as a text that is another for other choices of this process."""
+    return _described(body.meta.get(POLICY))
+
+
+def has_own_policy(nodes: Iterable[Node]) -> bool:
+    """Whether users choose it in one of these by code that no text describes."""
+    policies = [body.meta.get(POLICY) for node in nodes for body in _regions(node)]
+    return any(policy is not None and not hasattr(policy, POLICY_HASH) for policy in policies)
+
+
+def _described(value: Any) -> str:
+    if hasattr(value, POLICY_HASH):
+        return repr(getattr(value, POLICY_HASH))
+    if isinstance(value, partial):  # Dynamo makes a new one for each call
+        return f"{_described(value.func)} {_described(value.args)} {_described(tuple(value.keywords.items()))}"
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(_described, value))}]"
+    return repr(value) if value is None or isinstance(value, str | int) else str(id(value))
