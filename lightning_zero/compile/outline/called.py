@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import POLICY, POLICY_HASH
 from lightning_zero.compat.ops import CHECKPOINTS, function_call
+from lightning_zero.compile.graph import results
 
-__all__ = ["called_body", "has_own_policy", "is_region", "policy_of", "readers", "with_regions"]
+__all__ = ["called_body", "has_own_policy", "is_region", "policy_of", "read_at_the_source", "readers", "with_regions"]
 
 _CALLS = {function_call, *CHECKPOINTS}
 
@@ -54,6 +56,20 @@ def readers(node: Node, users: Iterable[Node]) -> Iterator[Node]:
             for given, inside in zip(user.args[1:], body.graph.find_nodes(op="placeholder"), strict=True):
                 if given is node:
                     yield from readers(inside, inside.users)
+
+
+def read_at_the_source(graph: Graph) -> None:
+    """What a region returns of what it was given, in place: it is the very same value, and a layer that returns it is
+    none by itself. Layers of T5 return the bias of their attention."""
+    for node in graph.nodes:
+        for body in _regions(node):
+            given = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=True))
+            returned = results(body.graph)
+            for part in list(node.users):
+                source = given.get(returned[part.args[1]]) if part.target is operator.getitem else None
+                if source is not None:
+                    part.replace_all_uses_with(source)
+                    graph.erase_node(part)
 
 
 def policy_of(body: GraphModule) -> str:

@@ -19,7 +19,7 @@ from lightning_zero.compat.tensors import without_modes
 from lightning_zero.compile.graph import GATHER, results
 from lightning_zero.compile.outline.alike import digest_of
 from lightning_zero.compile.outline.body import Body, trace_body
-from lightning_zero.compile.outline.called import has_own_policy, readers, with_regions
+from lightning_zero.compile.outline.called import has_own_policy, read_at_the_source, readers, with_regions
 from lightning_zero.compile.outline.find import LEAST_REPETITIONS, Region, find_regions
 from lightning_zero.compile.outline.inline import Inlined, moved_to
 from lightning_zero.compile.outline.numbers import Numbers
@@ -133,6 +133,7 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
     """Puts a standin in the place of each layer that occurs often enough; None where nothing was changed."""
     if not torch.is_grad_enabled() or not _needs_grad(module.graph):
         return None
+    read_at_the_source(module.graph)
     once = secrets.token_hex(8)
     regions = [(r, _digest(r, once)) for r in find_regions(module.graph, grad=True) if _cast_alike(r)]
     counts = Counter(digest for _, digest in regions)
