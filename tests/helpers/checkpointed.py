@@ -182,6 +182,50 @@ class CheckpointedGPT2(GPT2):
     checkpointed = False
 
 
+class DeepGPT2(_Transformers):
+    """As its authors configure it, with dropout."""
+
+    checkpointed = False
+
+    def make(self) -> Any:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=4, n_head=4, n_positions=8))
+
+
+class T5Encoder(_Transformers):
+    """Its first layer is another kind than those behind it, which are given what that one has made."""
+
+    checkpointed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 61)
+
+    def make(self) -> Any:
+        from transformers import T5Config, T5EncoderModel
+
+        return T5EncoderModel(T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=5, num_heads=4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.net(input_ids=ids).last_hidden_state)
+
+
+class WrappedEncoder(NextToken):
+    """torch's own layers, by ``checkpoint_wrapper``."""
+
+    make_batch = _Transformers.make_batch
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(61, 32), nn.Linear(32, 61)
+        layers = [nn.TransformerEncoderLayer(32, 4, 48, batch_first=True) for _ in range(4)]
+        self.layers = nn.Sequential(*map(partial(checkpoint_wrapper, checkpoint_impl=Wrapped.kind), layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(ids)))
+
+
 # Each with what it is to be like.
 WAYS: dict[str, tuple[type[Case], type[Case]]] = {
     "checkpoint": (NonReentrant, Dropping),

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from lightning_zero.compat.compiler import BypassCache, check_node_safe
 from lightning_zero.compat.graphs import EXAMPLE
 from lightning_zero.compat.ops import function_call
-from lightning_zero.compile.outline.called import called_body, is_region, policy_of
+from lightning_zero.compile.outline.called import called_body, is_region, policy_of, regions
 from lightning_zero.native.ops import NAMESPACE
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ def _arguments(node: Node, names: dict[Node, str]) -> str | None:
 def _described(node: Node) -> str | None:
     if (body := called_body(node)) is not None:
         return _text_of(body, is_region(node))
-    return f"<{layout_of(node.meta.get(EXAMPLE))}>"
+    # What is taken of a region's result belongs to it: to the one before, where two kinds of layers meet.
+    made_by = [str(_text_of(body, True)) for body in regions(node)]
+    return f"<{layout_of(node.meta.get(EXAMPLE))} {made_by}>"
 
 
 class _Named(str):

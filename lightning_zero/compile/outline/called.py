@@ -13,7 +13,16 @@ from lightning_zero.compat.graphs import POLICY, POLICY_HASH
 from lightning_zero.compat.ops import CHECKPOINTS, function_call
 from lightning_zero.compile.graph import results
 
-__all__ = ["called_body", "has_own_policy", "is_region", "policy_of", "read_at_the_source", "readers", "with_regions"]
+__all__ = [
+    "called_body",
+    "has_own_policy",
+    "is_region",
+    "policy_of",
+    "read_at_the_source",
+    "readers",
+    "regions",
+    "with_regions",
+]
 
 _CALLS = {function_call, *CHECKPOINTS}
 
@@ -31,8 +40,8 @@ def is_region(node: Node) -> bool:
     return all(user.target in CHECKPOINTS for user in node.users)
 
 
-def _regions(node: Node) -> Iterator[GraphModule]:
-    """Those that this node runs."""
+def regions(node: Node) -> Iterator[GraphModule]:
+    """The graphs of those that this node runs."""
     if node.target in CHECKPOINTS:
         yield from filter(None, map(called_body, node.all_input_nodes))
 
@@ -41,7 +50,7 @@ def with_regions(nodes: Iterable[Node]) -> list[Node]:
     """Nodes, and behind them those of the regions that they run: in the same order for those that do the same."""
     found = list(nodes)
     for node in list(found):
-        for body in _regions(node):
+        for body in regions(node):
             found += with_regions(body.graph.nodes)
     return found
 
@@ -49,7 +58,7 @@ def with_regions(nodes: Iterable[Node]) -> list[Node]:
 def readers(node: Node, users: Iterable[Node]) -> Iterator[Node]:
     """Those of its users that read a value, or, where they only hand it to a region, what reads it there."""
     for user in users:
-        bodies = list(_regions(user))
+        bodies = list(regions(user))
         if not bodies:
             yield user
         for body in bodies:
@@ -62,7 +71,7 @@ def read_at_the_source(graph: Graph) -> None:
     """What a region returns of what it was given, in place: it is the very same value, and a layer that returns it is
     none by itself. Layers of T5 return the bias of their attention."""
     for node in graph.nodes:
-        for body in _regions(node):
+        for body in regions(node):
             given = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=True))
             returned = results(body.graph)
             for part in list(node.users):
@@ -79,7 +88,7 @@ def policy_of(body: GraphModule) -> str:
 
 def has_own_policy(nodes: Iterable[Node]) -> bool:
     """Whether users choose it in one of these by code that no text describes."""
-    policies = [body.meta.get(POLICY) for node in nodes for body in _regions(node)]
+    policies = [body.meta.get(POLICY) for node in nodes for body in regions(node)]
     return any(policy is not None and not hasattr(policy, POLICY_HASH) for policy in policies)
 
 
