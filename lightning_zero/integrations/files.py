@@ -37,6 +37,7 @@ __all__ = ["BackgroundFileIO", "FileIO", "load_file", "naming"]
 
 COPIES = ("state_dict", "optimizer_states")
 CUT = (*COPIES, "current_model_state")  # of a Trainer's: ranks take parts; the last is of Lightning's averages
+REPLACED = "{} was replaced by another one while it was being loaded. Load it again."
 
 T = TypeVar("T")
 
@@ -186,7 +187,7 @@ def load_file(
         named(path, read)
         # Another job may have put a new one there, which nobody has compared, or which not all ranks have got.
         if _look(place) != seen[0]:
-            raise CheckpointError(f"{path} was replaced by another one while it was being loaded. Load it again.")
+            raise CheckpointError(REPLACED.format(path))
 
     found: list[dict[str, Any]] = []
     seen: list[Any] = []
@@ -211,7 +212,7 @@ def _load_elsewhere(io: CheckpointIO, url: str, weights_only: bool | None, ranks
 
     seen = ranks.each(what, opened)
     if any(one != seen[0] for one in seen):
-        raise CheckpointError(f"{url} was replaced by another one while it was being loaded. Load it again.")
+        raise CheckpointError(REPLACED.format(url))
     [file] = found
 
     def compare() -> None:
@@ -240,15 +241,28 @@ def _told(io: CheckpointIO, path: object, count: int) -> AbstractContextManager[
 
 
 def naming(path: Any, read: Callable[[], T]) -> T:
-    """What ``read`` makes of the file at ``path``, after comparing it with its checksums, where it has some.
+    """What ``read`` makes of the file at ``path``, or at a URL, after comparing it with its checksums, where it has
+    some. What lies at a URL is read twice for that.
 
     Raises:
-        CheckpointError: it is damaged, or cannot be read.
+        CheckpointError: it is damaged, was replaced meanwhile, or cannot be read.
         FileNotFoundError: it is not there.
     """
-    if isinstance(path, str | Path) and not str(path).startswith(DOWNLOADED):
-        _check(_standing(path), 0, 1)
-    return named(path, read)
+    if not isinstance(path, str | Path) or str(path).startswith(DOWNLOADED):
+        return named(path, read)
+    local = _standing(path)
+    if local is not None:
+        _check(local, 0, 1)
+        return named(path, read)
+    url = str(path)
+    if not named(url, lambda: exists(url)):
+        return named(url, read)  # which says so
+    file = named(url, lambda: RemoteFile(url))
+    named(url, lambda: file.check(0, 1))
+    found = named(url, read)
+    if named(url, lambda: RemoteFile(url)).ranges.identity != file.ranges.identity:
+        raise CheckpointError(REPLACED.format(url))
+    return found
 
 
 def named(path: Any, read: Callable[[], T]) -> T:

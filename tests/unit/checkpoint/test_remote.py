@@ -13,6 +13,7 @@ from threading import Thread
 from typing import Any
 
 import fsspec
+import lightning.pytorch as pl
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -216,9 +217,43 @@ def test_one_that_is_replaced_is_not_read_as_a_mixture(when: str, monkeypatch: p
         found["state_dict"]["w"].whole()
 
 
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(50000))
+
+
+def _of_plain(value: float) -> dict[str, Any]:
+    return {"pytorch-lightning_version": "2", "state_dict": {"w": torch.full((50000,), value)}}
+
+
+def test_a_module_is_loaded_out_of_one_that_was_compared() -> None:
+    data = bytearray(_put(_of_plain(3.0)))
+    assert torch.equal(Plain.load_from_checkpoint(URL).w, torch.full((50000,), 3.0))
+    assert 2 * len(data) < sum(Counted.read) < 2.5 * len(data)  # once for its checksums
+    data[len(data) // 2] ^= 1
+    with fsspec.open(URL, "wb") as file:
+        file.write(data)
+    with pytest.raises(CheckpointError, match=r"counted://run/x\.ckpt is damaged"):
+        Plain.load_from_checkpoint(URL)
+
+
+def test_no_module_is_loaded_out_of_one_that_nobody_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(self: RemoteFile, *args: Any, real: Any = RemoteFile.check) -> None:
+        real(self, *args)
+        _put(_of_plain(1.0))
+
+    _put(_of_plain(0.0))
+    monkeypatch.setattr(RemoteFile, "check", check)
+    with pytest.raises(CheckpointError, match=r"x\.ckpt was replaced by another one"):
+        Plain.load_from_checkpoint(URL)
+
+
 def test_that_nothing_is_there_is_said_as_torch_says_it() -> None:
     with pytest.raises(FileNotFoundError):
         load_file(FileIO(), "counted://run/none.ckpt", None)
+    with pytest.raises(FileNotFoundError):
+        Plain.load_from_checkpoint("counted://run/none.ckpt")
 
 
 def test_one_rank_of_a_host_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
