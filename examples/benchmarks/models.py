@@ -287,6 +287,7 @@ def main() -> None:
         "peak_gib": clock.peak,
         "reserved_gib": clock.reserved,
         "device_gib": clock.device,
+        "gib_by_role": start.roles,
         "last_loss": round(float(clock.loss), 4),
         "torch": torch.__version__,
     } | start.counters

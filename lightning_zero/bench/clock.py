@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_zero.integrations.trainer.sigterm import ask_on_cpu
+from lightning_zero.report.readings import memory_by_role
 
 __all__ = ["Clock", "Start"]
 
@@ -95,12 +96,13 @@ def of_graphs() -> int:
 
 
 class Start(pl.Callback):
-    """When a step, by default the tenth, has ended on the device; what an engine counted."""
+    """When a step, by default the tenth, has ended on the device; what an engine counted, and its memory by role."""
 
     def __init__(self, step: int = 10) -> None:
         self.step, self.begin = step, time.perf_counter()
         self.seconds = 0.0
         self.counters: dict[str, int] = {}
+        self.roles: dict[str, float] = {}  # GiB, at the end
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step and not self.seconds:
@@ -114,3 +116,5 @@ class Start(pl.Callback):
             names = ("replayed_graphs", "copied_weights", "eager_gathers", "gathers")
             counters = engine.executor.counters()
             self.counters = {name: counters[name] for name in names if name in counters}
+            roles = memory_by_role(engine, trainer.optimizers)
+            self.roles = {role: round(count / 2**30, 2) for role, count in roles.items()}

@@ -61,6 +61,7 @@ def train(job: Job) -> dict[str, Any] | None:
         "last_loss": round(float(clock.loss), 4),
         "ranks": trainer.world_size,
         "counters": start.counters,
+        "gib_by_role": start.roles,
     }
 
 
