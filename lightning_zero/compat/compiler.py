@@ -24,6 +24,7 @@ with warnings.catch_warnings():
         custom_graph_pass,
         decomposition,
         output_code,
+        pattern_matcher,
         triton_bundler,
     )
     from torch._inductor.runtime import cache_dir_utils
@@ -39,6 +40,9 @@ aot_function = torch._functorch.aot_autograd.aot_function
 
 # What Inductor partitions a joint graph by, after its own passes over it. (torch 2.11+)
 inductor_partition = compile_fx.partition_fn
+
+# Puts the nodes of a graph behind what they read; Inductor's passes leave others behind. (torch 2.11+)
+stable_topological_sort = pattern_matcher.stable_topological_sort
 
 # The table of ops that Inductor takes apart. (torch 2.11+)
 inductor_decompositions = decomposition.select_decomp_table

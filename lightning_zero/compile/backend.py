@@ -44,6 +44,7 @@ from lightning_zero.compile.evenly import saved_within
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.graph import output_node
+from lightning_zero.compile.joint import JointPasses
 from lightning_zero.compile.listener import CompileListener
 from lightning_zero.compile.lowered import Lowered
 from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
@@ -232,8 +233,8 @@ class Compiler:
         unversioned = any(spec.name in self._selection.unversioned for spec in self.passes())
         uncached = wanted or unversioned or self._config.recompute is not None
         uuid = None if uncached else self._digest()
-        options = {
-            "joint_custom_pre_pass": _Pass(partial(self._tag, last, layers), uuid and f"{uuid} {last}"),
+        joint = JointPasses(layers, partial(self._tag, last, layers))
+        options = joint.options(lambda function: _Pass(function, uuid and f"{uuid} {last}")) | {
             "post_grad_custom_post_pass": _Pass(self._rewrite, uuid),
             # Inductor's reordering would sink every gather that was started early back to its use.
             "reorder_for_peak_memory": False,
@@ -334,7 +335,7 @@ def _boxed(module: GraphModule) -> Callable[[list[Any]], Any]:
 class _Pass(CustomGraphPass):
     """A pass in Inductor's form. The uuid lets Inductor's cache recognise it in another process."""
 
-    def __init__(self, function: Callable[[Graph], Graph], uuid: str | None) -> None:
+    def __init__(self, function: Callable[[Graph], Any], uuid: str | None) -> None:
         self._function = function
         self._uuid = uuid
 

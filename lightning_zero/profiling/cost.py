@@ -39,7 +39,7 @@ from lightning_zero.profiling.tensors import (
     viewed,
 )
 
-__all__ = ["DeviceSpeed", "NodeCost", "fused_runs", "graph_costs", "node_flops", "op_flops"]
+__all__ = ["DeviceSpeed", "Flops", "NodeCost", "fused_runs", "graph_costs", "node_flops", "op_flops"]
 
 _aten = torch.ops.aten
 # Ops that torch has no formula for, next to those that take the same arguments first and do the same.
@@ -95,6 +95,7 @@ def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
     runs = fused_runs(graph)
     launched: set[int] = set()
     entered: dict[tuple[int, Storage], int] = {}
+    flops = Flops()
     costs = []
     for node in graph.nodes:
         run = runs.get(node)
@@ -108,8 +109,30 @@ def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
             seconds = speed.seconds(0, read + written, torch.float32, launches)
             costs.append(NodeCost(node.name, 0, read, written, seconds))
         else:
-            costs.append(_alone(node, held, speed))
+            costs.append(_alone(node, held, speed, flops))
     return costs
+
+
+class Flops:
+    """Floating-point operations of nodes. Those of equal ones, as equal layers have them, are found once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, str], int] = {}
+
+    def of(self, node: Node) -> int:
+        """See :func:`node_flops`."""
+        op, given = called(node)
+        if _formula(op) is None:
+            return 0
+        sizes = map_arg((given, dict(node.kwargs)), lambda read: str(_sizes(read)))  # type: ignore[return-value]
+        key = op, f"{sizes} {_sizes(node)}"
+        if key not in self._known:
+            self._known[key] = node_flops(node)
+        return self._known[key]
+
+
+def _sizes(node: Node) -> list[Any]:
+    return [tensor.shape for tensor in tensors_of(node.meta.get("val"))] or [node.meta.get("val")]
 
 
 def node_flops(node: Node) -> int:
@@ -144,7 +167,7 @@ def _formula(op: Any) -> Callable[..., Any] | None:
     return formula
 
 
-def _alone(node: Node, held: dict[Node, tuple[Storage | None, ...]], speed: DeviceSpeed) -> NodeCost:
+def _alone(node: Node, held: dict[Node, tuple[Storage | None, ...]], speed: DeviceSpeed, found: Flops) -> NodeCost:
     kind = _transfer(node)
     if kind == "gather":
         return NodeCost(node.name, seconds=speed.launch_s)
@@ -155,7 +178,7 @@ def _alone(node: Node, held: dict[Node, tuple[Storage | None, ...]], speed: Devi
     else:
         read = sum(read_bytes(source, _only(held[source])) for source in sources)
         written = nbytes(value)
-    flops = node_flops(node)
+    flops = found.of(node)
     dtypes = [tensor.dtype for source in sources for tensor in tensors_of(source.meta.get("val"))]
     dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
     return NodeCost(node.name, flops, read, written, speed.seconds(flops, read + written, dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import TracingContext, functorch_config, tracing
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, REGION, SIDE, TANGENTS
+from lightning_zero.compat.ops import inductor_seeds
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.graph import is_op, results
 from lightning_zero.compile.outline.called import called_body, is_region
@@ -37,6 +38,8 @@ class Body:
         grads: what backward returns of each that was given.
         constants: tensors that the layer makes of numbers in its code, by the attribute that nodes of the work read.
         numbers: of the checkpointed regions in it.
+        passed: the same after the backend's passes over joint graphs; None where it has none, or where these have to
+            see the whole graph.
     """
 
     given: tuple[Node, ...]
@@ -47,6 +50,7 @@ class Body:
     grads: tuple[Node | None, ...]
     constants: Mapping[str, Tensor]
     numbers: frozenset[int]
+    passed: Body | None = None
 
 
 def fake_mode() -> FakeTensorMode:
@@ -70,7 +74,29 @@ def trace_body(region: Region, trace: TraceJoint, strides: Sequence[Sequence[int
     """
     module, inputs = _alone(region, strides)
     with _by_itself():
-        return _split(trace(module, inputs), region)
+        joint = trace(module, inputs)
+        body = _split(joint.traced, region)
+        return body if joint.passed is None else replace(body, passed=_after_passes(body, joint.passed, region))
+
+
+def _after_passes(body: Body, graph: Graph, region: Region) -> Body | None:
+    """None where the rest of the graph would not find what it was traced with: results in another layout (products that
+    are padded), or in memory of others; or where numbers are drawn, by seeds that a whole graph has made at once."""
+    try:
+        passed = _split(graph, region)
+    except NotOutlined:
+        return None
+    layouts = [[_form(node) for node in (*it.results, *it.grads)] for it in (body, passed)]
+    memory = [node.meta["val"].untyped_storage()._cdata for node in (*passed.given, *passed.tangents, *passed.results)]
+    given = len(passed.given) + len(passed.tangents)
+    apart = len({*memory[given:]} - {*memory[:given]}) == len(passed.results)
+    random = any(node.target in inductor_seeds for node in graph.nodes)
+    return passed if apart and layouts[0] == layouts[1] and not random else None
+
+
+def _form(node: Node | None) -> Any:
+    value = None if node is None else node.meta.get("val")
+    return (value.dtype, value.shape, value.stride(), value.device) if isinstance(value, Tensor) else None
 
 
 def _alone(region: Region, strides: Sequence[Sequence[int]] | None) -> tuple[GraphModule, list[Tensor]]:
@@ -156,8 +182,9 @@ def _split(graph: Graph, region: Region) -> Body:
     begin = next((at for at, node in enumerate(work) if _in_backward(node)), len(work))
     forward, backward = work[:begin], work[begin:]
     first = set(forward)
+    early = any(read in tangents for node in forward for read in node.all_input_nodes)
     # What a user's function computes in its backward without any gradient is noted as being on neither side.
-    if any(map(_in_forward, backward)) or not all(node in first for node in returned[:count]):
+    if early or any(map(_in_forward, backward)) or not all(node in first for node in returned[:count]):
         raise NotOutlined("a layer's forward and backward are entangled")
     constants = {str(node.target): _constant(graph, node) for node in work if node.op == "get_attr"}
     results_, grads = tuple(returned[:count]), tuple(returned[count:])

@@ -62,6 +62,7 @@ class Outline:
         self._misfits = misfits
         self._before = module.graph
         self._layers = layers
+        self._passed = False
         module.graph = _with_standins(self._before, layers)
 
     def __len__(self) -> int:
@@ -91,8 +92,26 @@ class Outline:
             return [layer for layer in self._layers if layer.digest != kind]
         return [layer for at, layer in enumerate(self._layers) if at != number]
 
+    def passes_done(self, graph: Graph) -> bool:
+        """Whether the backend's passes over joint graphs, which have gone over one layer of each kind, may go over this
+        graph, with standins in it, before :meth:`inline`. Not where layers are given what no input of the graph
+        decides: of that they know more than of what a layer by itself is given (a mask that is zero everywhere)."""
+        fixed: set[Node] = set()
+        given: list[Any] = []
+        for node in graph.nodes:
+            if node.target is forward() or node.target is backward():
+                given += [
+                    part for argument in node.args[-2:] if isinstance(argument, list | tuple) for part in argument
+                ]
+            elif node.op == "call_function" and fixed.issuperset(node.all_input_nodes):
+                fixed.add(node)
+        known = all(layer.body.passed is not None for layer in self._layers)
+        self._passed = known and fixed.isdisjoint(given)
+        return self._passed
+
     def inline(self, graph: Graph) -> Graph:
-        """Puts the layers into a joint graph, in place of their standins.
+        """Puts the layers into a joint graph, in place of their standins: as they are after the backend's passes where
+        :meth:`passes_done`.
 
         Raises:
             NotOutlined: one does not fit there.
@@ -110,12 +129,18 @@ class Outline:
         begun: dict[int, Inlined] = {}
         moved: dict[int, Tensor] = {}
         numbers = Numbers()
+        parts: set[Node] = set()  # of standins' results
         for node in list(graph.nodes):
+            if node in parts:
+                continue
+            if node.target is forward() or node.target is backward():
+                parts.update(node.users)
             if node.target is forward():
                 number = node.args[1]
                 layer = self._layers[number]
-                regions = numbers.of_layer(layer.body.numbers)
-                begun[number] = Inlined(graph, number, layer.region, layer.body, regions)
+                body = layer.body.passed if self._passed else layer.body
+                assert body is not None
+                begun[number] = Inlined(graph, number, layer.region, body, numbers.of_layer(body.numbers))
                 begun[number].forward(node)
                 moved |= begun[number].moved
                 continue

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from lightning_zero.compat.compiler import CustomGraphPass, aot_autograd, lookup_backend
+from lightning_zero.compat.compiler import CustomGraphPass, aot_autograd, lookup_backend, stable_topological_sort
 from lightning_zero.compile.outline.standin import NotOutlined
 
-__all__ = ["TraceJoint", "tracer"]
+__all__ = ["Joint", "TraceJoint", "tracer"]
 
-# Gives the joint graph of a module, as AOTAutograd makes it.
-TraceJoint = Callable[[GraphModule, Sequence[Tensor]], Graph]
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph.
+
+    Attributes:
+        traced: as AOTAutograd makes it.
+        passed: after the backend's own passes over joint graphs; None where it has none.
+    """
+
+    traced: Graph
+    passed: Graph | None = None
+
+
+# Gives the joint graph of a module.
+TraceJoint = Callable[[GraphModule, Sequence[Tensor]], Joint]
 
 
 def tracer(backend: str) -> TraceJoint:
@@ -26,21 +41,21 @@ def tracer(backend: str) -> TraceJoint:
 class _Taken(Exception):
     """The joint graph, which is all that was wanted."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
 
 
-def _traced(compile_with: Callable[..., Any], module: GraphModule, inputs: Sequence[Tensor]) -> Graph:
+def _traced(compile_with: Callable[..., Any], module: GraphModule, inputs: Sequence[Tensor]) -> Joint:
     try:
         compile_with(module, inputs)
     except _Taken as taken:
-        return taken.graph
+        return taken.joint
     raise NotOutlined("a layer needs no backward")
 
 
 def _by_aot_eager(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     def partition(module: GraphModule, *args: Any, **settings: Any) -> NoReturn:
-        raise _Taken(module.graph)
+        raise _Taken(Joint(module.graph))
 
     def compiler(module: GraphModule, inputs: Any) -> Any:
         return module
@@ -50,12 +65,28 @@ def _by_aot_eager(module: GraphModule, inputs: Sequence[Tensor]) -> None:
 
 def _by_inductor(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     compile_fx: Any = lookup_backend("inductor")
-    compile_fx(module, inputs, config_patches={"joint_custom_pre_pass": _Take()})
+    keep = _Keep()
+    compile_fx(module, inputs, config_patches={"joint_custom_pre_pass": keep, "joint_custom_post_pass": _Take(keep)})
+
+
+class _Keep(CustomGraphPass):
+    graph: Graph
+
+    def __call__(self, graph: Graph) -> None:
+        self.graph = Graph(graph.owning_module)
+        self.graph.output(self.graph.graph_copy(graph, {}))
+
+    def uuid(self) -> None:
+        return None
 
 
 class _Take(CustomGraphPass):
+    def __init__(self, kept: _Keep) -> None:
+        self._kept = kept
+
     def __call__(self, graph: Graph) -> NoReturn:
-        raise _Taken(graph)
+        stable_topological_sort(graph)  # Inductor does so behind all of its passes
+        raise _Taken(Joint(self._kept.graph, graph))
 
     def uuid(self) -> None:
         return None

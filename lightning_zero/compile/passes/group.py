@@ -12,6 +12,7 @@ the same groups in the same order, so a graph follows the plan that the ranks ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,7 @@ from lightning_zero.compile.passes.prefetch_schedule import PrefetchBudget, pref
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.native.ops import Op, Role, declare
 from lightning_zero.profiling.estimate import Costs
+from lightning_zero.profiling.parts import Memory
 
 __all__ = ["group_gathers"]
 
@@ -78,9 +80,10 @@ def group_gathers(
         sizes = [sum(_padded(node, world_size) * dtype_of(node).itemsize for node in group) for group in groups]
         budget = PrefetchBudget(costs, sizes, 2 * limit if window_bytes is None else window_bytes)
     begin, waits = prefetch_schedule(graph, groups, at_once, ahead, budget)
-    launches = [_start(graph, group, start, world_size) for group, start in zip(groups, begin, strict=True)]
-    for group, start, wait in zip(groups, launches, waits, strict=True):
-        _use(graph, group, start, wait, world_size)
+    memory = [_memory(group, world_size) for group in groups]
+    launches = [_start(graph, *each, world_size) for each in zip(groups, memory, begin, strict=True)]
+    for each in zip(groups, memory, launches, waits, strict=True):
+        _use(graph, *each, world_size)
     for node in nodes:
         graph.erase_node(node)
     return graph
@@ -93,33 +96,37 @@ def _by_dtype(nodes: list[Node]) -> list[Group]:
     return list(groups.values())
 
 
-def _start(graph: Graph, group: Group, before: Node, world_size: int) -> Node:
-    lengths = [_padded(node, world_size) for node in group]
+def _memory(group: Group, world_size: int) -> Memory:
+    return Memory(group[0].meta["val"], sum(_padded(node, world_size) for node in group))
+
+
+def _start(graph: Graph, group: Group, memory: Memory, before: Node, world_size: int) -> Node:
+    length = sum(_padded(node, world_size) for node in group)
     with graph.inserting_before(before):
         start = graph.call_function(
-            ops("gather_group"), ([shard_of(node) for node in group], dtype_of(group[0]), sum(lengths))
+            ops("gather_group"), ([shard_of(node) for node in group], dtype_of(group[0]), length)
         )
-    start.meta["val"] = group[0].meta["val"].new_empty(sum(lengths))
+    start.meta["val"] = memory.part(0, [length])
     start.meta["weights"] = tuple(weight_name(node) for node in group)
     start.meta["until"] = "backward" if any(map(_kept, group)) else "last use"
     return start
 
 
-def _use(graph: Graph, group: Group, start: Node, before: Node, world_size: int) -> None:
+def _use(graph: Graph, group: Group, memory: Memory, start: Node, before: Node, world_size: int) -> None:
     """Waits for a group before its first use, and makes each weight a view of it."""
     with graph.inserting_before(before):
         ready = graph.call_function(wait_tensor, (start,))
-    buffer = ready.meta["val"] = start.meta["val"]
+    ready.meta["val"] = start.meta["val"]
     offset = 0
     for node in group:
-        numel = node.meta["val"].numel()
+        shape = list(node.meta["val"].shape)
+        numel = math.prod(shape)
         with graph.inserting_before(node):
             flat = graph.call_function(_slice, (ready, 0, offset, offset + numel))
-            weight = graph.call_function(_view, (flat, list(node.meta["val"].shape)))
-        flat.meta["val"] = buffer[offset : offset + numel]
+            weight = graph.call_function(_view, (flat, shape))
+        flat.meta["val"] = memory.part(offset, [numel])
         weight.meta.update({key: meta for key, meta in node.meta.items() if key not in (RECOMPUTE, "val")})
-        shape = node.meta["val"].shape
-        weight.meta["val"] = flat.meta["val"] if len(shape) == 1 else flat.meta["val"].view(shape)
+        weight.meta["val"] = flat.meta["val"] if len(shape) == 1 else memory.part(offset, shape)
         node.replace_all_uses_with(weight)
         offset += _padded(node, world_size)
 

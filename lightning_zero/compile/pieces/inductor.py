@@ -50,7 +50,8 @@ def of_a_piece() -> Iterator[None]:
     if metadata is not None:
         metadata.bw_donated_idxs = None
     try:
-        with inductor_config.patch(joint_custom_pre_pass=None, post_grad_custom_post_pass=None):
+        passes = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_post_pass")
+        with inductor_config.patch(dict.fromkeys(passes)):
             yield
     finally:
         if context is not None:

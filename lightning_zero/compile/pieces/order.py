@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.pieces.kinds import Kind, is_kernel, is_pointwise, is_random
-from lightning_zero.profiling.cost import node_flops
+from lightning_zero.profiling.cost import Flops
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["Order"]
@@ -52,7 +52,8 @@ class Order:
 
     def effort(self) -> list[int]:
         """Of each node, for comparison: floating-point operations of kernels, nothing for others."""
-        return [node_flops(node) if is_kernel(node) else 0 for node in self.work]
+        flops = Flops()
+        return [flops.of(node) if is_kernel(node) else 0 for node in self.work]
 
     def written(self) -> int:
         """Bytes of all results of kernels."""

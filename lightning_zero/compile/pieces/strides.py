@@ -5,7 +5,7 @@ does not mind; pieces are compiled by what is noted, and would be handed tensors
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compile.pieces.kinds import signature
 from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import is_view, tensors_of
 
@@ -29,13 +30,18 @@ def settle_strides(graph: Graph, inputs: Sequence[Any]) -> None:
         inputs: of the graph, as fake tensors, numbers and symbols, with their strides.
     """
     changed: set[Node] = set()
+    right: set[Hashable] = set()  # views as they are noted; equal layers have equal ones
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         _note(node, value, changed)
     for node in graph.nodes:
         if node.op != "call_function" or not _is_known(node):
             continue
-        if is_view(node) or not changed.isdisjoint(node.all_input_nodes):
+        if node.target is operator.getitem or not changed.isdisjoint(node.all_input_nodes):
             _note(node, _run(node), changed)
+        elif is_view(node) and (before := signature(node)) not in right:
+            _note(node, _run(node), changed)
+            if signature(node) == before:
+                right.add(before)
 
 
 def check_strides(compiled: Any, outputs: Sequence[Any]) -> None:

@@ -19,6 +19,7 @@ from lightning_zero.compat.compiler import (
     inductor_compile,
     lookup_backend,
     min_cut_partition,
+    stable_topological_sort,
 )
 
 
@@ -78,8 +79,21 @@ def test_inductor_takes_settings_for_one_graph() -> None:
 
     assert callable(lookup_backend("inductor"))
     assert "config_patches" in inspect.signature(compile_fx).parameters
-    for name in ("joint_custom_pre_pass", "post_grad_custom_post_pass", "reorder_for_peak_memory"):
+    passes = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_post_pass")
+    for name in (*passes, "reorder_for_peak_memory"):
         assert hasattr(config, name)
+
+
+def test_nodes_are_put_behind_what_they_read() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    one = graph.call_function(torch.sin, (x,))
+    two = graph.call_function(torch.cos, (x,))
+    one.args = (two,)
+    graph.output(one)
+    stable_topological_sort(graph)
+    graph.lint()
+    assert [node.target for node in graph.nodes][1:3] == [torch.cos, torch.sin]
 
 
 def test_inductor_takes_a_traced_graph_with_settings() -> None:

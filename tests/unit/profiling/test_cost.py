@@ -4,10 +4,10 @@ import time
 
 import pytest
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.nn import functional as F
 
-from lightning_zero.profiling.cost import DeviceSpeed, NodeCost, graph_costs, node_flops
+from lightning_zero.profiling.cost import DeviceSpeed, Flops, NodeCost, graph_costs, node_flops
 from tests.helpers.tracing import traced
 from tests.unit.compile.graphs import Builder
 
@@ -38,6 +38,25 @@ def test_an_op_that_another_one_runs_counts_as_itself() -> None:
         node = b.graph.call_function(again, args, kwargs)
         node.meta["val"] = torch.empty(2, 5, device="meta")
         assert node_flops(node) == 60
+
+
+def test_what_is_found_once_for_equal_ops_is_what_each_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = F.conv2d(x @ y, x[:, :, :2, :2].transpose(0, 1), padding=1)[:, :, :4, :4]
+        return (x @ y) @ y[:, :3]
+
+    asked: list[Node] = []
+
+    def counted(node: Node) -> int:
+        asked.append(node)
+        return node_flops(node)
+
+    graph = traced(work, torch.zeros(2, 2, 4, 4), torch.zeros(4, 4))
+    monkeypatch.setattr("lightning_zero.profiling.cost.node_flops", counted)
+    flops = Flops()
+    assert [flops.of(node) for node in graph.nodes] == [node_flops(node) for node in graph.nodes]
+    assert 0 < len(asked) < sum(node_flops(node) > 0 for node in graph.nodes)
 
 
 def test_the_slower_of_computing_and_moving_counts_and_the_launch_on_top() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import getitem
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,3 +107,25 @@ def test_a_piece_whose_results_lie_otherwise_is_not_used() -> None:
         check_strides(SimpleNamespace(output_strides=[("8*s0", "3", "2")]), [value])
     with pytest.raises(DifferentStrides, match=r"\['8', '1'\].*\['3', '1'\]"):
         check_strides(SimpleNamespace(output_strides=[("8", "3", "1")]), [value])
+
+
+def test_equal_views_of_equal_layers_are_each_noted_as_they_are() -> None:
+    fake = FakeTensorMode()
+    with fake:
+        value, other = torch.empty(4, 6), torch.empty(4, 6)
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = value
+    views = [graph.call_function(aten.t.default, (x,)) for _ in range(3)]
+    split = graph.call_function(aten.split.Tensor, (x, 2, 1))
+    parts = [graph.call_function(getitem, (split, at)) for at in range(3)]
+    graph.output((*views, *parts))
+    for node in views:
+        node.meta["val"] = value.t()
+    views[1].meta["val"] = other.t().contiguous()  # noted wrong amid two that are right
+    split.meta["val"] = value.split(2, 1)
+    for at, node in enumerate(parts):
+        node.meta["val"] = split.meta["val"][at] if at != 1 else other[:, :2].contiguous()
+    settle_strides(graph, [value])
+    assert [node.meta["val"].stride() for node in views] == [(1, 6)] * 3
+    assert [node.meta["val"].stride() for node in parts] == [(6, 1)] * 3

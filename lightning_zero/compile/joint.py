@@ -1,0 +1,53 @@
+"""When a joint graph gets its layers back: before Inductor's passes over joint graphs, or behind them.
+
+These passes try hundreds of patterns on each node, which for 48 layers takes longer than to differentiate them. Where
+they have gone over one layer of each kind (:mod:`outline`), they need to see no more than the rest of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Graph
+
+from lightning_zero.compat.compiler import inductor_config, stable_topological_sort
+from lightning_zero.compile.outline import Outline
+
+__all__ = ["JointPasses"]
+
+
+class JointPasses:
+    """For one graph, which is handed on once.
+
+    Args:
+        layers: that were taken out of the graph.
+        finish: puts them back and does what else is ours on a joint graph.
+    """
+
+    def __init__(self, layers: Outline | None, finish: Callable[[Graph], Graph]) -> None:
+        self._layers = layers
+        self._finish = finish
+        self._finished = False
+
+    def options(self, form: Callable[[Callable[[Graph], Any]], Any]) -> dict[str, Any]:
+        """For Inductor, which takes passes in a form of its own."""
+        options = {"joint_custom_pre_pass": form(self.before)}
+        # What users pass there expects whole layers.
+        if self._layers is not None and inductor_config.joint_custom_post_pass is None:
+            options["joint_custom_post_pass"] = form(self.behind)
+        else:
+            self._layers = None
+        return options
+
+    def before(self, graph: Graph) -> None:
+        """Before Inductor's passes."""
+        if self._layers is None or not self._layers.passes_done(graph):
+            self._finish(graph)
+            self._finished = True
+
+    def behind(self, graph: Graph) -> None:
+        """Behind them."""
+        if not self._finished:
+            stable_topological_sort(graph)  # Inductor does so behind all passes; ours go by the order of nodes
+            self._finish(graph)

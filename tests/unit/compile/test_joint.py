@@ -1,0 +1,138 @@
+"""Inductor's passes over joint graphs go over one layer of each kind, and make of the graph what they make of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from lightning_zero.compat.compiler import CustomGraphPass, CustomPartitionerFn, inductor_config, lookup_backend
+from lightning_zero.compile.joint import JointPasses
+from lightning_zero.compile.outline import outline, tracer
+from tests.unit.compile.outline.test_outline import LAYERS, WIDTH, Block, described
+
+
+class Wasteful(Block):
+    """Does what Inductor's passes take out again."""
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        wide = F.gelu(self.wide(x)) * torch.ones(2 * WIDTH)
+        return x + (self.narrow(wide.clone()) + torch.zeros(WIDTH)).view_as(x)
+
+
+class Masked(Block):
+    """Adds what it is given."""
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        return x + self.narrow(F.gelu(self.wide(x))) + given[0]
+
+
+class Whole(nn.Module):
+    def __init__(self, block: type[Block], mask: Callable[[Tensor], Tensor] = torch.sin) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(block() for _ in range(LAYERS))
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, x = self.mask(x), self.inner(x)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x.square().sum()
+
+
+class _Done(Exception):
+    pass
+
+
+class _Pass(CustomGraphPass):
+    def __init__(self, function: Callable[[Graph], Any]) -> None:
+        self._function = function
+
+    def __call__(self, graph: Graph) -> None:
+        self._function(graph)
+
+    def uuid(self) -> None:
+        return None
+
+
+class _Partitioner(CustomPartitionerFn):
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        gm.graph.lint()
+        self._lines += described(gm.graph)
+        raise _Done
+
+    def uuid(self) -> None:
+        return None
+
+
+def passed(module: nn.Module, outlined: bool) -> tuple[list[str], list[int]]:
+    """The joint graph that Inductor partitions; how many nodes a graph had before and behind its layers were there."""
+    lines: list[str] = []
+    sizes: list[int] = []
+
+    def backend(graph: GraphModule, inputs: Any) -> Any:
+        layers = outline(graph, tracer("inductor")) if outlined else None
+        assert (layers is not None and len(layers) == LAYERS) == outlined
+
+        def finish(joint: Graph) -> Graph:
+            sizes.append(len(joint.nodes))
+            if layers is not None:
+                layers.inline(joint)
+            sizes.append(len(joint.nodes))
+            return joint
+
+        options = JointPasses(layers, finish).options(_Pass) | {"custom_partitioner_fn": _Partitioner(lines)}
+        compile_fx: Any = lookup_backend("inductor")
+        return compile_fx(graph, inputs, config_patches=options)
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    with pytest.raises(Exception) as raised:
+        torch.compile(module, backend=backend)(torch.randn(3, 6, WIDTH))
+    assert "_Done" in repr(raised.value)
+    return lines, sizes
+
+
+def test_what_passes_do_to_one_layer_is_what_they_do_to_each() -> None:
+    module = Whole(Wasteful)
+    whole, _ = passed(module, False)
+    once, (before, behind) = passed(module, True)
+    assert sorted(once) == sorted(whole)
+    assert len(once) == behind < before + LAYERS * 40
+    assert not any("ones" in line or "clone" in line for line in once)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        # Zeros that come from elsewhere are not added, which nobody knows who sees one layer.
+        lambda: Whole(Masked, lambda x: torch.zeros(WIDTH)),
+        # Seeds of random numbers are drawn together for a whole graph.
+        lambda: Whole(Block),
+    ],
+    ids=["constant from outside", "random numbers"],
+)
+def test_where_passes_have_to_see_all_they_do(module: Callable[[], nn.Module]) -> None:
+    made = module()
+    whole, _ = passed(made, False)
+    once, _ = passed(made, True)
+    assert sorted(once) == sorted(whole)
+
+
+def test_what_a_user_passes_behind_them_sees_whole_layers() -> None:
+    seen: list[str] = []
+    with inductor_config.patch(
+        joint_custom_post_pass=_Pass(lambda graph: seen.extend(str(n.target) for n in graph.nodes))
+    ):
+        passed(Whole(Wasteful), True)
+    assert sum("gelu" in name or "erf" in name for name in seen) >= LAYERS
+    assert not any("outline" in name for name in seen)
