@@ -97,12 +97,10 @@ class Outline:
         graph, with standins in it, before :meth:`inline`. Not where layers are given what no input of the graph
         decides: of that they know more than of what a layer by itself is given (a mask that is zero everywhere)."""
         fixed: set[Node] = set()
-        given: list[Any] = []
+        given: list[Node] = []
         for node in graph.nodes:
             if node.target is forward() or node.target is backward():
-                given += [
-                    part for argument in node.args[-2:] if isinstance(argument, list | tuple) for part in argument
-                ]
+                given += node.all_input_nodes
             elif node.op == "call_function" and fixed.issuperset(node.all_input_nodes):
                 fixed.add(node)
         known = all(layer.body.passed is not None for layer in self._layers)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Graph, GraphModule
 
 from lightning_zero.compat.compiler import CustomGraphPass, CustomPartitionerFn, inductor_config, lookup_backend
@@ -96,9 +97,8 @@ def passed(module: nn.Module, outlined: bool) -> tuple[list[str], list[int]]:
 
     torch.compiler.reset()
     torch.manual_seed(0)
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(BackendCompilerFailed, match="_Done"):
         torch.compile(module, backend=backend)(torch.randn(3, 6, WIDTH))
-    assert "_Done" in repr(raised.value)
     return lines, sizes
 
 
@@ -107,7 +107,7 @@ def test_what_passes_do_to_one_layer_is_what_they_do_to_each() -> None:
     whole, _ = passed(module, False)
     once, (before, behind) = passed(module, True)
     assert sorted(once) == sorted(whole)
-    assert len(once) == behind < before + LAYERS * 40
+    assert len(once) == behind > before  # and nothing has made it smaller since
     assert not any("ones" in line or "clone" in line for line in once)
 
 
