@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Graph, GraphModule
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat.compiler import CustomGraphPass, CustomPartitionerFn, inductor_config, lookup_backend
+from lightning_zero.compat.graphs import RECOMPUTE, REGION
 from lightning_zero.compile.joint import JointPasses
 from lightning_zero.compile.outline import outline, tracer
 from tests.unit.compile.outline.test_outline import LAYERS, WIDTH, Block, described
@@ -31,6 +33,13 @@ class Masked(Block):
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
         return x + self.narrow(F.gelu(self.wide(x))) + given[0]
+
+
+class Checkpointed(Wasteful):
+    """A region of its own, of which nothing is saved."""
+
+    def forward(self, x: Tensor, *given: Tensor) -> Any:
+        return checkpoint(super().forward, x, *given, use_reentrant=False)
 
 
 class Whole(nn.Module):
@@ -68,7 +77,10 @@ class _Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         gm.graph.lint()
-        self._lines += described(gm.graph)
+        numbers = sorted({node.meta[REGION] for node in gm.graph.nodes if REGION in node.meta})  # torch counts on
+        regions = {None: None} | {number: at for at, number in enumerate(numbers)}
+        recomputed = [(regions[node.meta.get(REGION)], node.meta.get(RECOMPUTE)) for node in gm.graph.nodes]
+        self._lines += [f"{line} {again}" for line, again in zip(described(gm.graph), recomputed, strict=True)]
         raise _Done
 
     def uuid(self) -> None:
@@ -102,8 +114,9 @@ def passed(module: nn.Module, outlined: bool) -> tuple[list[str], list[int]]:
     return lines, sizes
 
 
-def test_what_passes_do_to_one_layer_is_what_they_do_to_each() -> None:
-    module = Whole(Wasteful)
+@pytest.mark.parametrize("block", [Wasteful, Checkpointed])
+def test_what_passes_do_to_one_layer_is_what_they_do_to_each(block: type[Block]) -> None:
+    module = Whole(block)
     whole, _ = passed(module, False)
     once, (before, behind) = passed(module, True)
     assert sorted(once) == sorted(whole)
