@@ -30,6 +30,7 @@ from lightning_zero.compile.first_step import FirstStep
 from lightning_zero.compile.known import MASTERS, Agreed, Known, after_first_step, before_training, measured
 from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.measuring import Measuring
+from lightning_zero.compile.outside import Outside
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.shares import another_fits, saved_share
 from lightning_zero.config import CompileConfig, EngineConfig
@@ -113,6 +114,11 @@ class MeasuredBudget:
         return self._now or as_set(config, self.known.away)
 
     @property
+    def outside(self) -> Outside:
+        """Has to see all calls of what is compiled."""
+        return self._measuring.outside
+
+    @property
     def has_begun(self) -> bool:
         """Whether anything has been measured, so that other code would need :meth:`reset`."""
         return self.first_step.before is not None or self._course.done or self._measuring.steps > 0
@@ -170,6 +176,7 @@ class MeasuredBudget:
             self._blind(config, auto)
             return None
         self._measuring.compiles = config.compile
+        self._measuring.captures = config.memory is not None and self.captured() and not self._course.watching
         early = None if self._course.looked or config.memory is None else self._look(config)
         stepped = self._measuring.pass_begins()
         if early is not None or not stepped:
@@ -243,10 +250,8 @@ class MeasuredBudget:
         if memory is not None:
             room = limit_of(config.memory, memory.total) - memory.taken
             took = memory.allocated - memory.resident
-        found = self._least(
-            quiet.steps, room, *(-n for n in (quiet.traffic, quiet.saved, took, quiet.pass_s, quiet.passes))
-        )
-        steps, room, *rest = found
+        most = quiet.traffic, quiet.saved, took, quiet.pass_s, quiet.passes, quiet.outside
+        steps, room, *rest = self._least(quiet.steps, room, *(-n for n in most))
         return Agreed(steps, room, *(-n for n in rest))
 
     def _decide(self, config: EngineConfig, quiet: Agreed) -> Decided | None:

@@ -116,6 +116,7 @@ class Agreed:
         took: bytes that a step took at its peak, beside what was there between steps.
         pass_s: seconds of a pass.
         passes: of them in a step.
+        outside: bytes that a step takes in addition once it is replayed.
     """
 
     steps: float = 0.0
@@ -125,12 +126,14 @@ class Agreed:
     took: float = 0.0
     pass_s: float = 0.0
     passes: float = 1.0
+    outside: float = 0.0
 
 
 def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Chosen) -> Facts:
     """Compiled steps have run, and none was compiled in them. ``captured``: they will be replayed, from memory that has
-    gaps."""
-    facts = known.facts("measured", limit, limit - quiet.room + GAPS * captured * quiet.took, now)
+    gaps and serves nothing else."""
+    peak = limit - quiet.room + captured * (GAPS * quiet.took + quiet.outside)
+    facts = known.facts("measured", limit, peak, now)
     whole = known.whole if now.until == "step" or quiet.passes >= 2 else quiet.traffic / 2
     whole = whole if known.gather_s else 0.0  # one rank has nothing to gather
     return replace(

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from lightning_zero.compile.listener import Progress
+from lightning_zero.compile.outside import Outside
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.native import Executor
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
@@ -24,6 +25,7 @@ class Quiet:
         saved: bytes that a forward left for its backward; the most of any. 0 where no backward was announced.
         pass_s: seconds of a pass, on average over a step, by the host's clock; of the fastest step.
         passes: in the last of these steps.
+        outside: bytes that a step takes in addition once compiled code is replayed.
     """
 
     steps: int = 0
@@ -32,6 +34,7 @@ class Quiet:
     saved: int = 0
     pass_s: float = 0.0
     passes: int = 1
+    outside: int = 0
 
 
 class Measuring:
@@ -47,7 +50,9 @@ class Measuring:
         quiet: the steps so far.
         steps: of an optimizer, since :meth:`reset`, quiet or not.
         compiles: steps count only once something has been compiled.
+        captures: what is compiled will be replayed, and what that takes is looked for in the second quiet step.
         stepped: an optimizer has stepped since the last pass; whoever sees that sets it.
+        outside: looks for it.
     """
 
     def __init__(self, progress: Progress, plans: PlanBook, executor: Executor, gauge: MemoryGauge) -> None:
@@ -56,7 +61,8 @@ class Measuring:
         self._executor = executor
         self._gauge = gauge
         self.compiles = True
-        self.stepped = False
+        self.captures = self.stepped = False
+        self.outside = Outside(gauge)
         self.reset()
 
     def reset(self) -> None:
@@ -66,10 +72,12 @@ class Measuring:
         self._began: float | None = None  # when the step did
         self._resident = 0
         self.quiet = Quiet()
+        self.outside.drop()
 
     def again(self) -> None:
         """What comes is another training: quiet steps are counted from here on."""
         self.steps, self.quiet = 0, Quiet()
+        self.outside.drop()
         self._gauge.start(anew=True)
 
     def pass_begins(self) -> bool:
@@ -94,6 +102,7 @@ class Measuring:
         compiled = self._progress.compiled + self._plans.count
         if compiled != self._compiled:
             self.quiet = Quiet()
+            self.outside.drop()
             self._gauge.start(anew=True)
         elif compiled or not self.compiles:
             self._count(gathered - self._gathered, now)
@@ -104,6 +113,9 @@ class Measuring:
         if quiet.memory is None or memory.taken > quiet.memory.taken:
             quiet.memory = memory
         quiet.steps += 1
+        quiet.outside = max(quiet.outside, self.outside.end())
+        if quiet.steps == 1 and self.captures:
+            self.outside.begin()
         quiet.passes = passes
         quiet.traffic = max(quiet.traffic, gathered / passes)
         if self._began is not None:

@@ -10,10 +10,11 @@ optimizer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -156,7 +157,15 @@ class CompileSession:
         self._selection.check(default_passes(context))
         assert self._replays is not None
         self.plans.forget()
-        self._compiler = Compiler(context, self._selection, self.plans, self.progress, self._replays.wrap)
+        wrap, outside, replays = self._replays.wrap, self.budget.outside, weakref.ref(self._replays)
+
+        def lasting() -> Iterable[Tensor]:
+            return () if (held := replays()) is None else held.lasting()
+
+        def watched(compiled: Callable[..., Any]) -> Callable[..., Any]:
+            return wrap(outside.watched(compiled, lasting))
+
+        self._compiler = Compiler(context, self._selection, self.plans, self.progress, watched)
         self._arguments = self._compiler.arguments()
 
     def _context(self, config: CompileConfig) -> PassContext:

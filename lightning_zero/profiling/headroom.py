@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -55,6 +55,7 @@ class MemoryGauge:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._before = 0, 0  # peaks until the last lap: reserved, allocated
 
     @property
     def device(self) -> torch.device:
@@ -75,6 +76,7 @@ class MemoryGauge:
         what it reserves later was needed later. Torch's own peak statistics are reset."""
         if anew:
             self.empty()
+        self._before = 0, 0
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def empty(self) -> None:
@@ -84,6 +86,17 @@ class MemoryGauge:
 
     def read(self) -> DeviceMemory:
         """Does not wait for the device."""
+        now, (reserved, allocated) = self._read(), self._before
+        return replace(now, reserved=max(now.reserved, reserved), allocated=max(now.allocated, allocated))
+
+    def lap(self) -> DeviceMemory:
+        """The same, with peaks since the last lap, which begins anew. Torch's own peak statistics are reset."""
+        now, whole = self._read(), self.read()
+        self._before = whole.reserved, whole.allocated
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        return now
+
+    def _read(self) -> DeviceMemory:
         stats = torch.accelerator.memory_stats(self._device)
         free, total = torch.accelerator.get_memory_info(self._device)
         reserved, resident = stats["reserved_bytes.all.current"], stats["allocated_bytes.all.current"]

@@ -39,6 +39,7 @@ class Gauge(MemoryGauge):
     exists = True
     simulated: Device
     engine: Any = None
+    laps = 0
 
     def start(self, anew: bool = False) -> None:
         pass
@@ -52,6 +53,10 @@ class Gauge(MemoryGauge):
         others = self.simulated.fuller * dist.get_rank()
         return DeviceMemory(TOTAL, others, HELD + took, HELD + took, HELD)
 
+    def lap(self) -> DeviceMemory:
+        Gauge.laps += 1
+        return self.read()
+
 
 def train(
     device: Device | None, steps: int = 7, again: dict[str, Any] | None = None, accumulate: int = 1, **options: Any
@@ -63,7 +68,7 @@ def train(
     graphs: list[int] = [0]
     before: list[int] = []
     reduced: list[int] = []
-    Gauge.engine = None
+    Gauge.engine, Gauge.laps = None, 0
 
     def count(what: str, graph: Graph) -> None:
         graphs[0] += what == "after"
@@ -101,6 +106,7 @@ def train(
             "plan": None if engine.memory.plan is None else engine.memory.plan.as_dict(),
             "reduced": reduced[-1] - reduced[-1 - accumulate] if len(reduced) > accumulate else 0,  # in as many batches
             "said": said,
+            "laps": Gauge.laps,
         }
 
 
@@ -257,6 +263,15 @@ def test_a_later_trainer_has_its_own_budget(ranks: Ranks) -> None:
         assert found["compiles_in"] == [1, AGAIN, 9, 13]
     for found in ranks.run(2, train, Device(eager=1000), 7, {}, **less):
         assert (found["activations"], found["plan"]) == (1.0, None)
+
+
+def test_one_step_is_watched_where_graphs_will_keep_their_memory(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, train, Device(), 7, memory=0.5, emulate_cuda_graph_model=True)
+    assert found["laps"] == 2 + 4 * 3, "the step begins and ends, and so do three calls' forward and backward"
+    # The device says that all of it was there inside and outside; what goes in and out of a call are 12 times 19 floats.
+    assert found["plan"]["peak"] == HELD + 2.04 * SAVED + 3 * 3 * 12 * 19 * 4
+    (run,) = ranks.run(1, train, Device(), 7, memory=0.5)
+    assert (run["laps"], run["plan"]["peak"]) == (0, HELD + SAVED)
 
 
 class Caching(MemoryGauge):

@@ -219,3 +219,33 @@ def test_what_a_first_forward_has_let_go_of_is_given_back_before_its_backward() 
     training.cached, before = 1.0, training.given_back
     training.backward_begins()
     assert training.given_back == before
+
+
+class Watched:
+    """Says that a step will take 3 GiB more once it is replayed."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def begin(self) -> None:
+        self.asked.append("begin")
+
+    def end(self) -> int:
+        begun = self.asked[-1:] == ["begin"]
+        self.asked += ["end"] if begun else []
+        return 3 * GIB if begun else 0
+
+    def drop(self) -> None:
+        self.asked.append("drop")
+
+
+@pytest.mark.parametrize(("captured", "decided"), [(False, []), (True, [(5, 0.7)])])
+def test_what_cannot_share_with_graphs_is_planned_for_before_there_are_any(captured: bool, decided: Any) -> None:
+    training, watched = Simulated(23, eager=8.0), Watched()
+    training._measuring.outside = watched  # type: ignore[assignment]
+    training.captured = lambda: captured
+    # Without graphs it is 22 GiB. With them 3 more and gaps in 8, so of these 8 a bit more than 2 have to go.
+    assert training.run() == decided
+    assert watched.asked.count("begin") == watched.asked.count("end") == int(captured)
+    assert training.plan is not None
+    assert training.plan.fits

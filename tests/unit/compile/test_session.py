@@ -51,6 +51,9 @@ class Replays:
     def drop(self) -> None:
         self.drops += 1
 
+    def lasting(self) -> tuple[()]:
+        return ()
+
 
 class Store(dict[str, bytes]):
     """Another rank waits with the plan ``theirs``, or comes with the same one."""
