@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.window import Window
@@ -21,14 +22,18 @@ KNOWN_BY |= {"lastmodified", "last_modified", "modified", "last_write_time", "mt
 class RemoteRanges:
     """Of a file, by its URL.
 
+    Args:
+        url: its name, for errors, too.
+        at: where that is, as :func:`located` gives it; None: where the name says.
+
     Attributes:
         size: in bytes.
         identity: another one for each file that stands there, as far as its store tells.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, at: tuple[Any, str] | None = None) -> None:
         self._url = url
-        self._fs, self._place = located(url)
+        self._fs, self._place = located(url) if at is None else at
         self.identity = self._look()
         self.size = int(self.identity["size"])
 

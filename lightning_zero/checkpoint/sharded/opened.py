@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -20,12 +22,14 @@ from lightning_zero.checkpoint.lateness import ask_again
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.opened import Opened
 from lightning_zero.checkpoint.ranges import LocalRanges, Placed
+from lightning_zero.checkpoint.remote_ranges import RemoteRanges
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.contents import nested
 from lightning_zero.checkpoint.sharded.folder import read_at
 from lightning_zero.checkpoint.sharded.hashed import sum_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, read_metadata
+from lightning_zero.checkpoint.sharded.piece import PieceElsewhere, opened_piece
 from lightning_zero.checkpoint.sharded.raw import lies_plainly, start_of
 from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
@@ -74,6 +78,7 @@ class OpenedFolder(Opened):
     def __init__(self, path: str) -> None:
         self.path = path
         self._ranges: dict[str, LocalRanges] = {}  # by file, once it is asked for
+        self._ranges_elsewhere: dict[str, RemoteRanges] = {}
         self._fs, self._place = read_at(path)
         if isinstance(self._fs, LocalFileSystem):
             self._held = HeldFolder(self._place)
@@ -261,29 +266,46 @@ class OpenedFolder(Opened):
         return info
 
     def _tensor(self, info: Any, key: str, sizes: torch.Size, dtype: torch.dtype) -> Tensor | Placed:
-        value = self._in_place(info, sizes, dtype)
-        if value is None:
-            value = self._load(info, key)
-        if not isinstance(value, Tensor | Placed) or value.shape != sizes or value.dtype != dtype:
+        if isinstance(self._fs, LocalFileSystem):
+            return self._in_place(info, sizes, dtype) or self._load_tensor(info, key, sizes, dtype)
+        ranges = self._elsewhere(info.relative_path)
+        find = partial(self._start, partial(opened_piece, ranges, info.offset, info.length), info, sizes, dtype)
+        load = partial(self._load_tensor, info, key, sizes, dtype)
+        return PieceElsewhere(ranges, info.length, find, load, dtype, sizes)
+
+    def _load_tensor(self, info: Any, key: str, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+        value = self._load(info, key)
+        if not isinstance(value, Tensor) or value.shape != sizes or value.dtype != dtype:
             raise CheckpointError(f"{self._named(info.relative_path)} holds something else where {key!r} should be.")
         return value
 
     def _in_place(self, info: Any, sizes: torch.Size, dtype: torch.dtype) -> Placed | None:
-        """Where it lies in a file that we wrote, which has been compared with its checksum; in others' files, where the
-        piece says that it is laid out so."""
-        if not isinstance(self._fs, LocalFileSystem):
-            return None
-        name = info.relative_path
-        with self.open(name) as file:
-            part = _Part(file, info.offset, info.length)
+        with self.open(info.relative_path) as file:
+            start = self._start(lambda: _Part(file, info.offset, info.length), info, sizes, dtype)
+        return None if start is None else Placed(self._ranges_of(info.relative_path), start, dtype, sizes)
+
+    def _start(self, part: Callable[[], Any], info: Any, sizes: torch.Size, dtype: torch.dtype) -> int | None:
+        """Where its values lie in a file that we wrote, which has been compared with its checksum; in others' files,
+        where the piece says that it is laid out so."""
+        count = sizes.numel() * dtype.itemsize
+        with part() as opened:
             try:
-                if self.manifest is None and not lies_plainly(part, dtype, sizes):
+                if self.manifest is None and not lies_plainly(opened, dtype, sizes):
                     return None
-                count = sizes.numel() * dtype.itemsize
-                start = start_of(part, info.offset, count) if count else 0
+                return start_of(opened, info.offset, count) if count else 0
             except (ValueError, zipfile.BadZipFile):
                 return None
-        return Placed(self._ranges_of(name), start, dtype, sizes)
+
+    def _elsewhere(self, name: str) -> RemoteRanges:
+        if name not in self._ranges_elsewhere:
+            at = (self._fs, f"{self._place}/{name}")
+            try:
+                self._ranges_elsewhere[name] = RemoteRanges(self._named(name), at)
+            except FileNotFoundError:
+                raise CheckpointError(f"{self._named(name)} is missing. Use another checkpoint.") from None
+            except OSError as error:
+                raise self._unreadable(name, error) from error
+        return self._ranges_elsewhere[name]
 
     def _ranges_of(self, name: str) -> LocalRanges:
         if name not in self._ranges:
@@ -295,8 +317,7 @@ class OpenedFolder(Opened):
 
     def _load(self, info: Any, key: str, weights_only: bool | None = None) -> Any:
         name = self._named(info.relative_path)
-        with self.open(info.relative_path) as file:
-            part: Any = _Part(file, info.offset, info.length)
+        with self._opened_piece(info) as part:
             try:
                 return torch.load(part, map_location="cpu", weights_only=weights_only is not False)
             except Exception as error:  # damage may show as anything
@@ -306,6 +327,17 @@ class OpenedFolder(Opened):
                 raise CheckpointError(
                     f"{name} is damaged where {key!r} lies: {why}. Use another checkpoint."
                 ) from error
+
+    @contextmanager
+    def _opened_piece(self, info: Any) -> Iterator[Any]:
+        name = info.relative_path
+        if isinstance(self._fs, LocalFileSystem):
+            with self.open(name) as file:
+                yield _Part(file, info.offset, info.length)
+            return
+        data = bytearray(info.length)
+        self._elsewhere(name).read(info.offset, memoryview(data))
+        yield BytesIO(data)
 
     def _named_files(self) -> set[str]:
         names = {info.relative_path for info in self.metadata.storage_data.values()} | {METADATA}

@@ -17,11 +17,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.checkpoint.sharded.folder import INCOMPLETE, RemoteFolder
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
-from lightning_zero.checkpoint.sharded.opened import kind_of
+from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_of
 from lightning_zero.checkpoint.sharded.saving import save_sharded
+from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import read_together, read_whole
 from lightning_zero.integrations.trainer.finding import _beside_lost_link, newest_first
+from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.elsewhere import Mounted, mount
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
@@ -71,6 +73,70 @@ def test_one_after_another(root: str) -> None:
         assert ".save_id" not in names(path)
     found = on_ranks(WORLD, lambda together: read_together(checkpoints_of(together), path, None)["seed"])
     assert found == [3.0, 3.0]
+
+
+class Counted(MemoryFileSystem):
+    """Counts the bytes of pieces that are read out of it."""
+
+    protocol = "counted"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    read: list[int] = []
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        data: bytes = super().cat_file(path, start, end, **options)
+        if path.endswith(".distcp"):
+            self.read.append(len(data))
+        return data
+
+
+@pytest.fixture
+def large() -> Iterator[tuple[str, torch.Tensor]]:
+    """A checkpoint of one rank with one weight, of 32 MiB, in one piece."""
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    value = torch.randn(2048, 4096, generator=torch.Generator().manual_seed(0))
+    layout = ShardLayout.of(value.shape, value.dtype, 1)
+    state = {"w": ShardedValue(layout, value.flatten(), 0)}
+    path = "counted://run/x.ckpt"
+    assert on_ranks(1, lambda together: save_sharded(path, {"state_dict": state}, {}, together)) == [path]
+    Counted.read.clear()
+    yield path, value
+    Counted.store.clear()
+
+
+@pytest.mark.parametrize("theirs", [False, True], ids=["ours", "another's"])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_of_a_large_piece_a_rank_reads_what_is_its_own(
+    large: tuple[str, torch.Tensor], world_size: int, theirs: bool
+) -> None:
+    path, value = large
+    if theirs:
+        Counted().rm_file(f"{fsspec.core.url_to_fs(path)[1]}/{MANIFEST}")
+    with patch("lightning_zero.checkpoint.sharded.opened.SAVED_BY", "another") if theirs else nullcontext():
+        saved = OpenedFolder(path).state()["state_dict"]["w"]
+    layout = ShardLayout.of(value.shape, value.dtype, world_size)
+    for rank in range(world_size):
+        Counted.read.clear()
+        shard = torch.empty(layout.shard_numel)
+        saved.read_part(shard, layout, rank)
+        own = value.flatten()[rank * len(shard) : (rank + 1) * len(shard)]
+        assert torch.equal(shard[: len(own)], own)
+        least = shard.nbytes
+        assert least <= sum(Counted.read) < least + (2 << 20), rank
+        assert (len(Counted.read) <= 5) == (world_size == 1)  # blocks of 8 MiB, and nothing to find out
+
+
+def test_a_piece_that_is_replaced_is_not_read_as_a_mixture(large: tuple[str, torch.Tensor]) -> None:
+    path, value = large
+    saved = OpenedFolder(path).state()["state_dict"]["w"]
+    layout = ShardLayout.of(value.shape, value.dtype, 4)
+    shard = torch.empty(layout.shard_numel)
+    saved.read_part(shard, layout, 0)
+    fs, place = fsspec.core.url_to_fs(path)
+    [piece] = [entry for entry in fs.ls(place, detail=False) if entry.endswith(".distcp")]
+    fs.pipe_file(piece, fs.cat_file(piece))
+    with pytest.raises(CheckpointError, match=r"distcp was replaced by another one"):
+        saved.read_part(shard, layout, 1)
 
 
 def test_a_file_gives_way_to_a_folder(root: str) -> None:
