@@ -9,25 +9,30 @@ plan has to know before. So one step is watched: what was in tensors at most ins
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_zero.profiling.headroom import MemoryGauge
+from lightning_zero.profiling.headroom import DeviceMemory
 
 __all__ = ["Outside"]
 
 Compiled = Callable[..., Any]
 
 
+class _Gauge(Protocol):
+    def lap(self) -> DeviceMemory:
+        """What is in tensors now, and was at most since the last lap."""
+
+
 class Outside:
-    """Of one engine.
+    """Of one engine, or of one step on paper.
 
     Args:
         gauge: reads this rank's device.
     """
 
-    def __init__(self, gauge: MemoryGauge) -> None:
+    def __init__(self, gauge: _Gauge) -> None:
         self._gauge = gauge
         self._watches = self._inside = False
         self._before = self._resident = 0  # when the step began, and at the last change of sides

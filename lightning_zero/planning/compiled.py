@@ -28,6 +28,7 @@ from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unf
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.evenly import saved_within
 from lightning_zero.compile.graph import output_node, results
+from lightning_zero.compile.outside import Outside
 from lightning_zero.compile.passes import leaving, saved_for_backward
 from lightning_zero.compile.passes.leaving import leave
 from lightning_zero.compile.passes.offload import place_offloads
@@ -78,6 +79,7 @@ class PaperCompiler:
 
     Attributes:
         found: of all graphs so far.
+        outside: watches what is alive besides.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class PaperCompiler:
         self._speed = speed
         self._surround = surround
         self.found = GraphsOnPaper()
+        self.outside = Outside(ledger)
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What ``module(*args, **kwargs)`` returns, compiled."""
@@ -113,7 +116,7 @@ class PaperCompiler:
             shape[:] = [returned, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
             return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-        compiled = self._compiled(traced, len(weights))
+        compiled = self.outside.watched(self._compiled(traced, len(weights)), lasting=lambda: ())
         given_back = iter(compiled(weights, buffers, *tensors))
         returned, others = shape
         return tree_unflatten([next(given_back) if leaf is None else leaf for leaf in others], returned)

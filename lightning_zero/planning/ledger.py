@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_zero.compat.ops import to_copy, unsafe_view
 from lightning_zero.compat.tensors import TorchDispatchMode, tree_leaves
+from lightning_zero.profiling.headroom import DeviceMemory
 
 __all__ = ["Ledger"]
 
@@ -45,6 +46,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, weights: Iterable[Tensor] = (), count: Callable[..., int] | None = None) -> None:
         super().__init__()
         self.alive = self.peak = self.flops = self.moved = 0
+        self._lately = 0  # the most since the last lap
         self._weights: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._count = count
@@ -62,7 +64,14 @@ class Ledger(TorchDispatchMode):
 
     def spike(self, nbytes: int) -> None:
         """For a moment so many more bytes were alive."""
-        self.peak = max(self.peak, self.alive + nbytes)
+        self._lately = max(self._lately, self.alive + nbytes)
+        self.peak = max(self.peak, self._lately)
+
+    def lap(self) -> DeviceMemory:
+        """What is alive, and the most that was since the last lap, as a device would tell it."""
+        now = DeviceMemory(0, others=0, reserved=0, allocated=self._lately, resident=self.alive)
+        self._lately = self.alive
+        return now
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,7 +102,7 @@ class Ledger(TorchDispatchMode):
         nbytes = storage.nbytes()
         weakref.finalize(storage, self._leave, nbytes)
         self.alive += nbytes
-        self.peak = max(self.peak, self.alive)
+        self.spike(0)
 
     def _leave(self, nbytes: int) -> None:
         self.alive -= nbytes

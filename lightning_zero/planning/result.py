@@ -70,7 +70,8 @@ class TrainingPlan:
         step = self.passes.compiled or self.passes.eager
         if step is None:
             return None
-        return int(step.peak * (1 + GAPS * (self.graphs and self.passes.compiled is not None)))
+        replayed = self.graphs and self.passes.compiled is not None
+        return int(step.peak + replayed * (GAPS * step.peak + step.outside))
 
     @property
     def peak(self) -> int:
@@ -96,7 +97,8 @@ class TrainingPlan:
         context = f"{self.device.context / 2**30:g} GiB for contexts and libraries, nominal"
         return {
             "parameters, bytes": "counted",
-            "transient": "estimated, from traced operations, as torch partitions them and as fused code would run",
+            "transient": "estimated, from traced operations, as torch partitions them, as fused code would run, and as replays keep "
+            "memory",
             "first_step_peak": "estimated, from traced operations, with what the allocator keeps",
             "on_device": f"these, and {context}",
             "seconds": "estimated, from operations and bytes, at nominal shares of what data sheets say",

@@ -74,6 +74,7 @@ class StepOnPaper:
     Attributes:
         saved: bytes alive between forward and backward.
         peak: the most bytes at once.
+        outside: bytes that it takes in addition once compiled code is replayed.
         forward_s: seconds that forward computes; likewise for backward.
         flops: of both.
         reduced: bytes of gradients as they are computed.
@@ -81,6 +82,7 @@ class StepOnPaper:
 
     saved: int = 0
     peak: int = 0
+    outside: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
     flops: int = 0
@@ -111,6 +113,7 @@ def run_step(module: nn.Module, batch: Any, trace: Trace, compiles: bool, away: 
         stack.enter_context(mode)
         stack.enter_context(ledger)
         autocast = torch.autocast("cpu", precision.autocast, precision.autocast is not None, cache_enabled=False)
+        compiler.outside.begin()
         with autocast, _saved_elsewhere(ledger) if away else nullcontext():
             loss = trace.loss(module, inputs)
         graphs = found.graphs = compiler.found
@@ -121,6 +124,7 @@ def run_step(module: nn.Module, batch: Any, trace: Trace, compiles: bool, away: 
         else:
             raise ValueError("The loss does not depend on any parameter that is trained.")
         del loss
+        found.outside = compiler.outside.end() if compiles else 0
     after = ledger.flops - before[0], ledger.moved - before[1]
     dtype = precision.autocast or precision.own or torch.float32
     found.forward_s = graphs.forward_s + trace.speed.seconds(*before, dtype, launches=0)

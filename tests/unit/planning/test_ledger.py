@@ -68,3 +68,13 @@ def test_only_what_reads_or_writes_moves_bytes(mode: Any) -> None:
             assert ledger.moved == 2 * 200
             made.clone()
             assert ledger.moved == 4 * 200
+
+
+def test_laps_have_peaks_of_their_own() -> None:
+    with Ledger() as ledger:
+        made = torch.ones(10)
+        ledger.spike(100)
+        assert (ledger.lap().allocated, ledger.lap().allocated) == (140, 40)
+        del made
+        now = ledger.lap()
+        assert (now.allocated, now.resident, ledger.lap().allocated, ledger.peak) == (40, 0, 0, 140)
