@@ -97,8 +97,8 @@ class TrainingPlan:
         context = f"{self.device.context / 2**30:g} GiB for contexts and libraries, nominal"
         return {
             "parameters, bytes": "counted",
-            "transient": "estimated, from traced operations, as torch partitions them, as fused code would run, and as replays keep "
-            "memory",
+            "transient": "estimated, from traced operations, as torch partitions them, as fused code would run, with "
+            "what replays add",
             "first_step_peak": "estimated, from traced operations, with what the allocator keeps",
             "on_device": f"these, and {context}",
             "seconds": "estimated, from operations and bytes, at nominal shares of what data sheets say",
