@@ -18,6 +18,7 @@ from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.graph import is_op, results
 from lightning_zero.compile.outline.called import called_body, is_region
 from lightning_zero.compile.outline.find import Region
+from lightning_zero.compile.outline.numbers import in_region
 from lightning_zero.compile.outline.standin import NotOutlined, end
 from lightning_zero.compile.outline.trace import TraceJoint
 
@@ -188,7 +189,7 @@ def _split(graph: Graph, region: Region) -> Body:
         raise NotOutlined("a layer's forward and backward are entangled")
     constants = {str(node.target): _constant(graph, node) for node in work if node.op == "get_attr"}
     results_, grads = tuple(returned[:count]), tuple(returned[count:])
-    numbers = frozenset(node.meta[REGION] for node in work if REGION in node.meta)
+    numbers = frozenset(node.meta[REGION] for node in work if in_region(node))
     return Body(tuple(given), tuple(tangents), tuple(forward), tuple(backward), results_, grads, constants, numbers)
 
 

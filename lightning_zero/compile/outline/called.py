@@ -41,9 +41,11 @@ def is_region(node: Node) -> bool:
 
 
 def regions(node: Node) -> Iterator[GraphModule]:
-    """The graphs of those that this node runs."""
+    """The graphs of those that this node runs, with what it is given."""
     if node.target in CHECKPOINTS:
-        yield from filter(None, map(called_body, node.all_input_nodes))
+        for body in filter(None, map(called_body, node.all_input_nodes)):
+            if len(body.graph.find_nodes(op="placeholder")) == len(node.args) - 1:
+                yield body
 
 
 def with_regions(nodes: Iterable[Node]) -> list[Node]:
@@ -62,9 +64,14 @@ def readers(node: Node, users: Iterable[Node]) -> Iterator[Node]:
         if not bodies:
             yield user
         for body in bodies:
-            for given, inside in zip(user.args[1:], body.graph.find_nodes(op="placeholder"), strict=True):
+            for inside, given in _inputs(body, user):
                 if given is node:
                     yield from readers(inside, inside.users)
+
+
+def _inputs(body: GraphModule, call: Node) -> Iterator[tuple[Node, Any]]:
+    """Those of a region's graph, and what a call of it is given."""
+    return zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True)
 
 
 def read_at_the_source(graph: Graph) -> None:
@@ -72,11 +79,12 @@ def read_at_the_source(graph: Graph) -> None:
     none by itself. Layers of T5 return the bias of their attention."""
     for node in graph.nodes:
         for body in regions(node):
-            given = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=True))
-            returned = results(body.graph)
-            for part in list(node.users):
-                source = given.get(returned[part.args[1]]) if part.target is operator.getitem else None
-                if source is not None:
+            given, returned = dict(_inputs(body, node)), results(body.graph)
+            for part in [user for user in node.users if user.target is operator.getitem]:
+                at = part.args[1]
+                result = returned[at] if isinstance(at, int) else None
+                source = given.get(result) if isinstance(result, Node) else None
+                if isinstance(source, Node):
                     part.replace_all_uses_with(source)
                     graph.erase_node(part)
 

@@ -23,6 +23,7 @@ from lightning_zero.compat.graphs import (
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.outline.body import PLACE, WITHIN, Body
 from lightning_zero.compile.outline.find import Region
+from lightning_zero.compile.outline.numbers import in_region
 from lightning_zero.compile.outline.standin import NotOutlined
 
 __all__ = ["Inlined", "moved_to"]
@@ -127,7 +128,7 @@ class Inlined:
         meta = dict(node.meta)
         if "val" in meta:
             meta["val"] = self._own(meta["val"])
-        if REGION in meta:
+        if in_region(node):
             meta[REGION] = self._numbers[meta[REGION]]
         custom = dict(meta.pop(CUSTOM, {}))
         place = custom.pop(PLACE, None)

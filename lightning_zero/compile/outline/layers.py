@@ -22,7 +22,7 @@ from lightning_zero.compile.outline.body import Body, trace_body
 from lightning_zero.compile.outline.called import has_own_policy, read_at_the_source, readers, with_regions
 from lightning_zero.compile.outline.find import LEAST_REPETITIONS, Region, find_regions
 from lightning_zero.compile.outline.inline import Inlined, moved_to
-from lightning_zero.compile.outline.numbers import Numbers
+from lightning_zero.compile.outline.numbers import Numbers, in_region
 from lightning_zero.compile.outline.standin import NotOutlined, backward, describe, forward
 from lightning_zero.compile.outline.trace import TraceJoint
 from lightning_zero.native.ops import NAMESPACE
@@ -146,7 +146,7 @@ class Outline:
                 begun[node.args[1]].backward(node)
                 moved |= begun[node.args[1]].moved
                 continue
-            if REGION in node.meta:
+            if in_region(node):
                 node.meta[REGION] = numbers.of(node.meta[REGION])
             if "val" in node.meta:
                 node.meta["val"] = moved_to(node.meta["val"], moved)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Numbers"]
+from torch.fx import Node
+
+from lightning_zero.compat.graphs import REGION
+
+__all__ = ["Numbers", "in_region"]
 
 _FIRST = 2  # nodes outside of all regions are given 1
+
+
+def in_region(node: Node) -> bool:
+    return node.meta.get(REGION) is not None  # torch may note that there is none
 
 
 class Numbers:

@@ -8,7 +8,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
 from lightning_zero.compat.graphs import (
@@ -17,6 +17,8 @@ from lightning_zero.compat.graphs import (
     EXAMPLE,
     MODULES,
     ORIGIN,
+    POLICY,
+    POLICY_HASH,
     RECOMPUTE,
     REGION,
     SEEN_BY_USERS,
@@ -90,6 +92,33 @@ def test_the_partitioner_does_as_it_is_told_in_a_region(policy: CheckpointPolicy
     x, w = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
     found = graphs_of(product, x, w, tag=tag)
     assert len(calls(found["backward"], aten.mm.default)) == in_backward
+
+
+def _chosen() -> Any:
+    return create_selective_checkpoint_contexts([aten.mm.default])
+
+
+def test_the_graph_of_a_region_holds_what_users_choose_to_save_of_it() -> None:
+    def noted(module: GraphModule, inputs: Any) -> Any:
+        found.append({name: part.meta.get(POLICY) for name, part in module.named_children()})
+        return module.forward
+
+    found: list[dict[str, Any]] = []
+    torch._dynamo.reset()
+    run = torch.compile(lambda x, w: checkpoint(product, x, w, use_reentrant=False, context_fn=_chosen), backend=noted)
+    run(torch.ones(4, 4), torch.ones(4, 4, requires_grad=True))
+    assert [list(policies.values()) for policies in found] == [[_chosen]]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="such a choice has no name there")
+def test_torch_calls_that_choice_by_the_name_we_do() -> None:
+    from torch._functorch._aot_autograd.autograd_cache import _get_context_fn_cache_hash
+
+    def named() -> Any:
+        return _chosen()
+
+    setattr(named, POLICY_HASH, "products")
+    assert _get_context_fn_cache_hash(named) == "products"
 
 
 class _Made(torch.autograd.Function):
