@@ -4,7 +4,8 @@ backward stand there again before any pass looks at the graph.
 Dynamo's graph is searched for parts that repeat (``find.py``, ``alike.py``), each of which becomes a call of an op that
 has shapes and a derivative, and computes nothing (``standin.py``). One of equal parts is traced by itself with what
 traces whole graphs (``trace.py``, ``body.py``); the joint graph then gets its nodes once for each call (``inline.py``),
-and is what it would have been.
+and is what it would have been. A checkpointed region is a call of a graph of its own there (``called.py``); it is
+traced along, and in each layer it gets a number of its own (``numbers.py``).
 """
 
 from lightning_zero.compile.outline.layers import Outline, outline

@@ -41,7 +41,7 @@ def is_region(node: Node) -> bool:
 
 
 def regions(node: Node) -> Iterator[GraphModule]:
-    """The graphs of those that this node runs, with what it is given."""
+    """The graphs of those that this node runs, which take what it is given."""
     if node.target in CHECKPOINTS:
         for body in filter(None, map(called_body, node.all_input_nodes)):
             if len(body.graph.find_nodes(op="placeholder")) == len(node.args) - 1:
@@ -90,7 +90,8 @@ def read_at_the_source(graph: Graph) -> None:
 
 
 def policy_of(body: GraphModule) -> str:
-    """What users choose that is saved of a region, as a text that is another for other choices of this process."""
+    """What users choose that is saved of a region, as a text that is another for other choices of this process. Asked
+    for one layer of a kind, so a policy that counts from region to region chooses for all what it does for one."""
     return _described(body.meta.get(POLICY))
 
 
