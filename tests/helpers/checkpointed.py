@@ -211,21 +211,6 @@ class T5Encoder(_Transformers):
         return self.head(self.net(input_ids=ids).last_hidden_state)
 
 
-class WrappedEncoder(NextToken):
-    """torch's own layers, by ``checkpoint_wrapper``."""
-
-    make_batch = _Transformers.make_batch
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(61, 32), nn.Linear(32, 61)
-        layers = [nn.TransformerEncoderLayer(32, 4, 48, batch_first=True) for _ in range(4)]
-        self.layers = nn.Sequential(*map(partial(checkpoint_wrapper, checkpoint_impl=Wrapped.kind), layers))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.layers(self.tokens(ids)))
-
-
 # Each with what it is to be like.
 WAYS: dict[str, tuple[type[Case], type[Case]]] = {
     "checkpoint": (NonReentrant, Dropping),
