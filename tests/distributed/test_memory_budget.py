@@ -266,12 +266,10 @@ def test_a_later_trainer_has_its_own_budget(ranks: Ranks) -> None:
 
 
 def test_one_step_is_watched_where_graphs_will_keep_their_memory(ranks: Ranks) -> None:
-    (found,) = ranks.run(1, train, Device(), 7, memory=0.5, emulate_cuda_graph_model=True)
+    (found,) = ranks.run(1, train, Device(), AGAIN + 1, memory=0.5, emulate_cuda_graph_model=True)
     assert found["laps"] == 2 + 4 * 3, "the step begins and ends, and so do three calls' forward and backward"
     # The device says that all of it was there inside and outside; what goes in and out of a call are 12 times 19 floats.
     assert found["plan"]["peak"] == HELD + 2.04 * SAVED + 3 * 3 * 12 * 19 * 4
-    (run,) = ranks.run(1, train, Device(), 7, memory=0.5)
-    assert (run["laps"], run["plan"]["peak"]) == (0, HELD + SAVED)
 
 
 class Caching(MemoryGauge):
@@ -325,5 +323,4 @@ def given_back(memory: Any, then: Any) -> list[int]:
 def test_what_the_allocator_caches_is_given_back_in_a_training_with_a_limit_and_in_no_other(ranks: Ranks) -> None:
     # The first step gives back by itself, before its backward and before the optimizer makes its state.
     assert ranks.run(1, given_back, 8.0, None) == [[2, 3, 3, 0, 0, 0, 0]]
-    assert ranks.run(1, given_back, None, 8.0) == [[0, 0, 0, 2, 3, 3, 1]]
-    assert ranks.run(1, given_back, "auto", "auto") == [[2, 0, 0, 0, 0, 0, 0]]
+    assert ranks.run(1, given_back, "auto", 8.0) == [[2, 0, 0, 2, 3, 3, 1]]

@@ -425,7 +425,7 @@ def trained_with_other_options() -> list[tuple[int, float]]:
     model, found = build(OneLayer), []
     with engine_for(model, "aot_eager", **MIXED, **COPY) as engine:
         optimizer = sgd(model)
-        others = ({}, {"reduce_bucket_mb": 128.0}, {"compute_dtype": torch.float16}, {"compile": False}, {})
+        others = ({}, {"reduce_bucket_mb": 128.0, "compute_dtype": torch.float16}, {})
         for other, batch in zip(others, make_batches(OneLayer, len(others), 6), strict=True):
             engine.configure(config(**{"compile_backend": "aot_eager", **MIXED, **COPY, **other}))
             engine.optimizers.arrange([optimizer])
