@@ -73,8 +73,8 @@ class Outside:
             self._turn(inside=False)
             given, known = [out for out in outputs if isinstance(out, Tensor)], {id(tensor) for tensor in lasting()}
             taken = [arg for arg in args if isinstance(arg, Tensor) and id(arg) not in known]
-            # An output is handed out as a copy, and its gradient copied in.
-            copies = sum(t.nbytes for t in [*taken, *given]) + sum(out.nbytes for out in given if out.requires_grad)
+            # What comes in is copied, and what goes out is handed out as a copy; gradients likewise, on their way back.
+            copies = sum(t.nbytes * (2 if t.requires_grad else 1) for t in [*taken, *given])
             self._copy(copies)
             nodes, to_come = {out.grad_fn for out in given if out.grad_fn is not None}, [-copies]
 
