@@ -27,6 +27,7 @@ with warnings.catch_warnings():
         pattern_matcher,
         triton_bundler,
     )
+    from torch._inductor.fx_passes import replace_random
     from torch._inductor.runtime import cache_dir_utils
 
 # Makes a backend of a partitioner and a compiler for each half: the way of "aot_eager". (torch 2.11+)
@@ -43,6 +44,10 @@ inductor_partition = compile_fx.partition_fn
 
 # Puts the nodes of a graph behind what they read; Inductor's passes leave others behind. (torch 2.11+)
 stable_topological_sort = pattern_matcher.stable_topological_sort
+
+# Gives a graph's random numbers the seeds that Inductor's code draws for the whole of it, at once; the last of its
+# passes over joint graphs, and the only one that "fallback_random" leaves out. (torch 2.11+)
+replace_random_passes = replace_random.replace_random_passes
 
 # The table of ops that Inductor takes apart. (torch 2.11+)
 inductor_decompositions = decomposition.select_decomp_table

@@ -245,7 +245,7 @@ class Compiler:
             options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
         lower = partial(self._lower, lowered)
-        with choices_by_hints():
+        with joint, choices_by_hints():
             return compile_fx(module, inputs, config_patches=options, inner_compile=lower, **kwargs)
 
     def _lower(self, lowered: Lowered, module: GraphModule, inputs: Any, **settings: Any) -> Any:

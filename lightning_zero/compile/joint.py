@@ -7,18 +7,19 @@ they have gone over one layer of each kind (:mod:`outline`), they need to see no
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch.fx import Graph
 
-from lightning_zero.compat.compiler import inductor_config, stable_topological_sort
+from lightning_zero.compat.compiler import inductor_config, replace_random_passes, stable_topological_sort
 from lightning_zero.compile.outline import Outline
 
 __all__ = ["JointPasses"]
 
 
-class JointPasses:
-    """For one graph, which is handed on once.
+class JointPasses(ExitStack):
+    """For one graph, which is handed on once; a context in which it is compiled.
 
     Args:
         layers: that were taken out of the graph.
@@ -26,6 +27,7 @@ class JointPasses:
     """
 
     def __init__(self, layers: Outline | None, finish: Callable[[Graph], Graph]) -> None:
+        super().__init__()
         self._layers = layers
         self._finish = finish
         self._finished = False
@@ -45,9 +47,14 @@ class JointPasses:
         if self._layers is None or not self._layers.passes_done(graph):
             self._finish(graph)
             self._finished = True
+        else:
+            self.enter_context(inductor_config.patch(fallback_random=True))
 
     def behind(self, graph: Graph) -> None:
         """Behind them."""
         if not self._finished:
+            self.close()
             stable_topological_sort(graph)  # Inductor does so behind all passes; ours go by the order of nodes
             self._finish(graph)
+            assert graph.owning_module is not None
+            replace_random_passes(graph.owning_module)  # with the layers there: seeds of all are drawn at once

@@ -13,7 +13,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import TracingContext, functorch_config, tracing
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, REGION, SIDE, TANGENTS
-from lightning_zero.compat.ops import inductor_seeds
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.graph import is_op, results
 from lightning_zero.compile.outline.called import called_body, is_region
@@ -82,7 +81,7 @@ def trace_body(region: Region, trace: TraceJoint, strides: Sequence[Sequence[int
 
 def _after_passes(body: Body, graph: Graph, region: Region) -> Body | None:
     """None where the rest of the graph would not find what it was traced with: results in another layout (products that
-    are padded), or in memory of others; or where numbers are drawn, by seeds that a whole graph has made at once."""
+    are padded), or in memory of others."""
     try:
         passed = _split(graph, region)
     except NotOutlined:
@@ -91,8 +90,7 @@ def _after_passes(body: Body, graph: Graph, region: Region) -> Body | None:
     memory = [node.meta["val"].untyped_storage()._cdata for node in (*passed.given, *passed.tangents, *passed.results)]
     given = len(passed.given) + len(passed.tangents)
     apart = len({*memory[given:]} - {*memory[:given]}) == len(passed.results)
-    random = any(node.target in inductor_seeds for node in graph.nodes)
-    return passed if apart and layouts[0] == layouts[1] and not random else None
+    return passed if apart and layouts[0] == layouts[1] else None
 
 
 def _form(node: Node | None) -> Any:

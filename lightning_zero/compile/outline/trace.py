@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -10,7 +11,13 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from lightning_zero.compat.compiler import CustomGraphPass, aot_autograd, lookup_backend, stable_topological_sort
+from lightning_zero.compat.compiler import (
+    CustomGraphPass,
+    aot_autograd,
+    inductor_config,
+    lookup_backend,
+    stable_topological_sort,
+)
 from lightning_zero.compile.outline.standin import NotOutlined
 
 __all__ = ["Joint", "TraceJoint", "tracer"]
@@ -22,7 +29,8 @@ class Joint:
 
     Attributes:
         traced: as AOTAutograd makes it.
-        passed: after the backend's own passes over joint graphs; None where it has none.
+        passed: after the backend's own passes over joint graphs, but for the one that gives seeds to random numbers;
+            None where it has none.
     """
 
     traced: Graph
@@ -65,14 +73,21 @@ def _by_aot_eager(module: GraphModule, inputs: Sequence[Tensor]) -> None:
 
 def _by_inductor(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     compile_fx: Any = lookup_backend("inductor")
-    keep = _Keep()
-    compile_fx(module, inputs, config_patches={"joint_custom_pre_pass": keep, "joint_custom_post_pass": _Take(keep)})
+    with ExitStack() as until_taken:
+        keep = _Keep(until_taken)
+        patches = {"joint_custom_pre_pass": keep, "joint_custom_post_pass": _Take(keep)}
+        compile_fx(module, inputs, config_patches=patches)
 
 
 class _Keep(CustomGraphPass):
     graph: Graph
 
+    def __init__(self, until_taken: ExitStack) -> None:
+        self._until_taken = until_taken
+
     def __call__(self, graph: Graph) -> None:
+        # Seeds are drawn for a whole graph at once.
+        self._until_taken.enter_context(inductor_config.patch(fallback_random=True))
         self.graph = Graph(graph.owning_module)
         self.graph.output(self.graph.graph_copy(graph, {}))
 

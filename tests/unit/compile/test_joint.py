@@ -35,6 +35,13 @@ class Masked(Block):
         return x + self.narrow(F.gelu(self.wide(x))) + given[0]
 
 
+class Noisy(Block):
+    """Draws numbers, and adds what it is given."""
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        return super().forward(x) + given[0]
+
+
 class Checkpointed(Wasteful):
     """A region of its own, of which nothing is saved."""
 
@@ -103,9 +110,10 @@ def passed(module: nn.Module, outlined: bool) -> tuple[list[str], list[int]]:
             sizes.append(len(joint.nodes))
             return joint
 
-        options = JointPasses(layers, finish).options(_Pass) | {"custom_partitioner_fn": _Partitioner(lines)}
         compile_fx: Any = lookup_backend("inductor")
-        return compile_fx(graph, inputs, config_patches=options)
+        with JointPasses(layers, finish) as joint:
+            options = joint.options(_Pass) | {"custom_partitioner_fn": _Partitioner(lines)}
+            return compile_fx(graph, inputs, config_patches=options)
 
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -124,20 +132,20 @@ def test_what_passes_do_to_one_layer_is_what_they_do_to_each(block: type[Block])
     assert not any("ones" in line or "clone" in line for line in once)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        # Zeros that come from elsewhere are not added, which nobody knows who sees one layer.
-        lambda: Whole(Masked, lambda x: torch.zeros(WIDTH)),
-        # Seeds of random numbers are drawn together for a whole graph.
-        lambda: Whole(Block),
-    ],
-    ids=["constant from outside", "random numbers"],
-)
-def test_where_passes_have_to_see_all_they_do(module: Callable[[], nn.Module]) -> None:
-    made = module()
-    whole, _ = passed(made, False)
-    once, _ = passed(made, True)
+def test_layers_that_draw_numbers_get_the_seeds_of_the_whole_graph() -> None:
+    module = Whole(Noisy, F.dropout)  # one more is drawn outside of them
+    whole, _ = passed(module, False)
+    once, (before, behind) = passed(module, True)
+    assert sorted(once) == sorted(whole)
+    assert behind > before
+    assert sum("inductor_lookup_seed" in line for line in once) == LAYERS + 1
+    assert not inductor_config.fallback_random
+
+
+def test_what_layers_are_given_that_is_constant_has_passes_see_all_of_them() -> None:
+    module = Whole(Masked, lambda x: torch.zeros(WIDTH))  # is not added, which nobody knows who sees one layer
+    whole, _ = passed(module, False)
+    once, _ = passed(module, True)
     assert sorted(once) == sorted(whole)
 
 
