@@ -17,7 +17,7 @@ from lightning_zero.compat.compiler import CustomGraphPass, CustomPartitionerFn,
 from lightning_zero.compat.graphs import RECOMPUTE, REGION
 from lightning_zero.compile.joint import JointPasses
 from lightning_zero.compile.outline import outline, tracer
-from tests.unit.compile.outline.test_outline import LAYERS, WIDTH, Block, described
+from tests.unit.compile.outline.modules import LAYERS, WIDTH, Block, described
 
 
 class Wasteful(Block):

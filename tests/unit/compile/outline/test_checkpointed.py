@@ -18,7 +18,7 @@ from lightning_zero.compat.graphs import POLICY_HASH
 from lightning_zero.compile.outline import outline, tracer
 from lightning_zero.compile.outline.numbers import Numbers
 from lightning_zero.compile.outline.standin import forward
-from tests.unit.compile.outline.test_outline import (
+from tests.unit.compile.outline.modules import (
     LAYERS,
     WIDTH,
     Batched,
