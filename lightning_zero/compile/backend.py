@@ -233,7 +233,7 @@ class Compiler:
         unversioned = any(spec.name in self._selection.unversioned for spec in self.passes())
         uncached = wanted or unversioned or self._config.recompute is not None
         uuid = None if uncached else self._digest()
-        joint = JointPasses(layers, partial(self._tag, last, layers))
+        joint = JointPasses(layers, partial(self._tag, last, layers), first=self._config.recompute is not None)
         options = joint.options(lambda function: _Pass(function, uuid and f"{uuid} {last}")) | {
             "post_grad_custom_post_pass": _Pass(self._rewrite, uuid),
             # Inductor's reordering would sink every gather that was started early back to its use.

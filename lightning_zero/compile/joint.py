@@ -24,11 +24,13 @@ class JointPasses(ExitStack):
     Args:
         layers: that were taken out of the graph.
         finish: puts them back and does what else is ours on a joint graph.
+        first: before Inductor's passes in any case. What these make anew does not know of which layer it is, which a
+            user's policy of what is computed again may ask.
     """
 
-    def __init__(self, layers: Outline | None, finish: Callable[[Graph], Graph]) -> None:
+    def __init__(self, layers: Outline | None, finish: Callable[[Graph], Graph], first: bool = False) -> None:
         super().__init__()
-        self._layers = layers
+        self._layers = None if first else layers
         self._finish = finish
         self._finished = False
 

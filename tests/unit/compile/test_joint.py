@@ -94,7 +94,7 @@ class _Partitioner(CustomPartitionerFn):
         return None
 
 
-def passed(module: nn.Module, outlined: bool) -> tuple[list[str], list[int]]:
+def passed(module: nn.Module, outlined: bool, first: bool = False) -> tuple[list[str], list[int]]:
     """The joint graph that Inductor partitions; how many nodes a graph had before and behind its layers were there."""
     lines: list[str] = []
     sizes: list[int] = []
@@ -111,7 +111,7 @@ def passed(module: nn.Module, outlined: bool) -> tuple[list[str], list[int]]:
             return joint
 
         compile_fx: Any = lookup_backend("inductor")
-        with JointPasses(layers, finish) as joint:
+        with JointPasses(layers, finish, first) as joint:
             options = joint.options(_Pass) | {"custom_partitioner_fn": _Partitioner(lines)}
             return compile_fx(graph, inputs, config_patches=options)
 
@@ -147,6 +147,14 @@ def test_what_layers_are_given_that_is_constant_has_passes_see_all_of_them() -> 
     whole, _ = passed(module, False)
     once, _ = passed(module, True)
     assert sorted(once) == sorted(whole)
+
+
+def test_whoever_asks_whose_nodes_are_has_passes_see_all_layers() -> None:
+    module = Whole(Wasteful)
+    whole, _ = passed(module, False)
+    once, (_, behind) = passed(module, True, first=True)
+    assert sorted(once) == sorted(whole)
+    assert len(once) < behind  # they were there when they were made smaller
 
 
 def test_what_a_user_passes_behind_them_sees_whole_layers() -> None:
