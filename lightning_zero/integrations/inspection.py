@@ -28,7 +28,8 @@ class Inspection:
 
     def observe_graphs(self, observer: GraphObserver) -> None:
         """``observer(what, graph)`` sees every graph that is compiled from now on: "joint" (where its layers are alike,
-        after Inductor's own passes over it), and "before" and "after" the passes. It must not keep graphs. Call it before ``fit()``, or in a callback's ``setup``."""
+        after Inductor's own passes over it), and "before" and "after" the passes. It must not keep graphs. Call it
+        before ``fit()``, or in a callback's ``setup``."""
         self._observers.append(observer)
         if self._engine is not None:
             self._engine.session.progress.observe(observer)
