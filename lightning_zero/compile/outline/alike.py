@@ -21,7 +21,7 @@ from lightning_zero.native.ops import NAMESPACE
 if TYPE_CHECKING:
     from lightning_zero.compile.outline.find import Region
 
-__all__ = ["digest_of", "key_of", "layout_of"]
+__all__ = ["digest_of", "key_of", "layout_of", "undescribed"]
 
 _LITERALS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -80,6 +80,12 @@ def _safe(node: Node) -> bool:
     except BypassCache:
         return False  # its name does not say what it does
     return True
+
+
+def undescribed(nodes: Iterable[Node]) -> Node | None:
+    """The first call that no text describes."""
+    calls = [node for node in nodes if node.op in ("call_function", "call_method")]
+    return next((node for node in calls if not _safe(node) or _arguments(node, {}) is None), None)
 
 
 def digest_of(region: Region) -> str | None:

@@ -23,6 +23,7 @@ from lightning_zero.compile.outline.called import has_own_policy, read_at_the_so
 from lightning_zero.compile.outline.find import LEAST_REPETITIONS, Region, find_regions
 from lightning_zero.compile.outline.inline import Inlined, moved_to
 from lightning_zero.compile.outline.numbers import Numbers, in_region
+from lightning_zero.compile.outline.others import tell_others
 from lightning_zero.compile.outline.standin import NotOutlined, backward, describe, forward
 from lightning_zero.compile.outline.trace import TraceJoint
 from lightning_zero.native.ops import NAMESPACE
@@ -169,6 +170,8 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
             bodies[digest] = _body(region, trace)
         if (body := bodies[digest]) is not None and _adds_alike(region, body):
             layers.append(_Layer(region, digest, body))
+    if log.isEnabledFor(logging.DEBUG):
+        tell_others(module.graph, {node for layer in layers for node in layer.region.nodes})
     kinds = {layer.digest: len(layer.region.places) for layer in layers}
     spared = sum(len(layer.region.places) for layer in layers) - sum(kinds.values())
     if not layers or spared < LEAST_SHARE * len(with_regions(module.graph.nodes)):

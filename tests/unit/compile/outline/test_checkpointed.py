@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_zero.compat.graphs import POLICY_HASH
+from lightning_zero.compat.graphs import EXAMPLE, POLICY_HASH
 from lightning_zero.compile.outline import outline, tracer
+from lightning_zero.compile.outline.alike import undescribed
 from lightning_zero.compile.outline.numbers import Numbers
 from lightning_zero.compile.outline.standin import forward
 from tests.unit.compile.outline.modules import (
@@ -187,6 +188,28 @@ def test_a_policy_that_has_a_name_for_caches_is_called_by_it(monkeypatch: pytest
     assert first == again != once
     setattr(named, POLICY_HASH, "others")
     assert not set(kinds(partial(PLAINLY, context_fn=named), layers=3)) & set(first)
+
+
+def test_why_a_region_is_traced_by_itself_is_told_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    def told(layers: int) -> list[str]:
+        caplog.clear()
+        kinds(PLAINLY, layers=layers)
+        return [record.getMessage() for record in caplog.records if record.name.startswith("lightning_zero")]
+
+    caplog.set_level("DEBUG", "lightning_zero.compile.outline")
+    assert len([line for line in told(2) if "is traced by itself" in line]) == 2  # too few
+    assert told(3) == ["3 layers are differentiated as 1"]
+
+
+def test_a_call_that_no_text_describes_is_found() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    plain = graph.call_function(torch.sin, (x,))
+    odd = graph.call_function(kinds, (plain,))
+    for node in (x, plain, odd):
+        node.meta[EXAMPLE] = torch.ones(2)
+    assert undescribed([x, plain]) is None
+    assert undescribed(graph.nodes) is odd
 
 
 @pytest.mark.parametrize("seed", range(20))
