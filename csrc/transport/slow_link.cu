@@ -1,4 +1,5 @@
-// The network between hosts, emulated; see slow_link.h. Compiled at run time by lightning_zero/native/nvrtc.py.
+// The network between hosts, emulated; see slow_link.h. Compiled at run time by
+// lightning_zero/native/nvrtc.py.
 
 __device__ unsigned long long nanoseconds() {
   unsigned long long now;
@@ -7,7 +8,8 @@ __device__ unsigned long long nanoseconds() {
 }
 
 // The link is taken for so long, from when it is free; `end`: until when.
-extern "C" __global__ void take(unsigned long long* free_at, unsigned long long takes, unsigned long long* end) {
+extern "C" __global__ void take(unsigned long long* free_at, unsigned long long takes,
+                                unsigned long long* end) {
   unsigned long long seen = *free_at;
   for (;;) {
     const unsigned long long now = nanoseconds();

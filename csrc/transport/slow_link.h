@@ -27,17 +27,17 @@ class SlowLink {
 
   // On a CPU: when `bytes` that are sent now arrive.
   Clock::time_point arrival(int64_t bytes);
-  // On a device, around what sends `bytes`, where `stream` comes to it: what the stream is given behind hold()
-  // begins when they have arrived. One `lane` after the other on a stream.
+  // On a device, around what sends `bytes`, where `stream` comes to it: what the stream is given behind
+  // hold() begins when they have arrived. One `lane` after the other on a stream.
   void take(int64_t bytes, const c10::Stream& stream, Lane lane) const;
   void hold(const c10::Stream& stream, Lane lane) const;
 
  private:
+  uint64_t* time(int64_t which) const;
+
   double bytes_per_s_;
   std::mutex mutex_;
   Clock::time_point free_at_{};
-  uint64_t* time(int64_t which) const;
-
   void* take_ = nullptr;
   void* hold_ = nullptr;
   at::Tensor times_;  // the device's own: when the link is free, and by lane when what is sent arrives

@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric import Fabric
-from step_time import Module
+from step_time import Module, make_trainer
 from torch.utils.data import DataLoader
 
 from lightning_zero import FabricZeroStrategy
@@ -26,18 +26,12 @@ from lightning_zero.bench.leave import leave
 
 def under_trainer(arguments: argparse.Namespace) -> tuple[list[float], float, int]:
     clock = Clock(arguments.warm)
-    trainer = L.Trainer(
-        strategy="zero3_compile",
+    trainer = make_trainer(
+        "zero3_compile",
+        clock,
         devices=arguments.devices,
         accelerator=arguments.accelerator,
-        precision="bf16-mixed",
         max_steps=arguments.steps,
-        gradient_clip_val=1.0,
-        callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     with quick_draws():
         trainer.fit(

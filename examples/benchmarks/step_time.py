@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 from contextlib import nullcontext
+from typing import Any
 
 import lightning as L
 import torch
@@ -67,6 +68,20 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")
 
 
+def make_trainer(strategy: Any, clock: Clock, **options: Any) -> L.Trainer:
+    """With norm clipping, and nothing else that takes time. ``options``: of the Trainer."""
+    return L.Trainer(
+        **{"accelerator": "gpu" if torch.cuda.is_available() else "cpu", "precision": "bf16-mixed"} | options,
+        strategy=strategy,
+        gradient_clip_val=1.0,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", default="zero3_compile", choices=STRATEGIES)
@@ -93,19 +108,13 @@ def main() -> None:
     else:
         strategy = zero_strategy(arguments.strategy, arguments.option)
     clock = Clock(arguments.warm, arguments.ask_on_cpu)
-    trainer = L.Trainer(
-        strategy=strategy,
+    trainer = make_trainer(
+        strategy,
+        clock,
         devices=arguments.devices,
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
         precision="32-true" if fsdp2 else "bf16-mixed",
         max_steps=arguments.steps,
         accumulate_grad_batches=arguments.accumulate,
-        gradient_clip_val=1.0,
-        callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     if arguments.trace:
         clock.profiler = torch.profiler.profile(

@@ -69,9 +69,9 @@ class RemoteRanges:
         self._fs.invalidate_cache(self._place)
         return {key: str(value) for key, value in self._fs.info(self._place).items() if key.lower() in KNOWN_BY}
 
-    def opened(self) -> io.BufferedReader:
-        """A file for those who know files only."""
-        return io.BufferedReader(_File(self), BUFFER)
+    def opened(self, begin: int = 0, length: int | None = None) -> io.BufferedReader:
+        """So many bytes from ``begin`` on, or all, as a file for those who know files only."""
+        return io.BufferedReader(_File(self, begin, self.size if length is None else length), BUFFER)
 
 
 def exists(url: str) -> bool:
@@ -82,10 +82,10 @@ def exists(url: str) -> bool:
 
 
 class _File(Window):
-    def __init__(self, ranges: RemoteRanges) -> None:
-        super().__init__(ranges.size)
-        self._ranges = ranges
+    def __init__(self, ranges: RemoteRanges, begin: int, length: int) -> None:
+        super().__init__(length)
+        self._ranges, self._begin = ranges, begin
 
     def fill(self, at: int, view: memoryview) -> int:
-        self._ranges.read(at, view)
+        self._ranges.read(self._begin + at, view)
         return len(view)

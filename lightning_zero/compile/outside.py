@@ -35,7 +35,7 @@ class Outside:
     def __init__(self, gauge: _Gauge) -> None:
         self._gauge = gauge
         self._watches = self._inside = False
-        self._before = self._resident = 0  # when the step began, and at the last change of sides
+        self._resident = 0  # at the last change of sides
         self._parts = [0, 0]  # of what is in tensors now: outside, inside
         self._most = [0, 0]  # likewise, at most
         self._peak = 0
@@ -44,8 +44,8 @@ class Outside:
     def begin(self) -> None:
         """A step begins that is watched."""
         self._watches, self._inside = True, False
-        self._before = self._resident = self._peak = self._gauge.lap().resident
-        self._parts, self._most = [self._before, 0], [self._before, 0]
+        self._resident = self._peak = before = self._gauge.lap().resident
+        self._parts, self._most = [before, 0], [before, 0]
         self._copies = [0, 0]
 
     def end(self) -> int:

@@ -19,10 +19,13 @@ class Memory:
     Args:
         like: a value of the dtype and the device that its parts get. Where it is no fake tensor, neither are they.
         numel: elements.
+
+    Attributes:
+        numel: as given.
     """
 
     def __init__(self, like: Tensor, numel: int) -> None:
-        self._like = like
+        self._like, self.numel = like, numel
         if isinstance(like, FakeTensor):
             with without_modes():
                 self._all = torch.empty(numel, dtype=like.dtype, device="meta")

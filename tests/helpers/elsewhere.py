@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-__all__ = ["Mounted", "Store", "mount"]
+__all__ = ["Counted", "Mounted", "Store", "counting", "mount"]
 
 
 class Mounted(DirFileSystem):
@@ -32,6 +35,36 @@ def mount(home: Path | str) -> None:
     """From now on ``mounted://`` is that folder."""
     Mounted.home = str(home)
     fsspec.register_implementation("mounted", Mounted, clobber=True)
+
+
+class Counted(MemoryFileSystem):
+    """Notes how many bytes each read gets.
+
+    Attributes:
+        read: of reads out of files whose names end as is asked for.
+    """
+
+    protocol = "counted"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    read: list[int] = []
+    ending = ""
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        data: bytes = super().cat_file(path, start, end, **options)
+        if path.endswith(self.ending):
+            self.read.append(len(data))
+        return data
+
+
+@contextmanager
+def counting(ending: str = "") -> Iterator[None]:
+    """``counted://`` is there, empty at first."""
+    Counted.ending = ending
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    yield
+    Counted.store.clear()
+    Counted.read.clear()
 
 
 class _Upload(AbstractBufferedFile):

@@ -29,7 +29,7 @@ from lightning_zero.checkpoint.sharded.folder import read_at
 from lightning_zero.checkpoint.sharded.hashed import sum_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, read_metadata
-from lightning_zero.checkpoint.sharded.piece import PieceElsewhere, opened_piece
+from lightning_zero.checkpoint.sharded.piece import PieceElsewhere
 from lightning_zero.checkpoint.sharded.raw import lies_plainly, start_of
 from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
@@ -77,8 +77,7 @@ class OpenedFolder(Opened):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._ranges: dict[str, LocalRanges] = {}  # by file, once it is asked for
-        self._ranges_elsewhere: dict[str, RemoteRanges] = {}
+        self._ranges: dict[str, LocalRanges | RemoteRanges] = {}  # by file, once it is asked for
         self._fs, self._place = read_at(path)
         if isinstance(self._fs, LocalFileSystem):
             self._held = HeldFolder(self._place)
@@ -117,13 +116,18 @@ class OpenedFolder(Opened):
 
     def open(self, name: str) -> BinaryIO:
         """A file of the folder, for reading."""
-        try:
+        with self._opening(name):
             file: BinaryIO = self._fs.open(f"{self._place}/{name}", "rb")
+        return file
+
+    @contextmanager
+    def _opening(self, name: str) -> Iterator[None]:
+        try:
+            yield
         except FileNotFoundError:
             raise CheckpointError(f"{self._named(name)} is missing. Use another checkpoint.") from None
         except OSError as error:
             raise self._unreadable(name, error) from error
-        return file
 
     def _has(self, name: str) -> bool:
         return bool(self._fs.exists(f"{self._place}/{name}"))
@@ -266,12 +270,12 @@ class OpenedFolder(Opened):
         return info
 
     def _tensor(self, info: Any, key: str, sizes: torch.Size, dtype: torch.dtype) -> Tensor | Placed:
-        if isinstance(self._fs, LocalFileSystem):
-            return self._in_place(info, sizes, dtype) or self._load_tensor(info, key, sizes, dtype)
-        ranges = self._elsewhere(info.relative_path)
-        find = partial(self._start, partial(opened_piece, ranges, info.offset, info.length), info, sizes, dtype)
-        load = partial(self._load_tensor, info, key, sizes, dtype)
-        return PieceElsewhere(ranges, info.length, find, load, dtype, sizes)
+        find, load = partial(self._start, info, sizes, dtype), partial(self._load_tensor, info, key, sizes, dtype)
+        ranges = self._ranges_of(info.relative_path)
+        if isinstance(ranges, RemoteRanges):
+            return PieceElsewhere(ranges, info.length, find, load, dtype, sizes)
+        start = find()
+        return load() if start is None else Placed(ranges, start, dtype, sizes)
 
     def _load_tensor(self, info: Any, key: str, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
         value = self._load(info, key)
@@ -279,45 +283,29 @@ class OpenedFolder(Opened):
             raise CheckpointError(f"{self._named(info.relative_path)} holds something else where {key!r} should be.")
         return value
 
-    def _in_place(self, info: Any, sizes: torch.Size, dtype: torch.dtype) -> Placed | None:
-        with self.open(info.relative_path) as file:
-            start = self._start(lambda: _Part(file, info.offset, info.length), info, sizes, dtype)
-        return None if start is None else Placed(self._ranges_of(info.relative_path), start, dtype, sizes)
-
-    def _start(self, part: Callable[[], Any], info: Any, sizes: torch.Size, dtype: torch.dtype) -> int | None:
+    def _start(self, info: Any, sizes: torch.Size, dtype: torch.dtype) -> int | None:
         """Where its values lie in a file that we wrote, which has been compared with its checksum; in others' files,
         where the piece says that it is laid out so."""
         count = sizes.numel() * dtype.itemsize
-        with part() as opened:
+        with self._opened_piece(info) as part:
             try:
-                if self.manifest is None and not lies_plainly(opened, dtype, sizes):
+                if self.manifest is None and not lies_plainly(part, dtype, sizes):
                     return None
-                return start_of(opened, info.offset, count) if count else 0
+                return start_of(part, info.offset, count) if count else 0
             except (ValueError, zipfile.BadZipFile):
                 return None
 
-    def _elsewhere(self, name: str) -> RemoteRanges:
-        if name not in self._ranges_elsewhere:
-            at = (self._fs, f"{self._place}/{name}")
-            try:
-                self._ranges_elsewhere[name] = RemoteRanges(self._named(name), at)
-            except FileNotFoundError:
-                raise CheckpointError(f"{self._named(name)} is missing. Use another checkpoint.") from None
-            except OSError as error:
-                raise self._unreadable(name, error) from error
-        return self._ranges_elsewhere[name]
-
-    def _ranges_of(self, name: str) -> LocalRanges:
+    def _ranges_of(self, name: str) -> LocalRanges | RemoteRanges:
         if name not in self._ranges:
-            try:
-                self._ranges[name] = LocalRanges(f"{self._place}/{name}")
-            except OSError as error:
-                raise self._unreadable(name, error) from error
+            place = f"{self._place}/{name}"
+            local = isinstance(self._fs, LocalFileSystem)
+            with self._opening(name):
+                self._ranges[name] = LocalRanges(place) if local else RemoteRanges(self._named(name), (self._fs, place))
         return self._ranges[name]
 
     def _load(self, info: Any, key: str, weights_only: bool | None = None) -> Any:
         name = self._named(info.relative_path)
-        with self._opened_piece(info) as part:
+        with self._whole_piece(info) as part:
             try:
                 return torch.load(part, map_location="cpu", weights_only=weights_only is not False)
             except Exception as error:  # damage may show as anything
@@ -330,13 +318,24 @@ class OpenedFolder(Opened):
 
     @contextmanager
     def _opened_piece(self, info: Any) -> Iterator[Any]:
-        name = info.relative_path
-        if isinstance(self._fs, LocalFileSystem):
-            with self.open(name) as file:
-                yield _Part(file, info.offset, info.length)
+        """To read a few of its bytes here and there."""
+        ranges = None if self.place is not None else self._ranges_of(info.relative_path)
+        if isinstance(ranges, RemoteRanges):
+            yield ranges.opened(info.offset, info.length)
+            return
+        with self.open(info.relative_path) as file:
+            yield _Part(file, info.offset, info.length)
+
+    @contextmanager
+    def _whole_piece(self, info: Any) -> Iterator[Any]:
+        """To read all of it, in as few requests as can be."""
+        ranges = None if self.place is not None else self._ranges_of(info.relative_path)
+        if ranges is None:
+            with self._opened_piece(info) as part:
+                yield part
             return
         data = bytearray(info.length)
-        self._elsewhere(name).read(info.offset, memoryview(data))
+        ranges.read(info.offset, memoryview(data))
         yield BytesIO(data)
 
     def _named_files(self) -> set[str]:

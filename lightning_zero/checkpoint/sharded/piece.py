@@ -4,16 +4,13 @@ for less of its store."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from io import BufferedReader
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.ranges import Placed
-from lightning_zero.checkpoint.remote_ranges import BUFFER, RemoteRanges
-from lightning_zero.checkpoint.window import Window
+from lightning_zero.checkpoint.ranges import Placed, Ranges
 
-__all__ = ["PieceElsewhere", "opened_piece"]
+__all__ = ["PieceElsewhere"]
 
 LEAST_SPARED = 4 << 20  # bytes: to find out where values lie takes two requests more
 
@@ -33,7 +30,7 @@ class PieceElsewhere(Placed):
 
     def __init__(
         self,
-        ranges: RemoteRanges,
+        ranges: Ranges,
         length: int,
         find: Callable[[], int | None],
         load: Callable[[], Tensor],
@@ -65,18 +62,3 @@ class PieceElsewhere(Placed):
                 return False
             self._start, self._is_found = start, True
         return True
-
-
-def opened_piece(ranges: RemoteRanges, offset: int, length: int) -> BufferedReader:
-    """So many bytes of a file from ``offset`` on, as a file."""
-    return BufferedReader(_Part(ranges, offset, length), BUFFER)
-
-
-class _Part(Window):
-    def __init__(self, ranges: RemoteRanges, offset: int, length: int) -> None:
-        super().__init__(length)
-        self._ranges, self._offset = ranges, offset
-
-    def fill(self, at: int, view: memoryview) -> int:
-        self._ranges.read(self._offset + at, view)
-        return len(view)

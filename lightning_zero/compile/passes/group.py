@@ -81,7 +81,7 @@ def group_gathers(
         budget = PrefetchBudget(costs, sizes, 2 * limit if window_bytes is None else window_bytes)
     begin, waits = prefetch_schedule(graph, groups, at_once, ahead, budget)
     memory = [_memory(group, world_size) for group in groups]
-    launches = [_start(graph, *each, world_size) for each in zip(groups, memory, begin, strict=True)]
+    launches = [_start(graph, *each) for each in zip(groups, memory, begin, strict=True)]
     for each in zip(groups, memory, launches, waits, strict=True):
         _use(graph, *each, world_size)
     for node in nodes:
@@ -100,13 +100,12 @@ def _memory(group: Group, world_size: int) -> Memory:
     return Memory(group[0].meta["val"], sum(_padded(node, world_size) for node in group))
 
 
-def _start(graph: Graph, group: Group, memory: Memory, before: Node, world_size: int) -> Node:
-    length = sum(_padded(node, world_size) for node in group)
+def _start(graph: Graph, group: Group, memory: Memory, before: Node) -> Node:
     with graph.inserting_before(before):
         start = graph.call_function(
-            ops("gather_group"), ([shard_of(node) for node in group], dtype_of(group[0]), length)
+            ops("gather_group"), ([shard_of(node) for node in group], dtype_of(group[0]), memory.numel)
         )
-    start.meta["val"] = memory.part(0, [length])
+    start.meta["val"] = memory.part(0, [memory.numel])
     start.meta["weights"] = tuple(weight_name(node) for node in group)
     start.meta["until"] = "backward" if any(map(_kept, group)) else "last use"
     return start

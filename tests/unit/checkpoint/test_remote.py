@@ -16,7 +16,6 @@ import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.checkpoint.remote import RemoteFile
 from lightning_zero.checkpoint.remote_ranges import BUFFER
@@ -24,31 +23,16 @@ from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO, load_file
 from lightning_zero.sharding.layout import ShardLayout, memory_order
+from tests.helpers.elsewhere import Counted, counting
 from tests.helpers.threaded import on_ranks
 
 URL = "counted://run/x.ckpt"
 
 
-class Counted(MemoryFileSystem):
-    """Counts the bytes that are read out of it."""
-
-    protocol = "counted"
-    store: dict[str, Any] = {}
-    pseudo_dirs = [""]
-    read: list[int] = []
-
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
-        data: bytes = super().cat_file(path, start, end, **options)
-        self.read.append(len(data))
-        return data
-
-
 @pytest.fixture(autouse=True)
 def _store() -> Iterator[None]:
-    fsspec.register_implementation("counted", Counted, clobber=True)
-    yield
-    Counted.store.clear()
-    Counted.read.clear()
+    with counting():
+        yield
 
 
 def _put(value: Any) -> bytes:

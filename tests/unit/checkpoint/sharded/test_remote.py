@@ -24,7 +24,7 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import read_together, read_whole
 from lightning_zero.integrations.trainer.finding import _beside_lost_link, newest_first
 from lightning_zero.sharding.layout import ShardLayout
-from tests.helpers.elsewhere import Mounted, mount
+from tests.helpers.elsewhere import Counted, Mounted, counting, mount
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
 WORLD = 2
@@ -75,33 +75,16 @@ def test_one_after_another(root: str) -> None:
     assert found == [3.0, 3.0]
 
 
-class Counted(MemoryFileSystem):
-    """Counts the bytes of pieces that are read out of it."""
-
-    protocol = "counted"
-    store: dict[str, Any] = {}
-    pseudo_dirs = [""]
-    read: list[int] = []
-
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
-        data: bytes = super().cat_file(path, start, end, **options)
-        if path.endswith(".distcp"):
-            self.read.append(len(data))
-        return data
-
-
 @pytest.fixture
 def large() -> Iterator[tuple[str, torch.Tensor]]:
     """A checkpoint of one rank with one weight, of 32 MiB, in one piece."""
-    fsspec.register_implementation("counted", Counted, clobber=True)
     value = torch.randn(2048, 4096, generator=torch.Generator().manual_seed(0))
     layout = ShardLayout.of(value.shape, value.dtype, 1)
     state = {"w": ShardedValue(layout, value.flatten(), 0)}
     path = "counted://run/x.ckpt"
-    assert on_ranks(1, lambda together: save_sharded(path, {"state_dict": state}, {}, together)) == [path]
-    Counted.read.clear()
-    yield path, value
-    Counted.store.clear()
+    with counting(".distcp"):
+        assert on_ranks(1, lambda together: save_sharded(path, {"state_dict": state}, {}, together)) == [path]
+        yield path, value
 
 
 @pytest.mark.parametrize("theirs", [False, True], ids=["ours", "another's"])

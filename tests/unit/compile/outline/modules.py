@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
 from collections.abc import Callable
@@ -246,6 +247,16 @@ def joint_graph(module: nn.Module, outlined: bool, precision: torch.dtype = torc
     with torch.autocast("cpu", precision, enabled=precision is not torch.float32):
         torch.compile(module, backend=backend(outlined, found))(x)
     return lines, count
+
+
+def same_graph(module: nn.Module, count: int) -> list[str]:
+    """Asserts that the joint graph is the same where ``count`` layers are traced once; gives it."""
+    whole, _ = joint_graph(module, False)
+    once, found = joint_graph(module, True)
+    assert found == count
+    assert len(whole) > 100
+    assert once == whole, "\n".join(difflib.unified_diff(whole, once, "whole", "once", lineterm=""))
+    return whole
 
 
 def backend(outlined: bool, found: Callable[[Outline | None, Graph], None] = lambda *_: None) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from tests.unit.compile.outline.modules import (
     Windowed,
     backend,
     joint_graph,
+    same_graph,
 )
 
 
@@ -63,12 +64,7 @@ from tests.unit.compile.outline.modules import (
     ],
 )
 def test_the_joint_graph_is_that_of_the_whole(make: Callable[[], nn.Module], count: int) -> None:
-    module = make()
-    whole, _ = joint_graph(module, False)
-    once, found = joint_graph(module, True)
-    assert found == count
-    assert len(whole) > 100
-    assert once == whole
+    same_graph(make(), count)
 
 
 @pytest.mark.slow
