@@ -265,13 +265,14 @@ def most_whole_weights(layers: int, meta: bool, construction: bool) -> float:
 
 @pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
 def test_no_rank_holds_more_than_one_layer_whole(ranks: Ranks, meta: bool) -> None:
-    # One layer of the 16, with the copies that drawing, sending and cutting it need, and what a slow transfer still holds.
-    assert max(ranks.run(3, most_whole_weights, 16, meta, True)) <= 6
+    # One layer of the 32, with the copies that drawing, sending and cutting it need, and
+    # what gloo's threads held and freed unseen, which grows with the logarithm of the layers (8: 4, 128: 8).
+    assert max(ranks.run(3, most_whole_weights, 32, meta, True)) <= 12
 
 
 def test_without_construction_all_layers_are_whole_at_once(ranks: Ranks) -> None:
     """The test above can fail."""
-    assert min(ranks.run(3, most_whole_weights, 16, False, False)) >= 15
+    assert min(ranks.run(3, most_whole_weights, 32, False, False)) >= 31
 
 
 def exception_while_building() -> None:
