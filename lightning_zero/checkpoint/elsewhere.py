@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from lightning_zero.checkpoint.exactly import move_file, remove_tree, remove_within
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import INCOMPLETE
 from lightning_zero.checkpoint.replaceable import refuse_others
@@ -54,10 +55,12 @@ def write_elsewhere(
     try:
         with fs.transaction if stores else nullcontext(), HashedFile(fs.open(work, "wb"), wrote) as file:
             save(value, file)  # type: ignore[arg-type]
-        if before:
-            fs.rm(place, recursive=True)
+        if before and stores:
+            remove_within(fs, place)  # the new one stands beside it, under the same name
+        elif before:
+            remove_tree(fs, place)
         if work != place:
-            fs.mv(work, place)
+            move_file(fs, work, place)
     except BaseException:
         if work != place:
             with suppress(Exception):  # the error that made it useless says more

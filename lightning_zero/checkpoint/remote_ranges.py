@@ -66,7 +66,7 @@ class RemoteRanges:
         return list(found)
 
     def _look(self) -> dict[str, str]:
-        self._fs.invalidate_cache(self._place)
+        self._fs.invalidate_cache()  # all of it: some stores forget a name, and not the list in which it stands
         return {key: str(value) for key, value in self._fs.info(self._place).items() if key.lower() in KNOWN_BY}
 
     def opened(self, begin: int = 0, length: int | None = None) -> io.BufferedReader:
@@ -77,7 +77,7 @@ class RemoteRanges:
 def exists(url: str) -> bool:
     """Whether something is there now, whatever this host remembers."""
     fs, place = located(url)
-    fs.invalidate_cache(place)
+    fs.invalidate_cache()
     return bool(fs.exists(place))
 
 

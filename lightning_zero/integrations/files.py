@@ -25,7 +25,7 @@ from lightning_zero.checkpoint.places import standing
 from lightning_zero.checkpoint.remote import RemoteFile
 from lightning_zero.checkpoint.remote_ranges import exists
 from lightning_zero.checkpoint.sharded.contents import bytes_of
-from lightning_zero.checkpoint.sharded.folder import full_path
+from lightning_zero.checkpoint.sharded.folder import full_path, remove_at
 from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.checkpoint.telling import Telling
@@ -33,7 +33,7 @@ from lightning_zero.checkpoint.together import Alone, Together
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.mapped import take_small
 
-__all__ = ["BackgroundFileIO", "FileIO", "load_file", "naming"]
+__all__ = ["BackgroundFileIO", "FileIO", "load_file", "named", "naming"]
 
 COPIES = ("state_dict", "optimizer_states")
 CUT = (*COPIES, "current_model_state")  # of a Trainer's: ranks take parts; the last is of Lightning's averages
@@ -67,6 +67,10 @@ class FileIO(TorchCheckpointIO):
             return
         with self.telling(f"Saving {path}", "written", bytes_of(checkpoint, rank=0)) as wrote:
             write(wrote=wrote)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        remove_at(path)
 
 
 class BackgroundFileIO(FileIO):

@@ -11,9 +11,8 @@ import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-__all__ = ["Counted", "Mounted", "Store", "counting", "mount"]
+__all__ = ["Counted", "Mounted", "counting", "mount"]
 
 
 class Mounted(DirFileSystem):
@@ -64,43 +63,5 @@ def counting(ending: str = "") -> Iterator[None]:
     fsspec.register_implementation("counted", Counted, clobber=True)
     yield
     Counted.store.clear()
+    Counted.pseudo_dirs[:] = [""]
     Counted.read.clear()
-
-
-class _Upload(AbstractBufferedFile):
-    """In parts; there when it is committed."""
-
-    def _initiate_upload(self) -> None:
-        self.parts: list[bytes] = []
-
-    def _upload_chunk(self, final: bool = False) -> bool:
-        if Store.fails_after is not None and len(self.parts) >= Store.fails_after:
-            raise OSError("throttled")
-        self.parts.append(self.buffer.getvalue())
-        if final and self.autocommit:
-            self.commit()
-        return True
-
-    def commit(self) -> None:
-        Store.objects[self.path] = b"".join(self.parts)
-
-
-class Store(AbstractFileSystem):
-    """An object store: no folders, no renames, and objects come whole.
-
-    Attributes:
-        objects: by their names.
-        fails_after: so many parts of an upload; None: never.
-    """
-
-    protocol = ("stored", "s3")
-    objects: dict[str, bytes] = {}
-    fails_after: int | None = None
-
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        return _Upload(self, path, mode, block_size=1 << 16, autocommit=options["autocommit"])
-
-    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-        found = [name for name in self.objects if name == path or name.startswith(f"{path}/")]
-        entries = [{"name": name, "size": len(self.objects[name]), "type": "file"} for name in found]
-        return entries if detail else found

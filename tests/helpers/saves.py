@@ -19,7 +19,7 @@ __all__ = ["save", "save_file", "seed_of"]
 WORLD = 2
 
 
-def save(path: Path, seed: float, world_size: int = WORLD) -> list[Any]:
+def save(path: Path | str, seed: float, world_size: int = WORLD) -> list[Any]:
     def attempt(together: Any) -> None:
         save_sharded(path, sharded_state(together.rank, world_size, seed), {"seed": seed}, together)
 
@@ -30,7 +30,7 @@ def save_file(path: Path, seed: float) -> None:
     write_archive({"seed": seed, "state_dict": values_of(seed)}, path)
 
 
-def seed_of(path: Path) -> float | None:
+def seed_of(path: Path | str) -> float | None:
     """Of the save that stands there, all of whose values are its own; None: nothing does."""
     if kind_of(path) == "nothing":
         return None

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Protocol
 
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_zero.checkpoint.exactly import copy_file, remove_tree
 from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.lateness import ask_again
 from lightning_zero.checkpoint.locating import located
@@ -30,10 +31,10 @@ from lightning_zero.checkpoint.places import (
     sync_folder,
 )
 from lightning_zero.checkpoint.replaceable import refuse_other_folders, refuse_others
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["Folder", "folder_at", "full_path", "read_at"]
+__all__ = ["Folder", "folder_at", "full_path", "is_complete", "read_at", "remove_at"]
 
 TOKEN = ".save_id"
 BLOCK = 16 << 20  # bytes
@@ -78,8 +79,22 @@ def read_at(path: str) -> tuple[Any, str]:
     fs, place = located(path)
     if isinstance(fs, LocalFileSystem):
         return fs, str(standing(Path(place)))
+    fs.invalidate_cache()  # other processes have written since this one has looked
     beside = f"{place.rstrip('/')}{INCOMPLETE}"
-    return fs, beside if _is_complete(fs, beside) else place
+    return fs, beside if is_complete(fs, beside) else place
+
+
+def remove_at(path: str | Path) -> None:
+    """Removes the checkpoint of that name, of either kind, and what a save to it has left; if anything is there."""
+    fs, place = located(path)
+    if isinstance(fs, LocalFileSystem):
+        remove(Path(place))
+        return
+    place = place.rstrip("/")
+    for one in (place, f"{place}{INCOMPLETE}"):
+        fs.invalidate_cache()
+        if fs.exists(one):
+            remove_tree(fs, one)
 
 
 class LocalFolder:
@@ -160,12 +175,12 @@ class RemoteFolder:
         self._fs.invalidate_cache()
         refuse_others(self._path, self._names(self._path))
         beside = f"{self._path}{INCOMPLETE}"
-        if _is_complete(self._fs, beside):
+        if is_complete(self._fs, beside):
             self._move(beside)
         elif self._fs.exists(beside):
-            self._fs.rm(beside, recursive=True)
+            remove_tree(self._fs, beside)
         if self._fs.exists(f"{self._path}/{TOKEN}"):  # of a save that was killed
-            self._fs.rm(self._path, recursive=True)
+            remove_tree(self._fs, self._path)
         self._work = beside if self._fs.exists(self._path) else self._path
         self._fs.makedirs(self._work, exist_ok=True)
         self._fs.pipe_file(f"{self._work}/{TOKEN}", token.encode())
@@ -196,7 +211,7 @@ class RemoteFolder:
         # Else somebody has died who was not needed, a copy failed, or another save has been there.
         if self._begun and not self._committed and self._is_ours():
             with suppress(FileNotFoundError):
-                self._fs.rm(self._work, recursive=True)
+                remove_tree(self._fs, self._work)
 
     def _is_ours(self) -> bool:
         with suppress(OSError):
@@ -208,18 +223,19 @@ class RemoteFolder:
         return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries]
 
     def _move(self, work: str) -> None:
+        # What a store lists may lack files, and what is copied is removed afterwards.
+        manifest = Manifest.from_bytes(self._fs.cat_file(f"{work}/{MANIFEST}"), f"{work}/{MANIFEST}")
         with suppress(FileNotFoundError):
-            self._fs.rm(self._path, recursive=True)
-        self._fs.invalidate_cache()
-        names = self._names(work)
+            remove_tree(self._fs, self._path)
         self._fs.makedirs(self._path, exist_ok=True)
-        for name in sorted(names, key=lambda name: name == MANIFEST):
-            self._fs.copy(f"{work}/{name}", f"{self._path}/{name}")
+        for name in (*manifest.files, MANIFEST):
+            copy_file(self._fs, f"{work}/{name}", f"{self._path}/{name}")
         self._fs.rm_file(f"{work}/{MANIFEST}")  # first, or what is left of it would still look complete
-        self._fs.rm(work, recursive=True)
+        remove_tree(self._fs, work)
 
 
-def _is_complete(fs: Any, place: str) -> bool:
+def is_complete(fs: Any, place: str) -> bool:
+    """Whether a whole sharded checkpoint is there."""
     return bool(fs.exists(f"{place}/{MANIFEST}") and not fs.exists(f"{place}/{TOKEN}"))
 
 

@@ -82,6 +82,7 @@ class OpenedFolder(Opened):
         if isinstance(self._fs, LocalFileSystem):
             self._held = HeldFolder(self._place)
             self._place = self._held.path
+        self._told = b""  # what the manifest says, where there is one
         self.manifest = manifest = self._read_manifest()
         self.has_checksums = manifest is not None
         self.save_id = manifest.save_id if manifest is not None else None
@@ -135,15 +136,16 @@ class OpenedFolder(Opened):
     def _named(self, name: str) -> str:
         return f"{self.path.rstrip('/')}/{name}"
 
-    def _unreadable(self, name: str, error: OSError) -> CheckpointError:
-        why = f"{type(error).__name__}: {error.strerror or error}"
+    def _unreadable(self, name: str, error: Exception) -> CheckpointError:
+        why = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
         return CheckpointError(f"{self._named(name)} cannot be read: {why}.")
 
     def _read_manifest(self) -> Manifest | None:
         if not self._has(MANIFEST):
             return None
         with self.open(MANIFEST) as file:
-            return Manifest.from_bytes(file.read(), self._named(MANIFEST))
+            self._told = file.read()
+        return Manifest.from_bytes(self._told, self._named(MANIFEST))
 
     def sizes(self) -> dict[str, int]:
         if self.manifest is not None:
@@ -301,7 +303,24 @@ class OpenedFolder(Opened):
             local = isinstance(self._fs, LocalFileSystem)
             with self._opening(name):
                 self._ranges[name] = LocalRanges(place) if local else RemoteRanges(self._named(name), (self._fs, place))
+            if not local:
+                self._look_again()
         return self._ranges[name]
+
+    def _look_again(self) -> None:
+        """Whether a file that is known from now on is of this save: the manifest is removed before another save's files
+        come, and stands there anew once they are complete."""
+        if self.manifest is None:
+            return
+        try:
+            now = self._fs.cat_file(f"{self._place}/{MANIFEST}")
+        except FileNotFoundError:
+            now = b""
+        except Exception as error:  # stores raise their own
+            raise self._unreadable(MANIFEST, error) from error
+        if now != self._told:
+            self._ranges.clear()
+            raise CheckpointError(f"{self.path} was replaced by another one while it was being loaded. Load it again.")
 
     def _load(self, info: Any, key: str, weights_only: bool | None = None) -> Any:
         name = self._named(info.relative_path)

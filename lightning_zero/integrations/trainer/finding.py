@@ -22,12 +22,14 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_zero.checkpoint.locating import located
+from lightning_zero.checkpoint.places import INCOMPLETE
+from lightning_zero.checkpoint.sharded.folder import is_complete
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.opened import kind_of
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.compat.lightning_private import CheckpointConnector
-from lightning_zero.integrations.files import naming
+from lightning_zero.integrations.files import named, naming
 from lightning_zero.integrations.folders import as_trainers, read_whole
 
 __all__ = ["install", "named_by_word", "newest_first"]
@@ -51,16 +53,20 @@ def newest_first(path: str | Path) -> list[str]:
     """The other checkpoints beside one that is no good, whole or not."""
     fs, place = located(path)
     home = os.path.dirname(place)
-    entries = fs.ls(home, detail=False) if fs.isdir(home) else []
-    named = {entry: os.path.basename(entry) for entry in entries}
-    others = [entry for entry, name in named.items() if name.endswith(".ckpt") and name != os.path.basename(place)]
+    fs.invalidate_cache()  # others have written since this process has looked
+    entries = [entry.rstrip("/") for entry in (fs.ls(home, detail=False) if fs.isdir(home) else [])]
+    if "://" in str(path):  # there one that is complete may stand beside its place, in which there is nothing
+        beside = [entry for entry in entries if entry.endswith(f".ckpt{INCOMPLETE}") and is_complete(fs, entry)]
+        entries += [entry.removesuffix(INCOMPLETE) for entry in beside]
+    names = {entry: os.path.basename(entry) for entry in entries}
+    others = [entry for entry, name in names.items() if name.endswith(".ckpt") and name != os.path.basename(place)]
     found = sorted(others, key=lambda entry: _age(fs, entry))
     return [fs.unstrip_protocol(entry) if "://" in str(path) else entry for entry in found]
 
 
 def _age(fs: Any, entry: str) -> float:
     """Less for what is newer. Object stores do not know when a folder was made."""
-    for place in (f"{entry}/{MANIFEST}", f"{entry}/{METADATA}", entry):
+    for place in (f"{entry}{INCOMPLETE}/{MANIFEST}", f"{entry}/{MANIFEST}", f"{entry}/{METADATA}", entry):
         with suppress(OSError, NotImplementedError, KeyError):
             return -float(fs.modified(place).timestamp())
     return 0.0
@@ -103,9 +109,9 @@ def _had_last(home: Path, callback: Any) -> bool:
 def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def loaded(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if kind_of(path) != "folder":
+        if named(path, lambda: kind_of(path)) != "folder":
             return naming(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
-        checkpoint = as_trainers(read_whole(path, weights_only))
+        checkpoint = as_trainers(named(path, lambda: read_whole(path, weights_only)))
         whole = partial(_whole, map_location=map_location)
         return checkpoint | {"state_dict": apply_to_collection(checkpoint.get("state_dict", {}), SavedValue, whole)}
 

@@ -14,8 +14,9 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import FileIO
-from tests.helpers.elsewhere import Store, mount
+from lightning_zero.integrations.files import FileIO, load_file
+from tests.helpers.elsewhere import mount
+from tests.helpers.store import Store, storing
 
 
 class Bad:
@@ -29,11 +30,10 @@ class Bad:
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     MemoryFileSystem.store.clear()
     mount(tmp_path)
-    fsspec.register_implementation("stored", Store, clobber=True)
-    yield f"{request.param}://run"
+    with storing():
+        yield f"{request.param}://run"
     MemoryFileSystem.store.clear()
-    Store.objects.clear()
-    Store.fails_after = None
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 def _there(url: str) -> bytes:
@@ -69,17 +69,39 @@ def test_one_takes_the_place_of_another_once_it_is_whole(root: str) -> None:
 
 
 def test_an_upload_that_fails_half_way_leaves_the_old_object() -> None:
-    fsspec.register_implementation("stored", Store, clobber=True)
     url = "stored://run/x.ckpt"
-    try:
+    with storing():
         _save(url, 1)
         before, Store.fails_after = _there(url), 1
         with pytest.raises(OSError, match="throttled"):
             _save(url, 2)
         assert _there(url) == before
-    finally:
-        Store.objects.clear()
-        Store.fails_after = None
+
+
+def test_one_takes_the_place_of_a_folder(root: str) -> None:
+    """In an object store both may be there at once."""
+    url = f"{root}/x.ckpt"
+    for name in (".metadata", "__0_0.distcp", "deeper/one"):
+        fsspec.core.url_to_fs(url)[0].makedirs(f"{fsspec.core.url_to_fs(url)[1]}/deeper", exist_ok=True)
+        with fsspec.open(f"{url}/{name}", "wb") as file:
+            file.write(b"of a folder")
+    _save(url, 1)
+    assert torch.load(io.BytesIO(_there(url)))["value"] == 1
+    assert _names(root) == ["x.ckpt"]
+    assert load_file(FileIO(), url, None)["value"] == 1
+
+
+def test_names_are_no_patterns(root: str) -> None:
+    names = ["x1.ckpt", "x[1].ckpt", "xx.ckpt", "x*.ckpt", "x?.ckpt"]
+    for value in (1, 2):
+        for name in names:
+            _save(f"{root}/{name}", value)
+    assert sorted(_names(root)) == sorted(names)
+    for name in ("x[1].ckpt", "x*.ckpt", "x?.ckpt"):
+        FileIO().remove_checkpoint(f"{root}/{name}")
+        names.remove(name)
+        assert sorted(_names(root)) == sorted(names)
+    assert all(torch.load(io.BytesIO(_there(f"{root}/{name}")))["value"] == 2 for name in names)
 
 
 def test_what_others_write_meanwhile_is_not_held_back(root: str) -> None:

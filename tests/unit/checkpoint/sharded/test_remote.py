@@ -206,7 +206,7 @@ def test_a_copy_that_fails_leaves_the_new_one_readable(root: str) -> None:
     path = f"{root}/x.ckpt"
     save(path, 1.0)
     fs = MemoryFileSystem if root.startswith("memory") else Mounted
-    with patch.object(fs, "copy", lambda *_, **__: (_ for _ in ()).throw(OSError("throttled"))):
+    with patch.object(fs, "cp_file", lambda *_, **__: (_ for _ in ()).throw(OSError("throttled"))):
         errors = save(path, 2.0)
     assert all("throttled" in str(error) for error in errors)
     assert seed_of(path) == 2.0
