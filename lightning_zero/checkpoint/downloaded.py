@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -18,7 +19,10 @@ def downloaded(url: str, ranks: Together) -> Path:
     Raises:
         CheckpointError: on every rank, when it cannot be downloaded.
     """
-    place = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
+    name = Path(urlparse(url).path)
+    # Two trainings have a last.ckpt each: a name alone would lead to the other's.
+    known = hashlib.blake2s(url.encode()).hexdigest()[:16]
+    place = Path(torch.hub.get_dir()) / "checkpoints" / f"{name.stem}-{known}{name.suffix}"
 
     def fetch() -> None:
         if ranks.share[0] == 0 and not place.exists():

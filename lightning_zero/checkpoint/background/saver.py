@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from fsspec.config import conf
 
 from lightning_zero.checkpoint.background.outcome import Outcome
 from lightning_zero.checkpoint.background.process import WriterProcess
@@ -110,7 +111,7 @@ class BackgroundSaver:
 
         with discarding(save.folder, self._together):
             self._together.each(save.what, copy)
-        order = Order(save.path, save.save_id, self._mesh.rank, self._snapshot.memory, kept)
+        order = Order(save.path, save.save_id, self._mesh.rank, self._snapshot.memory, kept, dict(conf))
         if self._store is None:
             self._store = self._mesh.store("checkpoints").clone()  # type: ignore[attr-defined]
         outcome = Outcome(self._mesh, self._store, save)

@@ -10,11 +10,12 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import torch
+from fsspec.config import conf
 
 from lightning_zero.checkpoint.background.snapshot import Kept, Memory
 from lightning_zero.checkpoint.sharded.folder import folder_at
@@ -35,6 +36,7 @@ class Order:
         rank: whose files they are.
         memory: where the values lie.
         items: the values, and what is no tensor.
+        settings: of fsspec's file systems, as far as the rank's program has made them.
     """
 
     path: str
@@ -42,6 +44,7 @@ class Order:
     rank: int
     memory: Memory
     items: Sequence[Kept | Blob]
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -76,6 +79,7 @@ def serve(orders: BinaryIO, replies: BinaryIO) -> None:
 
 
 def _write(order: Order, memory: torch.Tensor) -> RankFiles:
+    conf.update(order.settings)
     folder = folder_at(order.path)
     if not folder.sees(order.save_id):
         raise CheckpointError(f"the folder of the save to {order.path} is gone")

@@ -242,12 +242,17 @@ class Saving(ParallelStrategy):
             if self._attached is None or not named_by_word(self._attached):
                 raise
             together = self._require_engine().checkpoints.together
-            for other in together.first("look for another checkpoint", lambda: newest_first(checkpoint_path)):
+            again = [str(checkpoint_path)] if "://" in str(checkpoint_path) else []  # a network may have failed once
+            for other in [
+                *again,
+                *together.first("look for another checkpoint", lambda: newest_first(checkpoint_path)),
+            ]:
                 try:
                     found = self._load(other, weights_only)
                 except (CheckpointError, FileNotFoundError):
                     continue
-                rank_zero_warn(f"{error} Going on from {other} instead, the newest other checkpoint that is whole.")
+                if other not in again:
+                    rank_zero_warn(f"{error} Going on from {other} instead, the newest other checkpoint that is whole.")
                 return found
             raise
 

@@ -248,6 +248,8 @@ def test_one_rank_of_a_host_downloads(tmp_path: Path, monkeypatch: pytest.Monkey
             asked.append(self.path)
 
     torch.save({"state_dict": {"w": torch.arange(50000.0)}}, tmp_path / "x.ckpt")
+    (tmp_path / "another").mkdir()
+    torch.save({"state_dict": {"w": torch.ones(50000)}}, tmp_path / "another" / "x.ckpt")
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path)))
     Thread(target=server.serve_forever, daemon=True).start()
@@ -255,9 +257,11 @@ def test_one_rank_of_a_host_downloads(tmp_path: Path, monkeypatch: pytest.Monkey
     try:
         ends = on_ranks(3, lambda together: load_file(FileIO(), url, True, together)["state_dict"]["w"])
         missing = on_ranks(2, lambda together: load_file(FileIO(), url.replace("x.ckpt", "y.ckpt"), True, together))
+        another = load_file(FileIO(), url.replace("x.ckpt", "another/x.ckpt"), True)
     finally:
         server.shutdown()
         server.server_close()
     assert all(torch.equal(end, torch.arange(50000.0)) for end in ends)
-    assert [path for path in asked if "x.ckpt" in path] == ["/x.ckpt?version=2"]
+    assert torch.equal(another["state_dict"]["w"], torch.ones(50000)), "another one of the same name"
+    assert [path for path in asked if "x.ckpt" in path] == ["/x.ckpt?version=2", "/another/x.ckpt?version=2"]
     assert all(isinstance(end, CheckpointError) and "y.ckpt" in str(end) for end in missing)

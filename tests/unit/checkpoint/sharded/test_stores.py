@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import fsspec
 import pytest
+from fsspec.config import conf
 
-from lightning_zero.checkpoint.sharded.folder import remove_at
+from lightning_zero.checkpoint.background.snapshot import Memory
+from lightning_zero.checkpoint.background.writer import Order, serve
+from lightning_zero.checkpoint.locating import located
+from lightning_zero.checkpoint.sharded.folder import RemoteFolder, remove_at
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
 from lightning_zero.checkpoint.sharded.opened import OpenedFolder
+from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles
+from lightning_zero.checkpoint.together import Alone
 from lightning_zero.errors import CheckpointError
+from lightning_zero.integrations.folders import read_whole
 from lightning_zero.integrations.trainer.finding import newest_first
+from lightning_zero.integrations.trainer.saving import Saving
+from lightning_zero.sharding.shared_memory import Claim
 from tests.helpers.saves import save, seed_of
 from tests.helpers.store import Store, storing
 
@@ -113,3 +127,51 @@ def test_one_that_has_lost_its_place_to_a_save_that_died_is_found() -> None:
     assert seed_of(PATH) == 3.0
     remove_at(PATH)
     assert _names() == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["a network that fails once", "a checkpoint that is broken"])
+def test_the_last_one_is_tried_again_before_an_older_one_is_taken(broken: bool) -> None:
+    save("stored://run/old.ckpt", 1.0)
+    save(PATH, 2.0)
+    if broken:
+        del Store.objects["run/x.ckpt/__1_0.distcp"]
+    tried: list[str] = []
+
+    def load(path: str, weights_only: bool | None) -> dict[str, Any]:
+        tried.append(path)
+        if len(tried) == 1:
+            raise CheckpointError("connection reset")
+        return read_whole(path, weights_only)
+
+    asked = SimpleNamespace(_checkpoint_connector=SimpleNamespace(_zero_asked="last"))
+    engine = SimpleNamespace(checkpoints=SimpleNamespace(together=Alone()))
+    strategy: Any = SimpleNamespace(_load=load, _attached=asked, _require_engine=lambda: engine)
+    with pytest.warns(match="connection reset Going on from stored://run/old.ckpt") if broken else nullcontext():
+        found = Saving._load_this_or_another(strategy, PATH, None)
+    assert found["seed"] == (1.0 if broken else 2.0)
+    assert tried == [PATH, PATH, *(["stored://run/old.ckpt"] if broken else [])]
+
+
+def test_a_writer_reaches_what_the_program_has_set_up(tmp_path: Path) -> None:
+    """Keys, or where a store is: a process of its own has what the environment says, and no more."""
+    (tmp_path / "run").mkdir()
+    claim, replies = Claim.of(64), io.BytesIO()
+    with set_up("dir", path=str(tmp_path), target_protocol="file"):
+        RemoteFolder(*located("dir://run/x.ckpt")).begin("a save")
+        memory = Memory(claim.path, claim.identity, 64)
+        order = Order("dir://run/x.ckpt", "a save", 0, memory, [Blob(("a",), b"some bytes")], dict(conf))
+    try:
+        serve(io.BytesIO(pickle.dumps(order)), replies)
+    finally:
+        conf.pop("dir", None)
+        claim.release()
+    reply = pickle.loads(replies.getvalue())
+    assert isinstance(reply, RankFiles), reply
+    assert (tmp_path / "run" / "x.ckpt" / "__0_0.distcp").read_bytes() == b"some bytes"
+
+
+@contextmanager
+def set_up(protocol: str, **settings: Any) -> Iterator[None]:
+    conf[protocol] = settings
+    yield
+    del conf[protocol]
