@@ -56,8 +56,19 @@ class CallNotes:
 
 
 def _hooks_inside(module: nn.Module) -> list[dict[int, Any]]:
+    return [hooks for part in module.modules() for hooks in _hooks_of(part)]
+
+
+def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [getattr(part, kind) for part in module.modules() for kind in kinds]
+    return [getattr(module, kind) for kind in kinds]
+
+
+def _told_apart_by_hooks(root: nn.Module) -> bool:
+    """Whether modules of one class may differ in their hooks. Without guards for these Dynamo runs what it compiled for
+    one of them for the next: layers behind a graph break in a loop, a student and its teacher."""
+    count = Counter(map(type, root.modules()))
+    return any(count[type(part)] > 1 for part in root.modules() if any(_hooks_of(part)))
 
 
 def _keys(hooks: list[dict[int, Any]]) -> list[tuple[int, ...]]:
@@ -110,7 +121,8 @@ class CompiledCalls:
         self.modules: dict[str, nn.Module] = {}
         self.eager: dict[str, str] = {}
         self.notes = CallNotes(amount=amount or PassAmount())
-        self._guards_hooks = False  # since some module has got a hook, or lost one, after it was compiled
+        # Since some module has got a hook, or lost one, after it was compiled; or since there are some from the start.
+        self._guards_hooks = False
 
     @contextmanager
     def step(self, first: bool) -> Iterator[None]:
@@ -233,6 +245,7 @@ class CompiledCalls:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
         are."""
         compiled = torch.compile(self._plain_call(module), **self._arguments)
+        self._guards_hooks = self._guards_hooks or _told_apart_by_hooks(self._root)
         notes, shown, first = self.notes, self._show(name, module), True
         hooks = _hooks_inside(module)
         known = _keys(hooks)
