@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from lightning_zero.compat.graphs import EXAMPLE
-from lightning_zero.compat.tensors import TorchDispatchMode
+from lightning_zero.compile.draws import NothingDrawn
 from lightning_zero.compile.frontend import body_of, storage_of, with_bodies, written_by
 
 __all__ = ["drop_causal_masks"]
@@ -30,13 +30,6 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # of 
 
 class _Unknown(Exception):
     """What a mask is made of is known only when the graph runs."""
-
-
-class _NothingDrawn(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Unknown
-        return func(*args, **(kwargs or {}))
 
 
 def drop_causal_masks(module: GraphModule) -> int:
@@ -113,7 +106,7 @@ def _value(mask: Node, edited: set[int | None]) -> Tensor:
         _Unknown: something else does.
     """
     values: dict[Node, Any] = {}
-    with _NothingDrawn():
+    with NothingDrawn():
         for node in _made_of(mask, edited):
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "call_method":

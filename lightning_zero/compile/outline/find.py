@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from lightning_zero.compat.graphs import BEGINNINGS, ENDS, EXAMPLE, GRADIENTS, IDLE, SETTINGLESS
 from lightning_zero.compat.ops import CHECKPOINTS
+from lightning_zero.compile.draws import NothingDrawn
 from lightning_zero.compile.frontend import storage_of, written_by
 from lightning_zero.compile.outline.alike import key_of, layout_of
 from lightning_zero.compile.outline.called import called_body, with_regions
@@ -20,9 +23,6 @@ __all__ = ["Region", "find_regions"]
 
 LEAST_NODES = 5  # of a layer
 MOST_PHASES = 8  # that are tried
-# Calls that draw random numbers without a gradient.
-DRAWS = {"rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "multinomial",
-         "normal", "poisson", "dropout"}  # fmt: skip
 LEAST_REPETITIONS = 3  # two are traced in nearly the time of one and a call
 
 
@@ -128,7 +128,20 @@ def _beside(work: Sequence[Node]) -> set[Node]:
 def _stays(node: Node, written: set[int | None]) -> bool:
     value = node.meta.get(EXAMPLE)
     plain = isinstance(value, Tensor) and not value.requires_grad and storage_of(node) not in written
-    return plain and _name(node) not in DRAWS  # or numbers would be drawn in another order
+    return plain and not _draws(node)  # or numbers would be drawn in another order
+
+
+def _draws(node: Node) -> bool:
+    """Whether it may draw random numbers."""
+    value, target = node.meta[EXAMPLE], node.target
+    try:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta[EXAMPLE])
+        call = partial(getattr(args[0], target), *args[1:]) if isinstance(target, str) else partial(target, *args)
+        with value.fake_mode, NothingDrawn(), torch.no_grad():
+            call(**kwargs)
+    except Exception:  # of what cannot be run by itself nobody knows
+        return True
+    return False
 
 
 def _idle(node: Node) -> bool:

@@ -260,6 +260,22 @@ def test_hooks_that_come_and_go_are_noticed_and_nothing_is_compiled_twice() -> N
     assert graphs == [1, 1, 2, 2, 3, 3, 3]
 
 
+def test_a_hook_on_one_of_several_modules_is_not_called_for_the_others_nor_left_out() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.teacher.register_forward_hook(lambda module, args, output: output * 2)
+
+    calls = Calls(Pair())
+    calls.shown(lambda pair: pair.student(X) + pair.teacher(X))
+    student, teacher = (part.forward(X) for part in (calls.net.student, calls.net.teacher))
+    for _ in range(2):
+        with calls.step(first=False):
+            assert torch.equal(calls.net.student(X), student)
+            assert torch.equal(calls.net.teacher(X), teacher * 2)
+
+
 def test_what_is_logged_once_breaks_no_graph(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def warning_once(self: logging.Logger, message: str) -> None:
         self.warning(message)

@@ -99,6 +99,15 @@ class Windowed(Block):
         return x + self.narrow(F.gelu(self.wide(x)))[..., order] * scale, length.mul(2)
 
 
+class Masking(Block):
+    """Draws numbers for itself, and by a function of another name those that it hands on."""
+
+    def forward(self, x: Tensor, *given: Tensor) -> Any:
+        own = F.dropout(self.narrow(F.gelu(self.wide(x))), 0.3)
+        mask = F.dropout1d(torch.ones(*x.shape[:2], 1), 0.5)
+        return x + F.dropout(own * mask, 0.3), mask
+
+
 class Cached(nn.Module):
     def __init__(self, block: type[Block] = Caching) -> None:
         super().__init__()

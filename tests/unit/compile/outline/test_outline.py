@@ -22,6 +22,7 @@ from tests.unit.compile.outline.modules import (
     Cached,
     Frozen,
     InPlace,
+    Masking,
     Mixing,
     Permuted,
     Projecting,
@@ -117,6 +118,16 @@ def test_what_needs_no_gradient_and_constants_keep_no_layer_from_being_traced_on
     torch.testing.assert_close(once, plain)
     weights = [x, *(weight for layer in module.layers for weight in (*layer.wide.parameters(), layer.narrow.weight))]
     torch.testing.assert_close(torch.autograd.grad(once[0], weights), torch.autograd.grad(plain[0], weights))
+
+
+def test_what_layers_draw_and_hand_on_is_drawn_in_its_turn() -> None:
+    module, x = Cached(Masking), torch.randn(3, 6, WIDTH, requires_grad=True)
+    torch.compiler.reset()
+    found = []
+    for run in (torch.compile(module, backend=backend(True)), module):
+        torch.manual_seed(0)
+        found.append(run(x))
+    torch.testing.assert_close(*found)
 
 
 def test_gradients_in_other_strides_cost_a_trace_or_two_and_not_one_for_each_layer(

@@ -1,0 +1,24 @@
+"""Whether code draws random numbers: whatever its name, by the ops that run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_zero.compat.tensors import TorchDispatchMode
+
+__all__ = ["Drawn", "NothingDrawn"]
+
+
+class Drawn(Exception):
+    """A random number would have been drawn."""
+
+
+class NothingDrawn(TorchDispatchMode):
+    """A context in which no random number is drawn: an op that would raises :class:`Drawn`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Drawn(func)
+        return func(*args, **(kwargs or {}))
