@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import count
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Generator, SymFloat, SymInt, Tensor
@@ -33,7 +35,16 @@ class PieceCache:
 
     def __init__(self) -> None:
         self._known: dict[str, Compiled] = {}
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._count = count()
         self.compiled = self.found = 0
+
+    def number(self, thing: Any) -> int:
+        """Of something that no text describes. Not its id: a later graph's would get that of one that is gone, and run
+        its piece."""
+        if thing not in self._numbers:
+            self._numbers[thing] = next(self._count)
+        return self._numbers[thing]
 
     def get(self, key: str, make: Callable[[], Compiled]) -> Compiled:
         if key in self._known:
@@ -74,19 +85,19 @@ def _compiled(
         check_strides(compiled, [node.meta.get("val") for node in piece.outputs])
         return compiled
 
-    return cache.get(_fingerprint(module, piece.graph, settings), make)
+    return cache.get(_fingerprint(module, piece.graph, settings, cache.number), make)
 
 
-def _fingerprint(module: GraphModule, graph: Graph, settings: dict[str, Any]) -> str:
+def _fingerprint(module: GraphModule, graph: Graph, settings: dict[str, Any], number_of: Callable[[Any], int]) -> str:
     """Equal for pieces that do the same with the same layouts, whatever their nodes are called."""
     names: dict[Node, str] = {}
     lines = [str(sorted((key, settings.get(key)) for key in ("is_backward", "is_inference")))]
     for number, node in enumerate(graph.nodes):
         names[node] = f"%{number}"
         arguments = torch.fx.map_arg((node.args, node.kwargs), lambda read: _Named(names[read]))
-        target = node.target if node.op != "get_attr" else id(attrgetter(str(node.target))(module))
+        target = node.target if node.op != "get_attr" else number_of(attrgetter(str(node.target))(module))
         what = "" if node.op in ("placeholder", "output") else str(target)
-        lines.append(f"{node.op} {what} {arguments} {_value(node.meta.get('val'))}")
+        lines.append(f"{node.op} {what} {arguments} {_value(node.meta.get('val'), number_of)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -94,19 +105,20 @@ class _Named(str):
     __repr__ = str.__str__
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, number_of: Callable[[Any], int]) -> str:
     if isinstance(value, Tensor):
         offset: Any = value.storage_offset()
         begins = offset * value.dtype.itemsize % 16 if isinstance(offset, int) else offset
-        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}{begins}{_symbolic(value.shape)}"
+        symbols = _symbolic(value.shape, number_of)
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}{begins}{symbols}"
     if isinstance(value, Generator):
         return f"generator on {value.device}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    return f"{value}{_symbolic([value])}"
+        return "[" + ", ".join(_value(part, number_of) for part in value) + "]"
+    return f"{value}{_symbolic([value], number_of)}"
 
 
-def _symbolic(sizes: Sequence[Any]) -> str:
+def _symbolic(sizes: Sequence[Any], number_of: Callable[[Any], int]) -> str:
     """Symbols of the same name in graphs traced at different times are others."""
-    known = {id(size.node.shape_env) for size in sizes if isinstance(size, SymInt | SymFloat)}  # type: ignore[union-attr]
+    known = {number_of(size.node.shape_env) for size in sizes if isinstance(size, SymInt | SymFloat)}  # type: ignore[union-attr]
     return str(sorted(known)) if known else ""

@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compile.graph import is_reduce, is_start
-from lightning_zero.compile.pieces import Piece, cut, repeats
+from lightning_zero.compile.pieces import Piece, PieceCache, cut, repeats
 from lightning_zero.compile.pieces.cut import _assemble
 from lightning_zero.compile.pieces.kinds import Kind, kinds_of
 from lightning_zero.compile.pieces.lower import _fingerprint
@@ -23,8 +23,8 @@ def cut_up(graph: Graph, parts: int = 4) -> list[Piece | Node]:
 
 
 def kinds_of_pieces(graph: Graph, parts: int = 4) -> list[str]:
-    module = GraphModule(torch.nn.Module(), graph)
-    return [_fingerprint(module, step.graph, {}) for step in cut_up(graph, parts) if isinstance(step, Piece)]
+    module, number = GraphModule(torch.nn.Module(), graph), PieceCache().number
+    return [_fingerprint(module, step.graph, {}, number) for step in cut_up(graph, parts) if isinstance(step, Piece)]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, lookup_backend
 from lightning_zero.compile.pieces import PieceCache, cut, lower, repeats, settle_strides
@@ -124,7 +125,7 @@ def piece(name: str, scale: float = 2.0, rows: int = 3, dtype: torch.dtype = tor
     y = graph.call_function(torch.ops.aten.mul.Tensor, (x, scale))
     y.meta["val"] = x.meta["val"]
     graph.output((y,))
-    return _fingerprint(GraphModule(nn.Module(), graph), graph, {"is_backward": False})
+    return _fingerprint(GraphModule(nn.Module(), graph), graph, {"is_backward": False}, PieceCache().number)
 
 
 def test_pieces_are_equal_by_what_they_do() -> None:
@@ -138,8 +139,31 @@ def with_generator() -> str:
     state = graph.placeholder("state")
     state.meta["val"] = torch.Generator()
     graph.output(())
-    return _fingerprint(GraphModule(nn.Module(), graph), graph, {"is_backward": False})
+    return _fingerprint(GraphModule(nn.Module(), graph), graph, {"is_backward": False}, PieceCache().number)
 
 
 def test_generators_are_equal_wherever_they_lie_in_memory() -> None:
     assert with_generator() == with_generator()
+
+
+def calling(cache: PieceCache, scale: float) -> str:
+    """Of a piece that calls a graph of its own, as attention with a score of the user's does."""
+    called = Graph()
+    called.output(called.call_function(torch.mul, (called.placeholder("x"), scale)))
+    module, graph = nn.Module(), Graph()
+    module.called = GraphModule(nn.Module(), called)
+    x, body = graph.placeholder("x"), graph.create_node("get_attr", "called")
+    graph.output((graph.call_function(torch.cond, (x, body, body, [x])),))
+    return _fingerprint(module, graph, {}, cache.number)  # type: ignore[arg-type]
+
+
+def test_what_calls_another_graph_is_never_taken_for_what_called_one_that_is_gone() -> None:
+    cache = PieceCache()
+    assert len({calling(cache, float(scale)) for scale in range(100)}) == 100  # addresses come again much earlier
+
+
+def test_symbols_of_graphs_that_are_gone_are_never_taken_for_those_of_another() -> None:
+    cache = PieceCache()
+    assert len({cache.number(ShapeEnv()) for _ in range(100)}) == 100
+    kept = ShapeEnv()
+    assert cache.number(kept) == cache.number(kept)
