@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -156,7 +158,12 @@ def _by_itself() -> Iterator[None]:
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with tracing(TracingContext(fake_mode())), functorch_config.patch(enable_autograd_cache=False):
+        with (
+            tracing(TracingContext(fake_mode())),
+            functorch_config.patch(enable_autograd_cache=False),
+            # Or a layer would be refused for a number that the rest of the graph is given as an input.
+            patch.dict(os.environ, TENSORIFY_PYTHON_SCALARS="0"),
+        ):
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)

@@ -120,6 +120,21 @@ def test_what_needs_no_gradient_and_constants_keep_no_layer_from_being_traced_on
     torch.testing.assert_close(torch.autograd.grad(once[0], weights), torch.autograd.grad(plain[0], weights))
 
 
+def test_a_number_that_changes_keeps_no_layer_from_being_traced_once() -> None:
+    class Scaled(Stack):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    module, x, counts = Scaled(Block), torch.randn(3, 6, WIDTH), list[int]()
+    torch.compiler.reset()
+    run = torch.compile(module.eval(), backend=backend(True, lambda layers, _: counts.append(len(layers or ()))))
+    for module.scale in (1.0, 2.0, 3.0):
+        torch.testing.assert_close(run(x), module(x))
+    assert counts == [LAYERS, LAYERS]  # for one number, and for any
+
+
 def test_what_layers_draw_and_hand_on_is_drawn_in_its_turn() -> None:
     module, x = Cached(Masking), torch.randn(3, 6, WIDTH, requires_grad=True)
     torch.compiler.reset()
