@@ -1,6 +1,7 @@
 """Modules and optimizers."""
 
 import torch
+import torch._dynamo
 
 # All layers that torch.nn.SyncBatchNorm.convert_sync_batchnorm() would have replaced. (torch 2.11+)
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
@@ -8,6 +9,10 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 # How the key ends under which a state dict holds what a module adds by itself: files of weights have none.
 # (torch 2.11+)
 extra_state_suffix = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+# Has Dynamo run a function as it is where nobody traces it, and trace it where it is called by what is traced, which
+# torch.compiler.disable would forbid. (torch 2.11+)
+skip_code = torch._dynamo.eval_frame.skip_code
 
 ATTRIBUTES = {
     # What is registered. Reading it from the module would ask the property that gathers; Dynamo traces this, too.

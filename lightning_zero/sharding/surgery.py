@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat.autograd import functorch_unwrapped, is_functorch_wrapped
+from lightning_zero.compat.modules import skip_code
 from lightning_zero.compat.tensors import DisableTorchFunction, DisableTorchFunctionSubclass
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import inverse
@@ -81,7 +82,11 @@ def _weight_property(name: str) -> property:
     return property(read, doc=f"The whole parameter {name!r}, gathered from its shards.")
 
 
-# Dynamo runs code that it cannot trace, as recurrent modules, and would compile what is called from there.
+# Dynamo runs code that it cannot trace, as recurrent modules and loops that a graph breaks in, and would compile what
+# is called from there: a graph for each weight, whose result is saved whole for backward. All reads share one code.
+skip_code(cast(types.FunctionType, _weight_property("").fget).__code__)
+
+
 @torch.compiler.disable
 def _read_eagerly(module: Any, param: Tensor, shape: tuple[int, ...]) -> Tensor:
     view: WeightView = module._zero_cache.view

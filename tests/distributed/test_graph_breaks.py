@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph
 
 from tests.helpers.memory import gathered_weights
-from tests.helpers.models import Batch, Case, build, make_batches
+from tests.helpers.models import Batch, Case, OneMLP, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, train_reference
 from tests.helpers.sharded import BACKENDS, EAGER, adamw, engine_for, sgd, train_case, train_plain, train_sharded
 from tests.ranks.pool import Ranks
@@ -59,6 +59,31 @@ def test_twelve_blocks_with_a_break_in_each_share_their_graphs(ranks: Ranks, wor
     )
     assert_close_relative(out["out"].losses, expected.losses, 1e-6, what="losses")
     assert_close_relative(out["out"].params, expected.params, 1e-6, atol=2e-8, what="params")
+
+
+class BrokenLoop(OneMLP):
+    """Dynamo runs such a loop as it is, and compiles what is called in it, but for torch's own modules."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.blocks[0].mlp:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def graphs_of_a_broken_loop() -> list[str]:
+    graphs: list[str] = []
+    model, batches = build(BrokenLoop), make_batches(BrokenLoop, 2, SAMPLES)
+    with engine_for(model, "aot_eager", lambda what, graph: graphs.append(what)) as engine:
+        for batch in batches:
+            with engine.train_step():
+                model.loss(batch).backward()
+    return graphs
+
+
+def test_what_torchs_own_modules_read_behind_a_break_is_no_graph_of_one_weight(ranks: Ranks) -> None:
+    assert not ranks.run(1, graphs_of_a_broken_loop)[0]  # whose result would be saved whole
 
 
 class DataDependent(Case):

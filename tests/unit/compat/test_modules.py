@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_zero.compat.modules import BatchNorm
+from lightning_zero.compat.modules import BatchNorm, skip_code
 
 
 def test_batch_norms_are_what_torch_would_synchronise() -> None:
@@ -120,3 +120,23 @@ def test_a_loss_scaler_notes_overflows_by_optimizer(gradient: float, found: int)
     state = scaler._per_optimizer_states[id(optimizer)]
     assert state["stage"] is OptState.UNSCALED
     assert sum(value.item() for value in state["found_inf_per_device"].values()) == found
+
+
+def test_skipped_code_is_traced_where_it_is_called_by_what_is_traced() -> None:
+    def inner(x: Tensor) -> Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def outer(x: Tensor, breaks: bool) -> Tensor:
+        for _ in range(2):
+            if breaks:
+                torch._dynamo.graph_break()
+            x = inner(x)
+        return x
+
+    traced: list[bool] = []
+    skip_code(inner.__code__)
+    torch._dynamo.reset()  # does not undo it
+    for breaks in (False, True):
+        assert torch.compile(outer, backend="eager")(torch.zeros(1), breaks) == 2
+    assert traced == [True] * 2 + [False] * 2
