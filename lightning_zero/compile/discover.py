@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keeps_graph
 from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.tensors import tree_leaves
+from lightning_zero.compile import input_gradients
 from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.amount import PassAmount
@@ -118,6 +119,7 @@ class CompiledCalls:
         self._codes: dict[Any, CodeType] = {}
         self._report = report
         self._outermost: str | None = None  # of the modules that a watched step is in
+        self._see_input_gradients: set[str] = set()
         self.modules: dict[str, nn.Module] = {}
         self.eager: dict[str, str] = {}
         self.notes = CallNotes(amount=amount or PassAmount())
@@ -166,6 +168,8 @@ class CompiledCalls:
                     self._leave_eager(self._outermost, found[self._outermost], why)
                 if self._outermost in found and not inside_functorch():
                     self._watch_backward(self._outermost, found[self._outermost], output)
+                if depth == 0 and self._outermost in found:
+                    self._watch_input_gradients(self._outermost, module, output)
 
         hooks = torch.nn.modules.module
         handles = [
@@ -192,6 +196,10 @@ class CompiledCalls:
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 value.grad_fn.register_prehook(backward)
+
+    def _watch_input_gradients(self, name: str, module: nn.Module, output: Any) -> None:
+        if input_gradients.asking(_hooks_inside(module)) and input_gradients.seen_in(output):
+            self._see_input_gradients.add(name)
 
     def _leave_eager(self, name: str, module: nn.Module, why: str) -> None:
         if name in self.eager:
@@ -249,6 +257,7 @@ class CompiledCalls:
         notes, shown, first = self.notes, self._show(name, module), True
         hooks = _hooks_inside(module)
         known = _keys(hooks)
+        asking = [] if name in self._see_input_gradients else input_gradients.asking(hooks)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
@@ -259,7 +268,9 @@ class CompiledCalls:
             if not self._guards_hooks and _keys(hooks) != known:
                 self._guards_hooks = True
                 torch.compiler.reset()  # what was compiled so far has no such guards
-            with _guarding_hooks() if self._guards_hooks else nullcontext():
+            leave_out = asking and not torch.compiler.is_compiling()
+            leaving_out = input_gradients.left_out(asking) if leave_out else nullcontext()
+            with _guarding_hooks() if self._guards_hooks else nullcontext(), leaving_out:
                 if not first:
                     return run(*args, **kwargs)
                 first = False

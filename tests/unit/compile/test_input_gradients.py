@@ -1,0 +1,126 @@
+"""Hooks that only have outputs ask for gradients are left out of compiled code, where nothing sees that."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.compile.discover import CompiledCalls
+from lightning_zero.compile.input_gradients import asking
+
+TOKENS = torch.arange(4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Backend:
+    """Runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, module: GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return module.forward
+
+
+def make_inputs_require_grads(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
+class Adapted(nn.Module):
+    """An embedding that is frozen, as with LoRA, before layers that are checkpointed."""
+
+    def __init__(self, reentrant: bool = False, shows: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layers = nn.Embedding(4, 3), nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.embedding.requires_grad_(False)
+        self.handle = self.embedding.register_forward_hook(make_inputs_require_grads)
+        self.reentrant, self.shows = reentrant, shows
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = embedded = self.embedding(tokens)
+        x = self.eagerly(x) if self.reentrant else self.checkpointed(x)
+        return (x, embedded) if self.shows else x
+
+    def checkpointed(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant).tanh()
+        return x
+
+    @torch.compiler.disable
+    def eagerly(self, x: Tensor) -> Tensor:
+        return self.checkpointed(x)
+
+
+def trained(net: Adapted, loss: Callable[[Any], Tensor]) -> tuple[int, list[list[Tensor]]]:
+    """Graphs that were compiled, and gradients of a first step, which runs eagerly, and of two more."""
+    backend, found = Backend(), []
+    calls = CompiledCalls(net, {"backend": backend})
+    for number in range(3):
+        with calls.step(first=number == 0):
+            loss(net(TOKENS)).backward()
+        found.append([layer.weight.grad for layer in net.layers])
+        net.zero_grad()
+    return backend.graphs, found
+
+
+def test_no_graph_is_broken_where_checkpoints_do_not_need_that() -> None:
+    graphs, gradients = trained(Adapted(), lambda out: out.square().sum())
+    assert graphs == 1
+    for later in gradients[1:]:
+        torch.testing.assert_close(later, gradients[0])
+    assert type(torch._dynamo.config.ignore_logging_functions) is set, "the setting is as it was"
+
+
+def test_reentrant_checkpoints_keep_their_gradients() -> None:
+    _, gradients = trained(Adapted(reentrant=True), lambda out: out.square().sum())
+    assert all(grad is not None for step in gradients for grad in step)
+    for later in gradients[1:]:
+        torch.testing.assert_close(later, gradients[0])
+
+
+def test_an_output_that_the_caller_sees_goes_on_asking_for_gradients() -> None:
+    def loss(out: tuple[Tensor, Tensor]) -> Tensor:
+        assert out[1].requires_grad
+        return out[0].square().sum() + out[1].square().sum()
+
+    trained(Adapted(shows=True), loss)
+
+
+def test_only_hooks_that_do_nothing_else_are_taken_for_that() -> None:
+    seen = []
+
+    def looks(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.requires_grad_(True)
+        seen.append(output)
+
+    def freezes(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.requires_grad_(False)
+
+    def returns(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.requires_grad_(True)
+
+    def bare(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.requires_grad_()
+
+    hooks = {0: looks, 1: freezes, 2: make_inputs_require_grads, 3: nn.Identity(), 4: returns, 5: bare}
+    assert asking([hooks, {}]) == [make_inputs_require_grads, returns, bare]
+
+
+def test_what_transformers_and_peft_put_on_an_embedding_is_known() -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **shape))
+    net.enable_input_require_grads()
+    assert len(asking([net.get_input_embeddings()._forward_hooks])) == 1
