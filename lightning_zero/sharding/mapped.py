@@ -82,8 +82,7 @@ def take_small(values: Iterable[Tensor]) -> None:
     What shares memory goes on doing so."""
     taken: dict[int, Tensor] = {}
     for value in values:
-        storage = value.untyped_storage()
-        if not _is_plain(value) or not 0 < storage.nbytes() <= SMALL:
+        if not _is_plain(value) or not 0 < (storage := value.untyped_storage()).nbytes() <= SMALL:
             continue
         if storage.data_ptr() not in taken:
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8)
@@ -100,7 +99,7 @@ def _is_plain(value: Tensor) -> bool:
         type(value) in (Tensor, torch.nn.Parameter)
         and value.device.type == "cpu"
         and value.layout == torch.strided
-        and not (value.is_conj() or value.is_neg())
+        and not (value.is_conj() or value.is_neg() or value.is_nested or value.is_quantized)
     )
 
 

@@ -153,7 +153,8 @@ def _write_file(
 
 def _alone(values: Tensor) -> Tensor:
     """The same values on the CPU, in a storage that holds nothing else: ``torch.save`` writes whole storages."""
-    values = values.detach().cpu().contiguous()
+    # What is conjugated or negated when it is read would be read as it lies there.
+    values = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if values.untyped_storage().nbytes() == values.numel() * values.itemsize:
         return values
     if not values.numel():

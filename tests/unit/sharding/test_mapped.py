@@ -120,3 +120,13 @@ def test_small_ones_need_the_file_no_longer(tmp_path: Path) -> None:
     assert torch.equal(found["a"], pair)
     found["row"].zero_()
     assert found["a"][1].sum() == found["param"].sum() == 0, "they share memory as before"
+
+
+def test_what_is_no_plain_memory_stays_what_it_is(tmp_path: Path) -> None:
+    sparse, quantized = torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, torch.qint8)
+    torch.save({"sparse": sparse, "rows": torch.eye(3).to_sparse_csr(), "quantized": quantized}, tmp_path / "x")
+    found = torch.load(tmp_path / "x", mmap=True)
+    take_small(found.values())
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(found["rows"].to_dense(), torch.eye(3))
+    assert torch.equal(found["quantized"].dequantize(), torch.arange(4.0))

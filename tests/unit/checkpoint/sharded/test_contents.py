@@ -14,7 +14,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_zero.checkpoint.sharded.contents import flattened, nested
 from lightning_zero.checkpoint.sharded.saving import save_sharded
+from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Alone
+from lightning_zero.integrations.files import FileIO
 from lightning_zero.integrations.folders import read_whole
 from tests.helpers.folders import sharded
 
@@ -54,6 +56,48 @@ def test_torchs_readers_find_them_too(tmp_path: Path) -> None:
     dcp.load(wanted, checkpoint_id=str(tmp_path / "x.ckpt"), no_dist=True)
     assert torch.equal(wanted["state_dict"]["weight"], torch.ones(7, 5))
     assert _same(wanted["state_dict"]["net._extra_state"], dict(EXTRA))
+
+
+def _buffers() -> dict[str, torch.Tensor]:
+    return {
+        "conjugated": torch.randn(5, dtype=torch.complex64).conj(),
+        "negated": torch._neg_view(torch.arange(4.0)),
+        "imaginary": torch.randn(5, dtype=torch.complex64).conj().imag,
+        "sparse": torch.eye(3).to_sparse(),
+        "sparse rows": torch.eye(3).to_sparse_csr(),
+        "expanded": torch.tensor(3.0).expand(2, 3),
+        "transposed": torch.randn(3, 4).t(),
+        "stepped": torch.arange(100)[::7],
+        "a truth": torch.tensor(True),
+        "empty": torch.empty(0, 3),
+        "unsigned": torch.arange(5).to(torch.uint16),
+    }
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    return value.to_dense() if value.layout is not torch.strided else value.clone().resolve_conj().resolve_neg()
+
+
+def test_buffers_of_all_kinds_are_what_torch_would_load(tmp_path: Path) -> None:
+    buffers = _buffers()
+    assert save_sharded(tmp_path / "x.ckpt", {"state_dict": buffers}, {}, Alone())
+    dcp_to_torch_save(tmp_path / "x.ckpt", tmp_path / "one.pt")
+    torch.save(buffers, tmp_path / "plain.pt")
+    wanted = torch.load(tmp_path / "plain.pt")
+    for found in (read_whole(tmp_path / "x.ckpt", None), torch.load(tmp_path / "one.pt")):
+        for name, value in wanted.items():
+            mine = found["state_dict"][name]
+            assert (mine.layout, mine.dtype, mine.shape) == (value.layout, value.dtype, value.shape), name
+            assert torch.equal(_dense(mine), _dense(value)), name
+
+
+def test_a_bar_is_shown_over_buffers_that_have_no_bytes_of_their_own(tmp_path: Path) -> None:
+    shown: list[int] = []
+    io = FileIO()
+    io.telling = lambda what, done, total: shown.append(total) or Telling(what, done, None)  # type: ignore[func-returns-value]
+    io.save_checkpoint({"state_dict": {"graph": torch.eye(3).to_sparse(), "w": torch.ones(5)}}, tmp_path / "x.ckpt")
+    assert shown == [20]
+    assert torch.equal(torch.load(tmp_path / "x.ckpt")["state_dict"]["graph"].to_dense(), torch.eye(3))
 
 
 @pytest.mark.parametrize(
