@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from fsspec.config import conf
 
 from lightning_zero.checkpoint.background.outcome import Outcome
 from lightning_zero.checkpoint.background.process import WriterProcess
 from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
-from lightning_zero.checkpoint.background.writer import Order
+from lightning_zero.checkpoint.background.writer import Order, settings
 from lightning_zero.checkpoint.sharded.contents import flattened, items_of
 from lightning_zero.checkpoint.sharded.plans import Brief, Plans
 from lightning_zero.checkpoint.sharded.saving import begin_save, discarding, finish_save, paths_of
@@ -111,7 +110,7 @@ class BackgroundSaver:
 
         with discarding(save.folder, self._together):
             self._together.each(save.what, copy)
-        order = Order(save.path, save.save_id, self._mesh.rank, self._snapshot.memory, kept, dict(conf))
+        order = Order(save.path, save.save_id, self._mesh.rank, self._snapshot.memory, kept, settings())
         if self._store is None:
             self._store = self._mesh.store("checkpoints").clone()  # type: ignore[attr-defined]
         outcome = Outcome(self._mesh, self._store, save)

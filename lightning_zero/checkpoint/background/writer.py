@@ -6,6 +6,7 @@ begun is written to its end.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -23,7 +24,7 @@ from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, write_pie
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.shared_memory import mapped
 
-__all__ = ["Order", "main"]
+__all__ = ["Order", "main", "settings"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,19 @@ class Order:
     memory: Memory
     items: Sequence[Kept | Blob]
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def settings() -> dict[str, Any]:
+    """Of fsspec's file systems, as this program has made them, but for what another process may not understand."""
+
+    def is_plain(value: Any) -> bool:
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    return {protocol: value for protocol, value in conf.items() if is_plain(value)}
 
 
 def main() -> None:

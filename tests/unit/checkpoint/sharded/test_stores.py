@@ -17,7 +17,7 @@ import pytest
 from fsspec.config import conf
 
 from lightning_zero.checkpoint.background.snapshot import Memory
-from lightning_zero.checkpoint.background.writer import Order, serve
+from lightning_zero.checkpoint.background.writer import Order, serve, settings
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.sharded.folder import RemoteFolder, remove_at
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
@@ -156,10 +156,10 @@ def test_a_writer_reaches_what_the_program_has_set_up(tmp_path: Path) -> None:
     """Keys, or where a store is: a process of its own has what the environment says, and no more."""
     (tmp_path / "run").mkdir()
     claim, replies = Claim.of(64), io.BytesIO()
-    with set_up("dir", path=str(tmp_path), target_protocol="file"):
+    with set_up("dir", path=str(tmp_path), target_protocol="file"), set_up("other", session=threading.Lock()):
         RemoteFolder(*located("dir://run/x.ckpt")).begin("a save")
         memory = Memory(claim.path, claim.identity, 64)
-        order = Order("dir://run/x.ckpt", "a save", 0, memory, [Blob(("a",), b"some bytes")], dict(conf))
+        order = Order("dir://run/x.ckpt", "a save", 0, memory, [Blob(("a",), b"some bytes")], settings())
     try:
         serve(io.BytesIO(pickle.dumps(order)), replies)
     finally:
