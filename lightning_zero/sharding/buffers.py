@@ -87,12 +87,13 @@ class _Piece:
             fits = [(v, p) for v, p in found if v is not None and v.shape == p.shape and v.dtype == dtype]
             mine, theirs = [v for v, _ in fits], [p for _, p in fits]
             complete = complete and len(fits) == len(parts)
+            copy = _copy_each if any(v.is_conj() or v.is_neg() for v in mine) else foreach_copy
             if not receive:
-                foreach_copy(theirs, mine)
+                copy(theirs, mine)
             else:
                 # As DDP: what autograd has saved is not thereby spoilt.
                 with preserve_versions(tuple(mine)):
-                    foreach_copy(mine, theirs)
+                    copy(mine, theirs)
         return complete
 
 
@@ -280,9 +281,16 @@ def _is_synchronised(module: nn.Module) -> bool:
 
 
 def _can_be_written(value: Tensor) -> bool:
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
+        return False
     shared = any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
-    plain = value.layout is torch.strided and not value.is_quantized and not value.is_meta and not value.is_inference()
-    return plain and not shared and value.numel() > 0
+    return not shared and value.numel() > 0 and not value.is_inference()
+
+
+def _copy_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """For conjugated and negated ones, which are not copied together."""
+    for target, value in zip(into, values, strict=True):
+        target.copy_(value)
 
 
 def _describe(value: Tensor | None) -> str:
@@ -297,7 +305,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _checksum(value: Tensor) -> Tensor:
-    bits = value.detach().reshape(-1).view(_BITS.get(value.element_size(), torch.int64))
+    bits = value.detach().resolve_conj().resolve_neg().reshape(-1).view(_BITS.get(value.element_size(), torch.int64))
     if bits.numel() > 2**22:
         return bits.sum()
     # Weighted, so that elements that change places show.
