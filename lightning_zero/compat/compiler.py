@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 import torch._dynamo.utils
@@ -11,7 +12,7 @@ import torch._functorch.config
 import torch._functorch.partitioners
 from torch._dynamo.backends import common
 from torch._functorch._activation_checkpointing import knapsack as knapsacks
-from torch._functorch._aot_autograd import autograd_cache
+from torch._functorch._aot_autograd import autograd_cache, graph_compile
 
 with warnings.catch_warnings():
     # Inductor imports modules of torch's own that are written in TorchScript, which torch 2.13 calls deprecated: nobody
@@ -158,3 +159,13 @@ def as_compiled() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def numbers_stay_numbers() -> Iterator[None]:
+    """Inside, what AOTAutograd traces keeps the numbers that it is given, where it makes tensors of them otherwise and
+    ends with an error if they are inputs of a larger graph. The setting of Dynamo's that would say so is read once in
+    a process, and is Dynamo's, too."""
+    # Makes tensors of a graph's numbers. (torch 2.11+)
+    with patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda module: None):
+        yield

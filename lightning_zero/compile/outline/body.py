@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.compiler import TracingContext, functorch_config, tracing
+from lightning_zero.compat.compiler import TracingContext, functorch_config, numbers_stay_numbers, tracing
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, REGION, SIDE, TANGENTS
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.graph import is_op, results
@@ -162,7 +160,7 @@ def _by_itself() -> Iterator[None]:
             tracing(TracingContext(fake_mode())),
             functorch_config.patch(enable_autograd_cache=False),
             # Or a layer would be refused for a number that the rest of the graph is given as an input.
-            patch.dict(os.environ, TENSORIFY_PYTHON_SCALARS="0"),
+            numbers_stay_numbers(),
         ):
             yield
     finally:

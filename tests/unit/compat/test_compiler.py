@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_zero.compat.compiler import (
     inductor_compile,
     lookup_backend,
     min_cut_partition,
+    numbers_stay_numbers,
     stable_topological_sort,
 )
 
@@ -132,3 +134,22 @@ def test_the_folder_is_where_inductor_would_keep_its_code(monkeypatch: Any) -> N
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # what torch sets is forgotten behind the test
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     assert cache_dir() == folder
+
+
+def test_numbers_of_a_graph_are_tensors_of_it_unless_they_are_to_stay() -> None:
+    read = torch.ops.aten._local_scalar_dense.default
+    stay: list[bool] = []
+
+    def note(module: GraphModule, inputs: Any) -> Any:
+        stay.append(bool(module.graph.find_nodes(op="call_function", target=read)))
+        return module.forward
+
+    for within in (nullcontext, numbers_stay_numbers, nullcontext):
+        torch.compiler.reset()
+        compiled = torch.compile(lambda x, number: x * number, backend=aot_autograd(fw_compiler=note))
+        x = torch.randn(3)
+        with within():
+            for number in (1.5, 2.5, 3.5):
+                torch.testing.assert_close(compiled(x, number), x * number)
+    # Compiled for one number, then for any.
+    assert stay == [False, False, False, True, False, False]

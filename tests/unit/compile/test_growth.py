@@ -18,7 +18,7 @@ import lightning_zero
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.compile.passes import default_passes, run_passes, saved_for_backward
-from lightning_zero.compile.pieces import Piece, cut, repeats
+from lightning_zero.compile.pieces import Piece, PieceCache, cut, repeats
 from lightning_zero.compile.pieces.lower import _fingerprint
 from lightning_zero.compile.pieces.program import Program
 from lightning_zero.compile.tagging import tag_gathers
@@ -80,8 +80,9 @@ def compile_passes(graph: Graph, options: dict[str, Any]) -> None:
     assert steps is not None
     pieces = [step for step in steps if isinstance(step, Piece)]
     assert len(pieces) > 4
+    number = PieceCache().number
     for piece in pieces:
-        _fingerprint(module, piece.graph, {})
+        _fingerprint(module, piece.graph, {}, number)
     Program(module, steps, [lambda inputs: None for _ in pieces])
 
 
