@@ -25,6 +25,7 @@ from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.raw import HEADER, header_length
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.errors import CheckpointError
+from lightning_zero.sharding.layout import is_strided
 from lightning_zero.sharding.mapped import SMALL, take_small
 
 __all__ = ["RemoteFile"]
@@ -111,8 +112,8 @@ class RemoteFile:
     def _saved(
         self, holes: dict[int, int], known: dict[Any, SavedValue], small: list[Tensor], value: Tensor, key: str
     ) -> Tensor:
-        plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.__dict__
-        if not plain or value.is_conj() or value.is_neg() or value.is_quantized:
+        plain = type(value) in (Tensor, torch.nn.Parameter) and is_strided(value) and not value.__dict__
+        if not plain or value.is_conj() or value.is_neg():
             raise _Hidden
         storage = value.untyped_storage()
         if storage.nbytes() <= SMALL:

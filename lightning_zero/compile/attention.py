@@ -104,6 +104,7 @@ def _value(mask: Node, edited: set[int | None]) -> Tensor:
 
     Raises:
         _Unknown: something else does.
+        Drawn: random numbers are among it.
     """
     values: dict[Node, Any] = {}
     with NothingDrawn():

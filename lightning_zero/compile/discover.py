@@ -65,11 +65,15 @@ def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     return [getattr(module, kind) for kind in kinds]
 
 
-def _told_apart_by_hooks(root: nn.Module) -> bool:
+def _told_apart_by_hooks(root: nn.Module, left_out: Collection[Callable[..., Any]]) -> bool:
     """Whether modules of one class may differ in their hooks. Without guards for these Dynamo runs what it compiled for
-    one of them for the next: layers behind a graph break in a loop, a student and its teacher."""
+    one of them for the next: layers behind a graph break in a loop, a student and its teacher.
+
+    left_out: hooks that compiled code goes without
+    """
     count = Counter(map(type, root.modules()))
-    return any(count[type(part)] > 1 for part in root.modules() if any(_hooks_of(part)))
+    several = [part for part in root.modules() if count[type(part)] > 1]
+    return any(hook not in left_out for part in several for hooks in _hooks_of(part) for hook in hooks.values())
 
 
 def _keys(hooks: list[dict[int, Any]]) -> list[tuple[int, ...]]:
@@ -253,11 +257,13 @@ class CompiledCalls:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
         are."""
         compiled = torch.compile(self._plain_call(module), **self._arguments)
-        self._guards_hooks = self._guards_hooks or _told_apart_by_hooks(self._root)
         notes, shown, first = self.notes, self._show(name, module), True
         hooks = _hooks_inside(module)
         known = _keys(hooks)
         asking = [] if name in self._see_input_gradients else input_gradients.asking(hooks)
+        # Where one module goes without such hooks, and another of its class with them, they do differ.
+        left_out = () if self._see_input_gradients else asking
+        self._guards_hooks = self._guards_hooks or _told_apart_by_hooks(self._root, left_out)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first

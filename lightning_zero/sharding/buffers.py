@@ -27,6 +27,7 @@ from lightning_zero.errors import RankMismatchError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Lane
+from lightning_zero.sharding.layout import is_strided
 
 __all__ = ["BufferBroadcast"]
 
@@ -281,7 +282,7 @@ def _is_synchronised(module: nn.Module) -> bool:
 
 
 def _can_be_written(value: Tensor) -> bool:
-    if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
+    if not is_strided(value) or value.is_meta:
         return False
     shared = any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
     return not shared and value.numel() > 0 and not value.is_inference()

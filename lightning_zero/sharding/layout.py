@@ -14,9 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ShardLayout", "inverse", "memory_order"]
+__all__ = ["ShardLayout", "inverse", "is_strided", "memory_order"]
 
 ALIGNMENT_BYTES = 128
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether the bytes of its elements say all: not of sparse, nested and quantized ones."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

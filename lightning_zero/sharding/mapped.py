@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.in_blocks import in_blocks
-from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.layout import ShardLayout, is_strided
 from lightning_zero.sharding.reach import is_worth_its_gaps, reach
 
 __all__ = ["Mapped", "copy_mapped", "mapped", "take_small"]
@@ -98,8 +98,8 @@ def _is_plain(value: Tensor) -> bool:
     return (
         type(value) in (Tensor, torch.nn.Parameter)
         and value.device.type == "cpu"
-        and value.layout == torch.strided
-        and not (value.is_conj() or value.is_neg() or value.is_nested or value.is_quantized)
+        and is_strided(value)
+        and not (value.is_conj() or value.is_neg())
     )
 
 

@@ -12,6 +12,7 @@ from lightning_zero.checkpoint.sharded.boxes import Box, boxes
 from lightning_zero.checkpoint.sharded.metadata import Keys
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece, packed
+from lightning_zero.sharding.layout import is_strided
 
 __all__ = ["bytes_of", "flattened", "items_of", "nested"]
 
@@ -82,7 +83,7 @@ def bytes_of(state: Mapping[str, Any], rank: int) -> int:
             begin, end = value.range
             sizes[id(value)] = (end - begin) * value.dtype.itemsize
         elif isinstance(value, Tensor):
-            sizes[id(value)] = value.nbytes if rank == 0 and _has_boxes(value) else 0
+            sizes[id(value)] = value.nbytes if rank == 0 and is_strided(value) else 0
         elif isinstance(value, Mapping):
             for inner in value.values():
                 add(inner)
@@ -130,7 +131,7 @@ def items_of(state: Mapping[str, tuple[Keys, Any]], rank: int) -> Iterator[Piece
         names = keys.pop(id(value), None)
         if names is None:
             continue
-        if not _has_boxes(value):
+        if not is_strided(value):  # it cannot be cut into boxes
             if rank == 0:
                 yield Blob(tuple(names), packed(value.detach().cpu()))
             continue
@@ -142,11 +143,6 @@ def items_of(state: Mapping[str, tuple[Keys, Any]], rank: int) -> Iterator[Piece
             parts = [(Box((0,) * value.dim(), tuple(value.shape)), torch.empty(value.shape, dtype=value.dtype))]
         for box, values in parts:
             yield Piece(tuple(names), value.shape, box, values, guarded=isinstance(value, ShardedValue))
-
-
-def _has_boxes(value: Tensor) -> bool:
-    """Whether it can be cut into boxes whose bytes say all; others, such as sparse ones, are saved as one object."""
-    return value.layout is torch.strided and not value.is_nested and not value.is_quantized
 
 
 def _cut(value: Tensor) -> list[tuple[Box, Tensor]]:

@@ -2,34 +2,18 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.errors import UnsupportedError
+from tests.unit.compile.backends import Backend
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Backend:
-    """Runs graphs as they are, and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, module: GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        return module.forward
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 
 class Net(nn.Module):

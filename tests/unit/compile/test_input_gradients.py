@@ -1,36 +1,21 @@
 """Hooks that only have outputs ask for gradients are left out of compiled code, where nothing sees that."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.input_gradients import asking
+from tests.unit.compile.backends import Backend
 
 TOKENS = torch.arange(4)
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Backend:
-    """Runs graphs as they are, and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, module: GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        return module.forward
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 
 def make_inputs_require_grads(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -81,6 +66,18 @@ def test_no_graph_is_broken_where_checkpoints_do_not_need_that() -> None:
     for later in gradients[1:]:
         torch.testing.assert_close(later, gradients[0])
     assert type(torch._dynamo.config.ignore_logging_functions) is set, "the setting is as it was"
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_hooks_are_guarded_only_where_compiled_code_goes_with_them(shows: bool) -> None:
+    net, backend = Adapted(shows=shows), Backend()
+    net.other = nn.Embedding(4, 3)  # of the class of the one that has a hook
+    calls = CompiledCalls(net, {"backend": backend})
+    for number in range(2):
+        with calls.step(first=number == 0):
+            net(TOKENS)
+    assert backend.graphs
+    assert backend.hooks_guarded is shows
 
 
 def test_reentrant_checkpoints_keep_their_gradients() -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,8 @@ MINIMAL = [spec.name for spec in MINIMAL_PASSES]
 EXACT: dict[str, Any] = {"compile_backend": "aot_eager"}
 PLAN = GraphPlan("forward", 3, (Gather(("w",), "float32", 64, 0, "mm", 1, "mm"),), ())
 X = torch.ones(2, 3)
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 
 class Executor:
@@ -112,13 +113,6 @@ class Alone(CompileSession):
                 loss.backward()
             losses.append(loss.item())
         return losses
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def attached(session: Alone) -> nn.Module:

@@ -1,0 +1,123 @@
+#!/usr/bin/env bash
+# Runs a table's rows one after the other on two GPUs, each in processes of its own and under a limit of its own, so that one
+# row that hangs costs no other; what a row printed is in FOLDER/NAME.log, and a summary comes last. Most tables take 10 minutes.
+#
+#     bash examples/benchmarks/tables.sh starts FOLDER
+#
+# bench: README's chart. checkpoints: of 6.7B. starts: to the tenth step, with caches empty and filled. growth: 24 and 96
+# layers. hosts: two, of one GPU each. precisions, parts, checkpointed, images, lengths: models of models.py, beside peers.
+# memory: budgets. tests: those of tests/gpu that take two GPUs or a machine to themselves.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+table=${1:?bench, checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory or tests}
+out=$(realpath -m "${2:?a folder for logs}")
+work=$(mktemp -d)
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+rows=()
+
+# What is compiled, the C++ executor too, lies there from here on: empty at first.
+caches() { export TORCHINDUCTOR_CACHE_DIR=$work/$1/inductor XDG_CACHE_HOME=$work/$1; }
+
+row() {
+  local name=$1 limit=$2 begin=$SECONDS
+  shift 2
+  rows+=("$name")
+  timeout --kill-after 5 "$limit" "$@" >"$out/$name.log" 2>&1
+  echo "exit $? after $((SECONDS - begin)) s: $*" >>"$out/$name.log"
+}
+
+models() { row "$1" "$2" torchrun --nproc-per-node 2 examples/benchmarks/models.py "${@:3}"; }
+steps() { row "$1" "$2" torchrun --nproc-per-node 2 examples/benchmarks/step_time.py --devices 2 --size 1b "${@:3}"; }
+tests() { row "$1" "$2" python3 -m pytest -n0 -rP "${@:3}"; }
+build() { row build 60 python3 -m lightning_zero build; }
+
+caches "$table"
+case $table in
+  bench)
+    build
+    row bench 540 python3 -m lightning_zero bench 1b --steps 36 --warm 15 --limit 125 --out "$out/bench"
+    ;;
+  checkpoints)
+    build
+    save=(python3 examples/benchmarks/checkpoints.py --home "$work/home" --devices 2 --size 7b)
+    row compared 460 "${save[@]}" --at 12 --eager --warm --rows sharded,fsdp2,full --minutes 7.6
+    row beside 300 "${save[@]}" --rows async --after 250 --minutes 4.8
+    ;;
+  starts)
+    # The second model finds the first one's pieces, but no cache of its own, and the executor built: so each has caches.
+    for model in gpt2 llama; do
+      caches "$model"
+      models "$model-cold" 110 "$model" --steps 24 --warm 12
+      models "$model-warm" 75 "$model" --steps 24 --warm 12
+      models "$model-fsdp2_graph" 70 "$model" --steps 24 --warm 12 --strategy fsdp2_graph
+    done
+    ;;
+  growth)
+    build
+    for layers in 24 96; do models "gpt2-$layers" 150 gpt2 --layers "$layers" --batch 1 --steps 12 --warm 6; done
+    ;;
+  hosts)
+    two=(--steps 50 --warm 20 --option tuning.ranks_per_host=1)
+    steps one-host 110 --batch 2 --length 2048 --steps 50 --warm 20
+    steps two-hosts 90 --batch 2 --length 2048 "${two[@]}"
+    for speed in 50 12.5; do
+      slow=(--option "tuning.emulate_bandwidth_across_gbs=$speed")
+      steps "two-hosts-$speed" 90 --batch 2 --length 2048 "${two[@]}" "${slow[@]}"
+      steps "flat-$speed" 90 --batch 2 --length 2048 "${two[@]}" "${slow[@]}" --option 'tuning.shard_compute_copy="all"'
+    done
+    ;;
+  precisions)
+    for precision in bf16-mixed bf16-true; do models "small_gpt-$precision" 75 small_gpt --precision "$precision"; done
+    models small_gpt-fsdp2_graph 60 small_gpt --strategy fsdp2_graph
+    ;;
+  parts)
+    for model in parts wrapped_parts; do models "$model" 90 "$model"; done
+    models parts-fsdp2 60 parts --strategy fsdp2
+    ;;
+  checkpointed)
+    for batch in 2 4; do
+      models "llama_checkpointed-$batch" 90 llama_checkpointed --batch "$batch" --steps 30
+      models "llama_checkpointed-fsdp2-$batch" 80 llama_checkpointed --batch "$batch" --steps 30 --strategy fsdp2
+    done
+    ;;
+  images)
+    for model in vit convnext; do
+      models "$model" 110 "$model" --steps 30
+      models "$model-ddp" 110 "$model" --steps 30 --strategy ddp
+    done
+    ;;
+  lengths)
+    build
+    models lengths 400 small_gpt --lengths 128,192,256,320,384,448,512,640 --steps 400 --warm 60
+    ;;
+  memory)
+    build
+    row five-models 420 python3 examples/benchmarks/plan_check.py
+    row sweep 400 python3 examples/benchmarks/memory_sweep.py t5_base --memory 14 --total 380
+    ;;
+  tests)
+    build
+    tests memory 200 tests/gpu/test_memory_plan.py
+    tests missing 150 -x tests/gpu/test_missing_parts.py
+    tests hosts 240 tests/gpu/test_hosts.py tests/gpu/test_ranges.py tests/gpu/test_peers.py tests/gpu/test_masters_on_host.py
+    ;;
+  *)
+    echo "There is no table $table." >&2
+    exit 2
+    ;;
+esac
+
+python3 - "$out" "${rows[@]}" <<'PYTHON'
+import json, sys
+from pathlib import Path
+
+shown = ("ms", "ms_10_90", "peak_gib", "reserved_gib", "device_gib", "start_s")
+for name in sys.argv[2:]:
+    lines = Path(sys.argv[1], f"{name}.log").read_text(errors="replace").splitlines()
+    found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    said = ", ".join(f"{key} {found[-1][key]}" for key in shown if key in found[-1]) if found else ""
+    last = "" if said else " | ".join(lines[-4:-1])
+    print(f"{name}: {said or last}; {lines[-1].partition(':')[0]}")
+PYTHON
+rm -rf "$work"
