@@ -57,6 +57,8 @@ _OPERATORS = frozenset(
     for prefix in ("", "r", "i")
     for name in _words("add sub mul truediv div floordiv mod pow and or xor lshift rshift")
 ) | frozenset(f"__{name}__" for name in _words("neg pos abs invert eq ne lt le gt ge"))
+# They ask each shard for its sizes some ten times, from hundreds of frames deep.
+_COMPILERS = ("torch._dynamo.", "torch._subclasses.")
 _TRANSPOSED = frozenset(["T", "mT", "H", "mH"])
 
 
@@ -119,6 +121,7 @@ def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (name := frame.f_globals.get("__name__", "")) != "torch.nn.init":
         inner = name.startswith(("torch.", "lightning_zero.")) or frame.f_code.co_name == "__torch_function__"
+        inner = inner and not name.startswith(_COMPILERS)
         frame = frame.f_back if inner else None
     if frame is not None:
         return func(torch.empty(sight_of(args).layout.shape, device="meta"), *args[1:], **kwargs)

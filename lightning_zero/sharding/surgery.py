@@ -70,11 +70,13 @@ def _weight_property(name: str) -> property:
         if shape is None:
             return param
         if torch.compiler.is_compiling():
-            resident: Tensor | None = self._zero_resident.get(name)
-            order: tuple[int, ...] | None = self._zero_orders.get(name)
-            stored = shape if order is None else [shape[dim] for dim in order]
             # Modes, too (torch.set_default_device): Dynamo would ask the parameter's class after them, without end.
             with DisableTorchFunction():
+                if not (self._zero_resident or self._zero_orders):  # of most modules
+                    return torch.ops.lightning_zero.gather(param, shape, param.dtype)
+                resident: Tensor | None = self._zero_resident.get(name)
+                order: tuple[int, ...] | None = self._zero_orders.get(name)
+                stored = shape if order is None else [shape[dim] for dim in order]
                 weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, resident)
                 return weight if order is None else weight.permute(inverse(order))
         return _read_eagerly(self, param, shape)
