@@ -9,6 +9,8 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
+from lightning_zero.checkpoint.places import REPLACED
+
 __all__ = ["copy_file", "move_file", "remove_tree", "remove_within"]
 
 BLOCK = 16 << 20  # bytes
@@ -55,12 +57,53 @@ def copy_file(fs: Any, one: str, other: str) -> None:
 
 
 def move_file(fs: Any, one: str, other: str) -> None:
-    """In place of a file that stands there."""
-    if type(fs).mv is not AbstractFileSystem.mv:  # a rename
-        fs.mv(one, other)
+    """In place of a file that stands there. Where this fails, that stays.
+
+    Raises:
+        OSError: the file system does not rename it.
+    """
+    if type(fs).mv is AbstractFileSystem.mv:
+        copy_file(fs, one, other)
+        fs.rm_file(one)
         return
-    copy_file(fs, one, other)
-    fs.rm_file(one)
+    if not fs.exists(other):
+        _rename(fs, one, other)
+        return
+    refused: Exception | None = None
+    try:
+        fs.mv(one, other)
+    except Exception as error:  # stores raise their own
+        refused = error
+    if not _is_there(fs, one):
+        return
+    # Not all replace what stands there: SMB raises, and WebHDFS says no in an answer that fsspec does not read.
+    if not _is_there(fs, other):
+        raise refused or _not_renamed(one, other)
+    old = f"{other}{REPLACED}"
+    if _is_there(fs, old):
+        fs.rm_file(old)
+    _rename(fs, other, old)
+    try:
+        _rename(fs, one, other)
+    except BaseException:
+        _rename(fs, old, other)
+        raise
+    fs.rm_file(old)
+
+
+def _rename(fs: Any, one: str, other: str) -> None:
+    fs.mv(one, other)
+    if _is_there(fs, one):
+        raise _not_renamed(one, other)
+
+
+def _is_there(fs: Any, place: str) -> bool:
+    fs.invalidate_cache()
+    return bool(fs.exists(place))
+
+
+def _not_renamed(one: str, other: str) -> OSError:
+    return OSError(f"the file system has not renamed {one} to {other}, and does not say why")
 
 
 def _remove_folder(fs: Any, name: str) -> None:
