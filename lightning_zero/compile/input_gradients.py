@@ -9,12 +9,15 @@ seen: by a reentrant checkpoint, some of whose parts may stay eager, or because 
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, cast
 
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.tensors import tree_leaves
@@ -22,6 +25,9 @@ from lightning_zero.compat.tensors import tree_leaves
 __all__ = ["asking", "left_out", "seen_in"]
 
 ARGUMENTS = 3  # module, its arguments, its output
+# What calls a method, in the words of Python 3.11 to 3.13.
+CALLING = {"RESUME", "LOAD_FAST", "LOAD_METHOD", "LOAD_ATTR", "LOAD_CONST", "KW_NAMES", "PRECALL", "CALL", "CALL_KW"}
+CALLING |= {"POP_TOP", "RETURN_VALUE", "RETURN_CONST"}
 
 
 def asking(hooks: Iterable[Mapping[int, Any]]) -> list[FunctionType]:
@@ -34,24 +40,42 @@ def _only_asks(hook: Any) -> bool:
         return False
     code = hook.__code__
     plain = not code.co_freevars and code.co_argcount == ARGUMENTS and code.co_nlocals == ARGUMENTS
-    return plain and code.co_names == ("requires_grad_",) and False not in code.co_consts
+    return (
+        plain
+        and code.co_names == ("requires_grad_",)
+        and False not in code.co_consts
+        # It may ask for what nobody leaves out: another value in the output's place, gradients of the module.
+        and all(_of_asking(step, code.co_varnames[-1]) for step in dis.get_instructions(code))
+    )
+
+
+def _of_asking(step: dis.Instruction, output: str) -> bool:
+    return step.opname in CALLING and (step.opname != "LOAD_FAST" or step.argval == output)
 
 
 def seen_in(output: Any) -> bool:
     """Whether a module that returned this, and ran eagerly, makes use of outputs that ask for gradients."""
     tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
-    if any(tensor.grad_fn is None for tensor in tensors):
-        return True
+    if not all(any(map(_is_of_weight, _behind(tensor))) for tensor in tensors):
+        return True  # else it would have none
+    # torch.utils.checkpoint, with use_reentrant=True
+    return any(node.name() == "CheckpointFunctionBackward" for node in _behind(*tensors))
+
+
+def _behind(*tensors: Tensor) -> Iterator[Node]:
+    """What the gradients of these go through."""
     waiting, known = [tensor.grad_fn for tensor in tensors], set()
     while waiting:
         node = waiting.pop()
         if node is None or node in known:
             continue
         known.add(node)
-        if node.name() == "CheckpointFunctionBackward":  # torch.utils.checkpoint, with use_reentrant=True
-            return True
+        yield node
         waiting += [before for before, _ in node.next_functions]
-    return False
+
+
+def _is_of_weight(node: Node) -> bool:
+    return isinstance(getattr(node, "variable", None), Parameter)
 
 
 @contextmanager

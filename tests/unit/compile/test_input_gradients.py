@@ -95,6 +95,26 @@ def test_an_output_that_the_caller_sees_goes_on_asking_for_gradients() -> None:
     trained(Adapted(shows=True), loss)
 
 
+def test_so_does_one_of_which_the_caller_sees_what_was_made_without_weights() -> None:
+    """As GPT-2's first hidden state, to which frozen positions are added."""
+
+    class Shifted(Adapted):
+        def forward(self, tokens: Tensor) -> Any:
+            shifted = self.embedding(tokens) + 1
+            return self.checkpointed(shifted), shifted
+
+    seen = []
+
+    def loss(out: tuple[Tensor, Tensor]) -> Tensor:
+        [gradient] = torch.autograd.grad(out[0].square().sum(), out[1], retain_graph=True)
+        seen.append(gradient)
+        return out[0].square().sum()
+
+    trained(Shifted(), loss)
+    for later in seen[1:]:
+        torch.testing.assert_close(later, seen[0])
+
+
 def test_only_hooks_that_do_nothing_else_are_taken_for_that() -> None:
     seen = []
 
@@ -111,8 +131,21 @@ def test_only_hooks_that_do_nothing_else_are_taken_for_that() -> None:
     def bare(module: nn.Module, args: Any, output: Tensor) -> None:
         output.requires_grad_()
 
-    hooks = {0: looks, 1: freezes, 2: make_inputs_require_grads, 3: nn.Identity(), 4: returns, 5: bare}
-    assert asking([hooks, {}]) == [make_inputs_require_grads, returns, bare]
+    def named(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.requires_grad_(requires_grad=True)
+
+    def halves(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.requires_grad_(True) / 2
+
+    def first(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Tensor:
+        return output[0].requires_grad_(True)
+
+    def unfreezes(module: nn.Module, args: Any, output: Tensor) -> None:
+        module.requires_grad_(True)
+
+    others = [looks, freezes, nn.Identity(), halves, first, unfreezes]
+    asks = [make_inputs_require_grads, returns, bare, named]
+    assert asking([dict(enumerate([*others, *asks])), {}]) == asks
 
 
 def test_what_transformers_and_peft_put_on_an_embedding_is_known() -> None:
