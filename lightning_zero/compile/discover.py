@@ -27,6 +27,7 @@ from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile import input_gradients
 from lightning_zero.compile.garbage import only_young_searched
+from lightning_zero.compile.hooks import Hooks, guarding_hooks, told_apart_by_hooks
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.amount import PassAmount
 from lightning_zero.sharding.surgery import read_given
@@ -54,43 +55,6 @@ class CallNotes:
         """A call of a compiled module."""
         self.called = called
         self.amount.begin_call(called)
-
-
-def _hooks_inside(module: nn.Module) -> list[dict[int, Any]]:
-    return [hooks for part in module.modules() for hooks in _hooks_of(part)]
-
-
-def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [getattr(module, kind) for kind in kinds]
-
-
-def _told_apart_by_hooks(root: nn.Module, left_out: Collection[Callable[..., Any]]) -> bool:
-    """Whether modules of one class may differ in their hooks. Without guards for these Dynamo runs what it compiled for
-    one of them for the next: layers behind a graph break in a loop, a student and its teacher.
-
-    left_out: hooks that compiled code goes without
-    """
-    count = Counter(map(type, root.modules()))
-    several = [part for part in root.modules() if count[type(part)] > 1]
-    return any(hook not in left_out for part in several for hooks in _hooks_of(part) for hook in hooks.values())
-
-
-def _keys(hooks: list[dict[int, Any]]) -> list[tuple[int, ...]]:
-    """Which there are: no two hooks ever have the same key."""
-    return [tuple(some) for some in hooks if some]
-
-
-@contextmanager
-def _guarding_hooks() -> Iterator[None]:
-    """Dynamo leaves such guards out, and never calls a hook that is put on a module once it is compiled, but goes on
-    calling one that is removed. They take twice the time of all others, so there are none before hooks change."""
-    before = dynamo_config.skip_nnmodule_hook_guards
-    dynamo_config.skip_nnmodule_hook_guards = False
-    try:
-        yield
-    finally:
-        dynamo_config.skip_nnmodule_hook_guards = before
 
 
 class CompiledCalls:
@@ -202,7 +166,7 @@ class CompiledCalls:
                 value.grad_fn.register_prehook(backward)
 
     def _watch_input_gradients(self, name: str, module: nn.Module, output: Any) -> None:
-        if input_gradients.asking(_hooks_inside(module)) and input_gradients.seen_in(output):
+        if input_gradients.asking(Hooks(module).all) and input_gradients.seen_in(output):
             self._see_input_gradients.add(name)
 
     def _leave_eager(self, name: str, module: nn.Module, why: str) -> None:
@@ -258,12 +222,11 @@ class CompiledCalls:
         are."""
         compiled = torch.compile(self._plain_call(module), **self._arguments)
         notes, shown, first = self.notes, self._show(name, module), True
-        hooks = _hooks_inside(module)
-        known = _keys(hooks)
-        asking = [] if name in self._see_input_gradients else input_gradients.asking(hooks)
+        hooks = Hooks(module)
+        asking = [] if name in self._see_input_gradients else input_gradients.asking(hooks.all)
         # Where one module goes without such hooks, and another of its class with them, they do differ.
         left_out = () if self._see_input_gradients else asking
-        self._guards_hooks = self._guards_hooks or _told_apart_by_hooks(self._root, left_out)
+        self._guards_hooks = self._guards_hooks or told_apart_by_hooks(self._root, left_out)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
@@ -271,12 +234,12 @@ class CompiledCalls:
                 notes.begin(shown)
             # Compiled code cannot run inside a transform.
             run = module._call_impl if inside_functorch() else compiled
-            if not self._guards_hooks and _keys(hooks) != known:
+            if not self._guards_hooks and hooks.have_changed():
                 self._guards_hooks = True
                 torch.compiler.reset()  # what was compiled so far has no such guards
             leave_out = asking and not torch.compiler.is_compiling()
             leaving_out = input_gradients.left_out(asking) if leave_out else nullcontext()
-            with _guarding_hooks() if self._guards_hooks else nullcontext(), leaving_out:
+            with guarding_hooks() if self._guards_hooks else nullcontext(), leaving_out:
                 if not first:
                     return run(*args, **kwargs)
                 first = False

@@ -244,6 +244,22 @@ def test_hooks_that_come_and_go_are_noticed_and_nothing_is_compiled_twice() -> N
     assert graphs == [1, 1, 2, 2, 3, 3, 3]
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_hooks_of_a_module_that_was_put_in_the_place_of_another_are_noticed(later: bool) -> None:
+    calls = Calls()
+    calls.shown(lambda net: net(X))
+    with calls.step(first=False):
+        plain = calls.net(X)
+    calls.net.encoder[1] = new = nn.Tanh()
+    if later:
+        with calls.step(first=False):
+            assert torch.equal(calls.net(X), plain)
+    new.register_forward_hook(lambda module, args, output: output * 2)
+    with calls.step(first=False):
+        assert torch.equal(calls.net(X), calls.net.forward(X))
+        assert not torch.equal(calls.net(X), plain)
+
+
 def test_a_hook_on_one_of_several_modules_is_not_called_for_the_others_nor_left_out() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
