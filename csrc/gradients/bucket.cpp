@@ -20,23 +20,6 @@ const char* name(ReduceBucket::State state) {
   return "?";
 }
 
-// Writes to `to`, or adds, what `rows` come to: the only one, or their mean.
-void add_rows(at::Tensor to, const at::Tensor& rows, bool add, const RowMeans& mean) {
-  const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
-  at::Tensor from;
-  if (rows.size(0) == 1) {
-    from = rows.select(0, 0);
-  } else if (mean(to, rows, add)) {
-    return;
-  } else if (add || to.scalar_type() != wide) {
-    from = tensors::mean_of_rows(rows, wide);
-  } else {
-    tensors::mean_of_rows(to, rows, wide);
-    return;
-  }
-  add ? to.add_(from) : to.copy_(from);
-}
-
 }  // namespace
 
 void ReduceBucket::append(ParamRecord* record, int expected, bool again) {
@@ -186,17 +169,17 @@ void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
   buffer_->filling = false;
 }
 
-void ReduceBucket::accumulate(const at::Tensor& rows, int64_t begin, const RowMeans& mean, bool across) {
+void ReduceBucket::accumulate(int64_t begin, int64_t width, const Sums& sums, bool across) {
   if (hosts_ == 1 || across)
-    add_to(rows, begin, mean, slots_.front().record->deferred.shards,
+    add_to(begin, width, sums, slots_.front().record->deferred.shards,
            [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
   else if (deferred)
-    add_to(rows, begin, mean, 1, [](Slot& slot) {
+    add_to(begin, width, sums, 1, [](Slot& slot) {
       auto& kept = slot.record->deferred;
       return Target{kept.memory, &kept.filled};
     });
   else
-    add_rows(piece(wide_memory(), begin, rows.size(1)), rows, /*add=*/false, mean);
+    sums(piece(wide_memory(), begin, width), begin, /*add=*/false);
 }
 
 at::Tensor ReduceBucket::host_sums() {
@@ -220,14 +203,13 @@ at::Tensor ReduceBucket::wide_memory() {
   return piece(memory(buffer_->host_sums, buffer_->capacity, wide), 0, chunk_);
 }
 
-// `parts`: slots are so many times as wide as what each contributes to `rows`.
+// `parts`: slots are so many times as wide as what each contributes.
 template <class Find>
-void ReduceBucket::add_to(const at::Tensor& rows, int64_t begin, const RowMeans& mean, int64_t parts,
-                          Find&& target) {
-  const auto end = begin + rows.size(1);
+void ReduceBucket::add_to(int64_t begin, int64_t width, const Sums& sums, int64_t parts, Find&& target) {
+  const auto end = begin + width;
   const auto offset = [&](const Slot& slot) { return slot.offset / parts; };
   const auto numel = [&](const Slot& slot) { return slot.record->host_shard_numel() / parts; };
-  // What of a slot's target lies between `begin` and `end`, and where in `rows`.
+  // What of a slot's target lies between `begin` and `end`.
   const auto within = [&](Slot& slot) {
     const auto from = std::max(begin, offset(slot));
     const auto to = std::min(end, offset(slot) + numel(slot));
@@ -254,8 +236,7 @@ void ReduceBucket::add_to(const at::Tensor& rows, int64_t begin, const RowMeans&
       expected_next += other.nbytes();
       length += other.numel();
     }
-    const auto from = rows.narrow(1, std::max(begin, offset(head)) - begin, length);
-    add_rows(into.as_strided({length}, {1}), from, add, mean);
+    sums(into.as_strided({length}, {1}), std::max(begin, offset(head)), add);
     first = next;
   }
   for (auto& slot : slots_) {

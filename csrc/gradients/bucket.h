@@ -21,8 +21,8 @@
 
 #include "context.h"
 #include "gradients/buffer_pool.h"
+#include "gradients/sums.h"
 #include "param_registry.h"
-#include "transport/row_means.h"
 
 namespace lightning_zero {
 
@@ -71,11 +71,10 @@ class ReduceBucket {
   // brought something of a slot that is there `again`.
   void seal(const std::function<bool(const Slot&)>& has_more);
 
-  // Adds up rows, and moves the sums into elements `begin` to `begin + rows.size(1)` of the gradient shards;
-  // with several hosts, into host_sums(). One row: recv(), as a reduce-scatter left it. One for each rank:
-  // what they sent, of which the mean is taken in float32. `across`: the row is what all hosts have made of
-  // their host_sums(), and comes into the gradient shards.
-  void accumulate(const at::Tensor& rows, int64_t begin, const RowMeans& mean = {}, bool across = false);
+  // Moves elements `begin` to `begin + width` of what ranks have sent into the gradient shards; with several
+  // hosts, into host_sums(). `across`: it is what all hosts have made of their host_sums(), and comes into
+  // the gradient shards.
+  void accumulate(int64_t begin, int64_t width, const Sums& sums, bool across = false);
 
   void reset();  // any -> EMPTY; forgets the buffer
 
@@ -112,7 +111,7 @@ class ReduceBucket {
     bool* add;
   };
   template <class Find>
-  void add_to(const at::Tensor& rows, int64_t begin, const RowMeans& mean, int64_t parts, Find&& target);
+  void add_to(int64_t begin, int64_t width, const Sums& sums, int64_t parts, Find&& target);
 
   at::ScalarType dtype_;
   int64_t ranks_, hosts_;

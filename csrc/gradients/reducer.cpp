@@ -91,7 +91,7 @@ void Reducer::open(ReduceBucket& bucket, bool adding) {
   auto* buffer = pools_.of(bucket.dtype()).acquire(bucket.chunk(), pool_stats_);
   bucket.poison = context_.options.poison;
   bucket.own_send_buffers = transports_.reduce().wants_own_send_buffers();
-  bucket.scale = transports_.reduce().scale();
+  bucket.scale = transports_.reduce().scale(bucket.dtype());
   bucket.deferred = deferred_.is_on();
   if (bucket.poison && buffer->send.defined())
     fill_with_poison(buffer->send);

@@ -16,6 +16,11 @@ namespace lightning_zero {
 
 namespace {
 
+// That this rank sends to other hosts.
+int64_t bytes_of(const ReduceBucket& bucket) {
+  return bucket.chunk() * static_cast<int64_t>(c10::elementSize(bucket.dtype()));
+}
+
 // Whether earlier backwards have left something for it on this host.
 bool has_kept(ReduceBucket& bucket) {
   return std::ranges::any_of(bucket.slots(), [](const ReduceBucket::Slot& slot) {
@@ -30,9 +35,7 @@ class AcrossReduce : public ReduceTransport {
 
   void reduce(ReduceBucket& bucket) override {
     if (alone() && !bucket.deferred && !has_kept(bucket)) {
-      // What the only rank of a host puts into a bucket is the host's sum: copied to itself, to float32 and
-      // back it would be the same, for 16 bytes per element of the device's bandwidth.
-      bucket.buffer()->pending = send(bucket, bucket.send(), piece(bucket.recv(), 0, part_of(bucket)));
+      bucket.buffer()->pending = send_as_it_is(bucket);
       return;
     }
     inside_->reduce(bucket);
@@ -42,8 +45,12 @@ class AcrossReduce : public ReduceTransport {
     pending = comm_.behind(std::move(pending), [&] { return send(bucket); });
   }
 
-  double scale() const override { return inside_->scale(); }
-  bool wants_own_send_buffers() const override { return inside_->wants_own_send_buffers(); }
+  double scale(at::ScalarType dtype) const override { return inside_->scale(dtype); }
+  bool takes_mean(at::ScalarType dtype) const override { return inside_->takes_mean(dtype); }
+  // Replicas add up in place, and in one piece.
+  bool wants_own_send_buffers() const override {
+    return inside_->wants_own_send_buffers() && !(alone() && context_.replicated);
+  }
   int buckets_in_flight() const override { return inside_->buckets_in_flight(); }
   // A host waits for the ranks of its own before it can send anything to others, and must not wait for those
   // that have no such gradient.
@@ -59,16 +66,22 @@ class AcrossReduce : public ReduceTransport {
   void after_replay(const Traffic& traffic) override { inside_->after_replay(traffic); }
 
  private:
-  // With a sum, not a mean, inside: the values are scaled for all ranks already.
-  bool alone() const { return context_.inside.size == 1 && !inside_->takes_mean(); }
+  bool alone() const { return context_.inside.size == 1; }
   // Elements that come to this rank.
   int64_t part_of(const ReduceBucket& bucket) const {
     return context_.replicated ? bucket.chunk() : bucket.chunk() / context_.across.size;
   }
   // What this host has added up.
   Pending send(ReduceBucket& bucket);
-  // `wire`: the same in the bucket's dtype. `received`: memory of part_of() elements for what comes of it.
-  Pending send(ReduceBucket& bucket, const at::Tensor& wire, const at::Tensor& received);
+  // What the only rank of a host puts into a bucket is the host's sum: copied to itself, to float32 and back
+  // it would be the same, for 16 bytes per element of the device's bandwidth.
+  Pending send_as_it_is(ReduceBucket& bucket);
+  // `wire`: all of it, in one piece, whose contents are lost. `then`: is given what becomes of that.
+  using Then = std::function<void(const at::Tensor& sums)>;
+  Pending add_up(const ReduceBucket& bucket, at::Tensor wire, Then then);
+  // `runs`: by slot, within `wire` or, where that is undefined, of their own. `received`: of part_of().
+  Pending add_up(ReduceBucket& bucket, std::vector<at::Tensor> runs, at::Tensor wire, at::Tensor received,
+                 Then then);
 
   Context& context_;
   Communicator& comm_;
@@ -80,33 +93,58 @@ Pending AcrossReduce::send(ReduceBucket& bucket) {
   const auto hosts = context_.across.size;
   const auto sums = bucket.host_sums();
   auto wire = tensors::empty(bucket.chunk(), sums.options().dtype(bucket.dtype()));
-  if (inside_->takes_mean())  // of the ranks of one host; in float32, before it is rounded
+  if (inside_->takes_mean(bucket.dtype()))  // of the ranks of one host; in float32, before it is rounded
     tensors::multiply(wire, sums, tensors::scalar(1.0 / static_cast<double>(hosts)));
   else
     wire.copy_(sums);
-  return send(bucket, wire, context_.replicated ? wire : tensors::empty(part_of(bucket), wire.options()));
+  const auto accumulate = [&bucket](const at::Tensor& found) {
+    bucket.accumulate(0, found.numel(), product_of(found, 1.0), /*across=*/true);
+  };
+  if (context_.replicated)
+    return add_up(bucket, wire, accumulate);
+  std::vector<at::Tensor> runs;
+  for (const auto& slot : bucket.slots())
+    runs.push_back(piece(wire, slot.offset, slot.record->host_shard_numel()));
+  return add_up(bucket, std::move(runs), wire, tensors::empty(part_of(bucket), wire.options()), accumulate);
 }
 
-Pending AcrossReduce::send(ReduceBucket& bucket, const at::Tensor& wire, const at::Tensor& received) {
-  if (context_.replicated) {
-    // It crosses twice: to where a part of it is added up, and back.
-    context_.count("reduce_bytes_across", 2 * static_cast<int64_t>(wire.nbytes()));
-    return comm_.all_reduce(wire, [&bucket, wire] {
-      at::AutoDispatchBelowADInplaceOrView no_autograd;
-      bucket.accumulate(wire.unsqueeze(0), 0, {}, /*across=*/true);
-    });
-  }
-  const auto hosts = context_.across.size;
-  std::vector<at::Tensor> outputs, inputs;
-  for (const auto& slot : bucket.slots()) {
-    outputs.push_back(piece(received, slot.offset / hosts, slot.record->shard_numel()));
-    inputs.push_back(piece(wire, slot.offset, slot.record->host_shard_numel()));
-  }
-  context_.count("reduce_bytes_across", static_cast<int64_t>(wire.nbytes()));
-  return comm_.reduce_scatter_group(outputs, inputs, wire, [&bucket, received] {
+Pending AcrossReduce::send_as_it_is(ReduceBucket& bucket) {
+  const bool own = bucket.own_send_buffers;
+  const bool mean = inside_->takes_mean(bucket.dtype());
+  const double factor = mean ? 1.0 / static_cast<double>(context_.across.size) : 1.0;
+  const auto accumulate = [this, &bucket, own, factor](const at::Tensor& found) {
+    bucket.accumulate(0, found.numel(), product_of(found, factor), /*across=*/true);
+    if (own)
+      bucket.read_by(current_stream(context_.device));
+  };
+  if (context_.replicated)
+    return add_up(bucket, bucket.send(), accumulate);
+  std::vector<at::Tensor> runs;
+  for (size_t index = 0; index < bucket.slots().size(); ++index) runs.push_back(bucket.run(index));
+  const auto wire = own ? at::Tensor() : bucket.send();
+  return add_up(bucket, std::move(runs), wire, piece(bucket.recv(), 0, part_of(bucket)), accumulate);
+}
+
+Pending AcrossReduce::add_up(const ReduceBucket& bucket, at::Tensor wire, Then then) {
+  // It crosses twice: to where a part of it is added up, and back.
+  context_.count("reduce_bytes_across", 2 * bytes_of(bucket));
+  return comm_.all_reduce(wire, [wire, then = std::move(then)] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
-    bucket.accumulate(received.unsqueeze(0), 0, {}, /*across=*/true);
+    then(wire);
   });
+}
+
+Pending AcrossReduce::add_up(ReduceBucket& bucket, std::vector<at::Tensor> runs, at::Tensor wire,
+                             at::Tensor received, Then then) {
+  std::vector<at::Tensor> parts;
+  for (const auto& slot : bucket.slots())
+    parts.push_back(piece(received, slot.offset / context_.across.size, slot.record->shard_numel()));
+  context_.count("reduce_bytes_across", bytes_of(bucket));
+  return comm_.reduce_scatter_group(std::move(parts), std::move(runs), std::move(wire),
+                                    [received, then = std::move(then)] {
+                                      at::AutoDispatchBelowADInplaceOrView no_autograd;
+                                      then(received);
+                                    });
 }
 
 }  // namespace

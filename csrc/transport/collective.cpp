@@ -34,14 +34,20 @@ class CollectiveGather : public GatherTransport {
   WeightMemory& memory_;
 };
 
-// Gradients are scaled by 1/ranks while they are copied into a bucket, and then summed, as DDP does.
+// Gradients are summed as they are, and the sums scaled where they become float32 anyway: so they can leave
+// from where they lie, and a third is not rounded. Sums in half precision might overflow: there gradients are
+// scaled while they are copied into a bucket, as DDP does.
 class CollectiveReduce : public ReduceTransport {
  public:
   CollectiveReduce(const Context& context, Communicator& comm) : context_(context), comm_(comm) {}
 
   void reduce(ReduceBucket& bucket) override;
-  double scale() const override { return 1.0 / static_cast<double>(context_.size); }
-  bool wants_own_send_buffers() const override { return false; }
+  double scale(at::ScalarType dtype) const override {
+    return takes_mean(dtype) ? 1.0 : 1.0 / static_cast<double>(context_.size);
+  }
+  bool takes_mean(at::ScalarType dtype) const override { return dtype != at::kHalf; }
+  // gloo adds up in place, and in one piece.
+  bool wants_own_send_buffers() const override { return has_streams(context_.device); }
   int buckets_in_flight() const override { return 2; }
 
  private:
@@ -95,16 +101,20 @@ Pending CollectiveGather::gather_across(const std::vector<ParamRecord*>& records
 }
 
 void CollectiveReduce::reduce(ReduceBucket& bucket) {
-  const auto send = bucket.send();
+  const bool own = bucket.own_send_buffers;
+  const auto send = own ? at::Tensor() : bucket.send();
+  const double factor = takes_mean(bucket.dtype()) ? 1.0 / static_cast<double>(context_.inside.size) : 1.0;
   std::vector<at::Tensor> parts, runs;
   for (size_t index = 0; index < bucket.slots().size(); ++index) {
     const auto& slot = bucket.slots()[index];
     parts.push_back(piece(bucket.recv(), slot.offset, slot.record->host_shard_numel()));
     runs.push_back(bucket.run(index));
   }
-  bucket.buffer()->pending = comm_.reduce_scatter_group(parts, runs, send, [&bucket] {
+  bucket.buffer()->pending = comm_.reduce_scatter_group(parts, runs, send, [this, &bucket, own, factor] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
-    bucket.accumulate(bucket.recv().unsqueeze(0), 0);
+    bucket.accumulate(0, bucket.chunk(), product_of(bucket.recv(), factor));
+    if (own)
+      bucket.read_by(current_stream(context_.device));
   });
 }
 

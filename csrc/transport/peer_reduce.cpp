@@ -87,7 +87,8 @@ void PeerReduce::send_round(ReduceBucket& bucket, int64_t begin, int64_t width) 
     bucket.read_by(current_stream(context_.device));
   barrier();
   const auto mine = staging_[rank].view(bucket.dtype());
-  bucket.accumulate(mine.as_strided({size, width}, {width, 1}, at_byte / item), begin, means_);
+  const auto rows = mine.as_strided({size, width}, {width, 1}, at_byte / item);
+  bucket.accumulate(begin, width, mean_of(rows, begin, means_));
 }
 
 void PeerReduce::reduce(ReduceBucket& bucket) {

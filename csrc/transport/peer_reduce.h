@@ -26,8 +26,8 @@ class PeerReduce : public ReduceTransport {
   static int64_t unit(int64_t ranks);
 
   void reduce(ReduceBucket& bucket) override;
-  double scale() const override { return 1.0; }
-  bool takes_mean() const override { return true; }
+  double scale(at::ScalarType) const override { return 1.0; }
+  bool takes_mean(at::ScalarType) const override { return true; }
   bool wants_own_send_buffers() const override { return true; }
   int buckets_in_flight() const override { return 4; }  // they hold no memory of their own
   // A host that waits for its peers in each round must not wait for those that have no such gradient.

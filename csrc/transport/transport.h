@@ -71,10 +71,10 @@ class ReduceTransport {
   // bucket.buffer()->pending tells when.
   virtual void reduce(ReduceBucket& bucket) = 0;
 
-  // What gradients are multiplied with on their way into a bucket.
-  virtual double scale() const = 0;
+  // What gradients are multiplied with on their way into a bucket of that dtype.
+  virtual double scale(at::ScalarType dtype) const = 0;
   // Whether it is a mean that it takes of what ranks have sent, and not a sum.
-  virtual bool takes_mean() const { return false; }
+  virtual bool takes_mean(at::ScalarType dtype) const = 0;
   // Whether each gradient travels from memory of its own, and may be left where its owner has it.
   virtual bool wants_own_send_buffers() const = 0;
   // How many buckets of a dtype may be on their way before the caller's stream waits for the first.

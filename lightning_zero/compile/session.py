@@ -173,7 +173,7 @@ class CompileSession:
             config,
             self._mesh.holders.size,
             self.costs_or_nominal,
-            borrow_gradients=self._peers.for_gradients is not None,
+            borrow_gradients=self._peers.borrows_gradients,
         )
 
     def _compile_again(self, saved_share: float | None = None) -> None:

@@ -39,6 +39,8 @@ class Peers:
         self._several_hosts = mesh.across is not None
         self._exchange = mesh.exchanging is not None
         self._alone = mesh.inside.size == 1
+        self._replicated = self._several_hosts and not self._exchange
+        self._has_streams = mesh.device.type != "cpu"
         self._copied = False  # whether compute copies were asked for
         self._told = self._ways
 
@@ -69,6 +71,12 @@ class Peers:
     def for_gradients(self) -> PeerMemory | None:
         """Where gradients are copied to; None: they are reduce-scattered."""
         return self._gradients.memory
+
+    @property
+    def borrows_gradients(self) -> bool:
+        """Whether gradients that compiled code leaves alone for a while are sent from where they lie. gloo adds up in
+        place, and so do replicas of one rank each."""
+        return self.for_gradients is not None or self._has_streams and not (self._alone and self._replicated)
 
     def describe(self) -> dict[str, str]:
         """How weights and gradients travel, and why not by copies, in words."""

@@ -78,7 +78,7 @@ class Alone(CompileSession):
         self.waits: list[str] = []
         self.store = Store()
         self.executor: Any = Executor()
-        self.peers: Any = SimpleNamespace(for_weights=None, for_gradients=None)
+        self.peers: Any = SimpleNamespace(for_weights=None, borrows_gradients=False)
         mesh: Any = SimpleNamespace(
             device=torch.device("cpu"),
             rank=0,
@@ -178,10 +178,10 @@ def test_links_are_measured_once_where_passes_need_it_and_again_when_they_change
         assert Alone().costs is None, "nothing was measured"
 
 
-def test_graphs_hold_gradients_where_peers_read_them_in_place() -> None:
+def test_graphs_hold_gradients_that_are_sent_from_where_they_lie() -> None:
     session = Alone()
     assert "borrow_gradients" not in session.known_passes
-    session.peers.for_gradients = object()
+    session.peers.borrows_gradients = True
     session.links_changed()
     assert "borrow_gradients" in session.known_passes
 

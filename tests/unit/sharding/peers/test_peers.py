@@ -53,6 +53,15 @@ def test_what_travels_by_collectives_needs_no_memory(monkeypatch: pytest.MonkeyP
     assert peers.nbytes == 0
 
 
+def test_gradients_leave_from_where_they_lie_unless_something_adds_up_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made(monkeypatch, GRADIENTS_ONLY)[0].borrows_gradients
+    assert made(monkeypatch, NOTHING, device=GPU)[0].borrows_gradients
+    assert not made(monkeypatch, NOTHING)[0].borrows_gradients, "gloo does"
+    for ranks, exchanging, borrows in ((1, MagicMock(), True), (1, None, False), (2, None, True)):
+        mesh = MagicMock(inside=MagicMock(size=ranks), exchanging=exchanging, device=GPU)  # of several hosts
+        assert Peers(NOTHING, mesh).borrows_gradients is borrows
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_says_why_there_is_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int
