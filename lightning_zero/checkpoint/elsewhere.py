@@ -17,6 +17,7 @@ from lightning_zero.checkpoint.exactly import move_file, remove_tree, remove_wit
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import INCOMPLETE
 from lightning_zero.checkpoint.replaceable import refuse_others
+from lightning_zero.checkpoint.sharded.folder import settle
 from lightning_zero.checkpoint.sharded.hashed import HashedFile
 
 __all__ = ["write_elsewhere"]
@@ -47,9 +48,10 @@ def write_elsewhere(
     place = place.rstrip("/")
     stores = not OBJECT_STORES.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
     work = place if stores else f"{place}{INCOMPLETE}"
-    before = fs.isdir(place)
-    if before:
+    if fs.isdir(place):
         refuse_others(url, [entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(place, detail=False)])
+    settle(fs, place)  # of a sharded save, which readers would go on taking for what is there
+    before = fs.isdir(place)
     if parent := place.rpartition("/")[0]:
         fs.makedirs(parent, exist_ok=True)
     try:

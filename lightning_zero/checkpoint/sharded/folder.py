@@ -34,7 +34,7 @@ from lightning_zero.checkpoint.replaceable import refuse_other_folders, refuse_o
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["Folder", "folder_at", "full_path", "is_complete", "read_at", "remove_at"]
+__all__ = ["Folder", "folder_at", "full_path", "is_complete", "read_at", "remove_at", "settle"]
 
 TOKEN = ".save_id"
 BLOCK = 16 << 20  # bytes
@@ -174,14 +174,10 @@ class RemoteFolder:
         self._token = token
         self._fs.invalidate_cache()
         refuse_others(self._path, self._names(self._path))
-        beside = f"{self._path}{INCOMPLETE}"
-        if is_complete(self._fs, beside):
-            self._move(beside)
-        elif self._fs.exists(beside):
-            remove_tree(self._fs, beside)
+        settle(self._fs, self._path)
         if self._fs.exists(f"{self._path}/{TOKEN}"):  # of a save that was killed
             remove_tree(self._fs, self._path)
-        self._work = beside if self._fs.exists(self._path) else self._path
+        self._work = f"{self._path}{INCOMPLETE}" if self._fs.exists(self._path) else self._path
         self._fs.makedirs(self._work, exist_ok=True)
         self._fs.pipe_file(f"{self._work}/{TOKEN}", token.encode())
         self._begun = True
@@ -205,7 +201,7 @@ class RemoteFolder:
         self._fs.rm_file(f"{self._work}/{TOKEN}")
         self._committed = True
         if self._work != self._path:
-            self._move(self._work)
+            _move(self._fs, self._work, self._path)
 
     def discard(self) -> None:
         # Else somebody has died who was not needed, a copy failed, or another save has been there.
@@ -222,16 +218,28 @@ class RemoteFolder:
         entries = self._fs.ls(place, detail=False) if self._fs.isdir(place) else []
         return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries]
 
-    def _move(self, work: str) -> None:
-        # What a store lists may lack files, and what is copied is removed afterwards.
-        manifest = Manifest.from_bytes(self._fs.cat_file(f"{work}/{MANIFEST}"), f"{work}/{MANIFEST}")
-        with suppress(FileNotFoundError):
-            remove_tree(self._fs, self._path)
-        self._fs.makedirs(self._path, exist_ok=True)
-        for name in (*manifest.files, MANIFEST):
-            copy_file(self._fs, f"{work}/{name}", f"{self._path}/{name}")
-        self._fs.rm_file(f"{work}/{MANIFEST}")  # first, or what is left of it would still look complete
-        remove_tree(self._fs, work)
+
+def settle(fs: Any, path: str) -> None:
+    """Puts what stands beside ``path`` there, where a save was killed after it had been complete, and readers take it
+    for what is there; removes it, where one was killed before."""
+    beside = f"{path}{INCOMPLETE}"
+    fs.invalidate_cache()
+    if is_complete(fs, beside):
+        _move(fs, beside, path)
+    elif fs.exists(beside):
+        remove_tree(fs, beside)
+
+
+def _move(fs: Any, work: str, path: str) -> None:
+    # What a store lists may lack files, and what is copied is removed afterwards.
+    manifest = Manifest.from_bytes(fs.cat_file(f"{work}/{MANIFEST}"), f"{work}/{MANIFEST}")
+    with suppress(FileNotFoundError):
+        remove_tree(fs, path)
+    fs.makedirs(path, exist_ok=True)
+    for name in (*manifest.files, MANIFEST):
+        copy_file(fs, f"{work}/{name}", f"{path}/{name}")
+    fs.rm_file(f"{work}/{MANIFEST}")  # first, or what is left of it would still look complete
+    remove_tree(fs, work)
 
 
 def is_complete(fs: Any, place: str) -> bool:

@@ -47,7 +47,10 @@ def kind_of(path: Any) -> str:
     if (not isinstance(path, str) and not hasattr(path, "__fspath__")) or str(path).startswith(DOWNLOADED):
         return "file"
     fs, place = read_at(str(path))
-    return "folder" if fs.isdir(place) else "file" if fs.exists(place) else "nothing"
+    if not fs.isdir(place):
+        return "file" if fs.exists(place) else "nothing"
+    # Object stores may have both: a file came last, and who wrote it was killed before the folder was gone.
+    return "file" if fs.isfile(place) else "folder"
 
 
 def kind_anew(path: str | Path) -> str:
