@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+import torch._dynamo.output_graph
 import torch._dynamo.utils
 import torch._functorch.aot_autograd
 import torch._functorch.config
@@ -68,6 +69,9 @@ CustomKnapsackSolver = custom_graph_pass.CustomKnapsackSolver
 
 # Whom it takes by itself. (torch 2.11+)
 knapsack = knapsacks.dp_knapsack
+
+# Writes where a node of Dynamo's graph comes from by its global `traceback`. (torch 2.11+)
+output_graph = torch._dynamo.output_graph
 
 # Inductor as a function of a graph, which takes settings for one graph (config_patches); torch.compile takes them for
 # all graphs of a module. (torch 2.11+)

@@ -28,6 +28,7 @@ from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile import input_gradients
 from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.hooks import Hooks, guarding_hooks, told_apart_by_hooks
+from lightning_zero.compile.stacks import frames_written_once
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.amount import PassAmount
 from lightning_zero.sharding.surgery import read_given
@@ -243,7 +244,7 @@ class CompiledCalls:
                 if not first:
                     return run(*args, **kwargs)
                 first = False
-                with only_young_searched():
+                with only_young_searched(), frames_written_once():
                     return run(*args, **kwargs)
 
         module._compiled_call_impl = call
