@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from traceback import FrameSummary
-from typing import Any
+from typing import Any, cast
 
 from lightning_zero.compat.compiler import output_graph
 
@@ -19,7 +19,7 @@ def frames_written_once() -> Iterator[None]:
     """Inside, Dynamo puts together what it has written of each frame before, and saves a tenth of its work: some twenty
     frames are above a node in a layer, and nearly all of them above the next one, too."""
     before = output_graph.traceback
-    output_graph.traceback = _Traceback()
+    output_graph.traceback = cast(Any, _Traceback())
     try:
         yield
     finally:
