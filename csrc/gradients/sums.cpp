@@ -9,17 +9,13 @@ namespace lightning_zero {
 namespace {
 
 void add_mean(at::Tensor to, const at::Tensor& rows, bool add, const RowMeans& mean) {
-  const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
-  if (rows.size(0) == 1) {
-    add ? to.add_(rows.select(0, 0)) : to.copy_(rows.select(0, 0));
-  } else if (mean(to, rows, add)) {
+  if (mean(to, rows, add))
     return;
-  } else if (add || to.scalar_type() != wide) {
-    const auto from = tensors::mean_of_rows(rows, wide);
-    add ? to.add_(from) : to.copy_(from);
-  } else {
-    tensors::mean_of_rows(to, rows, wide);
-  }
+  const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
+  if (!add && to.scalar_type() == wide)
+    return tensors::mean_of_rows(to, rows, wide);
+  const auto from = tensors::mean_of_rows(rows, wide);
+  add ? to.add_(from) : to.copy_(from);
 }
 
 void add_product(at::Tensor to, const at::Tensor& from, double factor, bool add) {

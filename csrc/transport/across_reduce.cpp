@@ -76,12 +76,10 @@ class AcrossReduce : public ReduceTransport {
   // What the only rank of a host puts into a bucket is the host's sum: copied to itself, to float32 and back
   // it would be the same, for 16 bytes per element of the device's bandwidth.
   Pending send_as_it_is(ReduceBucket& bucket);
-  // `wire`: all of it, in one piece, whose contents are lost. `then`: is given what becomes of that.
-  using Then = std::function<void(const at::Tensor& sums)>;
-  Pending add_up(const ReduceBucket& bucket, at::Tensor wire, Then then);
-  // `runs`: by slot, within `wire` or, where that is undefined, of their own. `received`: of part_of().
-  Pending add_up(ReduceBucket& bucket, std::vector<at::Tensor> runs, at::Tensor wire, at::Tensor received,
-                 Then then);
+  // `wire`: all of it, in one piece, whose contents are lost; undefined where each gradient travels from
+  // memory of its own. `received`: of part_of() elements for their sums, which come into the gradient shards
+  // times `factor`.
+  Pending send(ReduceBucket& bucket, const at::Tensor& wire, const at::Tensor& received, double factor);
 
   Context& context_;
   Communicator& comm_;
@@ -97,54 +95,40 @@ Pending AcrossReduce::send(ReduceBucket& bucket) {
     tensors::multiply(wire, sums, tensors::scalar(1.0 / static_cast<double>(hosts)));
   else
     wire.copy_(sums);
-  const auto accumulate = [&bucket](const at::Tensor& found) {
-    bucket.accumulate(0, found.numel(), product_of(found, 1.0), /*across=*/true);
-  };
-  if (context_.replicated)
-    return add_up(bucket, wire, accumulate);
-  std::vector<at::Tensor> runs;
-  for (const auto& slot : bucket.slots())
-    runs.push_back(piece(wire, slot.offset, slot.record->host_shard_numel()));
-  return add_up(bucket, std::move(runs), wire, tensors::empty(part_of(bucket), wire.options()), accumulate);
+  const auto received = context_.replicated ? wire : tensors::empty(part_of(bucket), wire.options());
+  return send(bucket, wire, received, 1.0);
 }
 
 Pending AcrossReduce::send_as_it_is(ReduceBucket& bucket) {
-  const bool own = bucket.own_send_buffers;
   const bool mean = inside_->takes_mean(bucket.dtype());
   const double factor = mean ? 1.0 / static_cast<double>(context_.across.size) : 1.0;
-  const auto accumulate = [this, &bucket, own, factor](const at::Tensor& found) {
-    bucket.accumulate(0, found.numel(), product_of(found, factor), /*across=*/true);
+  const auto wire = bucket.own_send_buffers ? at::Tensor() : bucket.send();
+  return send(bucket, wire, piece(bucket.recv(), 0, part_of(bucket)), factor);
+}
+
+Pending AcrossReduce::send(ReduceBucket& bucket, const at::Tensor& wire, const at::Tensor& received,
+                           double factor) {
+  const bool own = !wire.defined();  // otherwise it was told before that they have been read
+  const auto accumulate = [this, &bucket, factor, own](const at::Tensor& sums) {
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    bucket.accumulate(0, sums.numel(), product_of(sums, factor), /*across=*/true);
     if (own)
       bucket.read_by(current_stream(context_.device));
   };
-  if (context_.replicated)
-    return add_up(bucket, bucket.send(), accumulate);
-  std::vector<at::Tensor> runs;
-  for (size_t index = 0; index < bucket.slots().size(); ++index) runs.push_back(bucket.run(index));
-  const auto wire = own ? at::Tensor() : bucket.send();
-  return add_up(bucket, std::move(runs), wire, piece(bucket.recv(), 0, part_of(bucket)), accumulate);
-}
-
-Pending AcrossReduce::add_up(const ReduceBucket& bucket, at::Tensor wire, Then then) {
-  // It crosses twice: to where a part of it is added up, and back.
-  context_.count("reduce_bytes_across", 2 * bytes_of(bucket));
-  return comm_.all_reduce(wire, [wire, then = std::move(then)] {
-    at::AutoDispatchBelowADInplaceOrView no_autograd;
-    then(wire);
-  });
-}
-
-Pending AcrossReduce::add_up(ReduceBucket& bucket, std::vector<at::Tensor> runs, at::Tensor wire,
-                             at::Tensor received, Then then) {
-  std::vector<at::Tensor> parts;
-  for (const auto& slot : bucket.slots())
-    parts.push_back(piece(received, slot.offset / context_.across.size, slot.record->shard_numel()));
+  if (context_.replicated) {
+    // It crosses twice: to where a part of it is added up, and back.
+    context_.count("reduce_bytes_across", 2 * bytes_of(bucket));
+    return comm_.all_reduce(wire, [accumulate, wire] { accumulate(wire); });
+  }
+  std::vector<at::Tensor> outputs, inputs;
+  for (size_t index = 0; index < bucket.slots().size(); ++index) {
+    const auto& slot = bucket.slots()[index];
+    outputs.push_back(piece(received, slot.offset / context_.across.size, slot.record->shard_numel()));
+    inputs.push_back(own ? bucket.run(index) : piece(wire, slot.offset, slot.record->host_shard_numel()));
+  }
   context_.count("reduce_bytes_across", bytes_of(bucket));
-  return comm_.reduce_scatter_group(std::move(parts), std::move(runs), std::move(wire),
-                                    [received, then = std::move(then)] {
-                                      at::AutoDispatchBelowADInplaceOrView no_autograd;
-                                      then(received);
-                                    });
+  return comm_.reduce_scatter_group(std::move(outputs), std::move(inputs), wire,
+                                    [accumulate, received] { accumulate(received); });
 }
 
 }  // namespace

@@ -101,8 +101,7 @@ Pending CollectiveGather::gather_across(const std::vector<ParamRecord*>& records
 }
 
 void CollectiveReduce::reduce(ReduceBucket& bucket) {
-  const bool own = bucket.own_send_buffers;
-  const auto send = own ? at::Tensor() : bucket.send();
+  const auto send = bucket.own_send_buffers ? at::Tensor() : bucket.send();
   const double factor = takes_mean(bucket.dtype()) ? 1.0 / static_cast<double>(context_.inside.size) : 1.0;
   std::vector<at::Tensor> parts, runs;
   for (size_t index = 0; index < bucket.slots().size(); ++index) {
@@ -110,11 +109,10 @@ void CollectiveReduce::reduce(ReduceBucket& bucket) {
     parts.push_back(piece(bucket.recv(), slot.offset, slot.record->host_shard_numel()));
     runs.push_back(bucket.run(index));
   }
-  bucket.buffer()->pending = comm_.reduce_scatter_group(parts, runs, send, [this, &bucket, own, factor] {
+  bucket.buffer()->pending = comm_.reduce_scatter_group(parts, runs, send, [this, &bucket, factor] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     bucket.accumulate(0, bucket.chunk(), product_of(bucket.recv(), factor));
-    if (own)
-      bucket.read_by(current_stream(context_.device));
+    bucket.read_by(current_stream(context_.device));
   });
 }
 

@@ -72,7 +72,8 @@ class Communicator {
   void use_device_barrier(std::shared_ptr<DeviceBarrier> barrier, int lane);
 
   // Several reduce-scatters in one launch. inputs[i]: size() * outputs[i].numel() elements; `all_inputs`, on
-  // a CPU, is the memory they lie in, whose contents are lost. `then` runs on our stream once the outputs are there.
+  // a CPU, is the memory they lie in, whose contents are lost. `then` runs on our stream once the outputs are
+  // there.
   Pending reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                                at::Tensor all_inputs, std::function<void()> then);
 

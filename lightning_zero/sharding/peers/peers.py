@@ -39,8 +39,9 @@ class Peers:
         self._several_hosts = mesh.across is not None
         self._exchange = mesh.exchanging is not None
         self._alone = mesh.inside.size == 1
-        self._replicated = self._several_hosts and not self._exchange
-        self._has_streams = mesh.device.type != "cpu"
+        replicas = self._several_hosts and not self._exchange
+        # gloo does, and so do replicas of one rank each.
+        self._adds_in_place = mesh.device.type == "cpu" or self._alone and replicas
         self._copied = False  # whether compute copies were asked for
         self._told = self._ways
 
@@ -74,9 +75,8 @@ class Peers:
 
     @property
     def borrows_gradients(self) -> bool:
-        """Whether gradients that compiled code leaves alone for a while are sent from where they lie. gloo adds up in
-        place, and so do replicas of one rank each."""
-        return self.for_gradients is not None or self._has_streams and not (self._alone and self._replicated)
+        """Whether gradients that compiled code leaves alone for a while are sent from where they lie."""
+        return self.for_gradients is not None or not self._adds_in_place
 
     def describe(self) -> dict[str, str]:
         """How weights and gradients travel, and why not by copies, in words."""
