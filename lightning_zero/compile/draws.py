@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from lightning_zero.compat.tensors import TorchDispatchMode
 
-__all__ = ["Drawn", "NothingDrawn"]
+__all__ = ["Drawn", "NothingDrawn", "draws"]
 
 
 class Drawn(Exception):
@@ -22,3 +23,8 @@ class NothingDrawn(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise Drawn(func)
         return func(*args, **(kwargs or {}))
+
+
+def draws(node: Node) -> bool:
+    """Whether a node of a graph of ops does."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

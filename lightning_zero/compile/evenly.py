@@ -23,6 +23,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.compiler import CustomKnapsackSolver, knapsack
+from lightning_zero.compile.draws import draws
 from lightning_zero.profiling import cost
 
 __all__ = ["SavedEvenly", "evenly", "saved_within"]
@@ -63,6 +64,8 @@ class SavedEvenly(CustomKnapsackSolver):
         kinds = [(memory[index], flops[index], nodes[index].target) for index in others]
         found = {others[index] for index in evenly(set(saved), kinds, [places[index] for index in others])}
         found |= set() if last is None else {last}
+        # Computed again they would draw other numbers (attention with dropout).
+        found |= {index for index, node in enumerate(nodes) if draws(node)}
         return sorted(found), sorted(set(range(len(nodes))) - found)
 
     def uuid(self) -> bytes:

@@ -17,13 +17,14 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import BACKWARD, MODULES, RECOMPUTE, REGION, SIDE
+from lightning_zero.compile.draws import draws
 from lightning_zero.compile.graph import gathers, is_op, is_view_or_cast, reduces, shard_of
 from lightning_zero.compile.passes.saved import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
 from lightning_zero.compile.regions import save_boundaries
 from lightning_zero.config import RecomputePolicy
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["tag_activations", "tag_gathers"]
+__all__ = ["tag_activations", "tag_drawn", "tag_gathers"]
 
 # Regions of activation checkpointing count up from 1. The partitioner saves what goes from one into a later one; a
 # weight that several read must not be.
@@ -47,6 +48,23 @@ def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
             node.meta.setdefault(REGION, OUTSIDE)
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
     return graph
+
+
+def tag_drawn(graph: Graph) -> bool:
+    """Tags what draws random numbers as to be saved, in place; whether anything does. Under a budget torch computes it
+    again like anything else, outside of users' regions: backward would go by other numbers than forward. What gives
+    several values cannot be saved as one thing; it is among what a solver may choose, which does."""
+    backward = after_tangents(graph)
+    drawn = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and node not in backward and RECOMPUTE not in node.meta and draws(node)
+    ]
+    for node in drawn:
+        if isinstance(node.meta.get("val"), Tensor):
+            node.meta.setdefault(REGION, OUTSIDE)
+            node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+    return bool(drawn)
 
 
 def _module_path(node: Node) -> str:

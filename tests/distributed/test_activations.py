@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.checkpointed import Blocks
 from tests.helpers.models import build, make_batches
@@ -73,3 +75,54 @@ def test_saving_less_changes_memory_and_nothing_else(ranks: Ranks) -> None:
         assert saved < usual, choice
         assert weights == [], choice
         assert gathers > 0, choice
+
+
+class Scaled(nn.Module):
+    """Each of its weights multiplies what it returns, so a weight times its gradient is the result, if backward goes by
+    the numbers that forward has drawn."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(8)) for _ in range(4))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, weight in zip(self.layers, self.weights, strict=True):
+            if self.checkpointed:
+                x = checkpoint(self.drawing, layer, weight, x, use_reentrant=False)
+            else:
+                x = self.drawing(layer, weight, x)
+        return x.sum()
+
+    @staticmethod
+    def drawing(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+        x = F.dropout(layer(x), 0.3) * torch.where(torch.rand_like(x) < 0.5, 2.0, 0.5)
+        return torch.ops.aten.native_dropout(x * weight, 0.3, True)[0] * torch.bernoulli(torch.full((6, 8), 0.8))
+
+
+def errors(backend: str, checkpointed: bool, budget: float) -> list[float]:
+    torch.manual_seed(3)
+    model, found = Scaled(checkpointed), []
+    with engine_for(model, backend, activation_memory_budget=budget) as engine:
+        for step in range(3):
+            torch.manual_seed(step)
+            with engine.train_step():
+                loss = model(torch.randn(6, 8))
+            loss.backward()
+            products = [(param * param.grad).sum() for param in model.parameters()]
+            found.append(max((product - loss).abs().item() / max(loss.abs().item(), 1e-3) for product in products))
+            for param in model.parameters():
+                param.grad = None
+    return found
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.0])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_is_computed_again_draws_no_other_numbers(
+    ranks: Ranks, backend: str, checkpointed: bool, budget: float
+) -> None:
+    """torch's partitioner, given a budget, computes random numbers again like anything else."""
+    (found,) = ranks.run(1, errors, backend, checkpointed, budget, deadline=200)
+    assert max(found) < 1e-4
