@@ -47,6 +47,7 @@ from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.joint import JointPasses
 from lightning_zero.compile.listener import CompileListener
 from lightning_zero.compile.lowered import Lowered
+from lightning_zero.compile.out_of_sight import refuse_out_of_sight
 from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
 from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
 from lightning_zero.compile.passes.leaving import LeavingLimits, leave
@@ -136,6 +137,7 @@ class Compiler:
         def compile_graph(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             names = name_weights(module)
             refuse_edits(module)
+            refuse_out_of_sight(module, inputs)
             if dropped := drop_causal_masks(module):
                 log.info(
                     "The masks of %d calls of attention say no more than is_causal=True, which is faster.", dropped

@@ -59,6 +59,7 @@ _OPERATORS = frozenset(
 ) | frozenset(f"__{name}__" for name in _words("neg pos abs invert eq ne lt le gt ge"))
 # They ask each shard for its sizes some ten times, from hundreds of frames deep.
 _COMPILERS = ("torch._dynamo.", "torch._subclasses.")
+_DISABLING = "torch._dynamo.eval_frame"  # where calls of what torch.compiler.disable has decorated pass
 _TRANSPOSED = frozenset(["T", "mT", "H", "mH"])
 
 
@@ -119,6 +120,8 @@ def _count(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
 def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # torch.nn.init takes fans from shapes: it must see the whole one. Modes (a torch.device context) may be in between.
     frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "") == _DISABLING:  # __torch_function__
+        frame = frame.f_back
     while frame is not None and (name := frame.f_globals.get("__name__", "")) != "torch.nn.init":
         inner = name.startswith(("torch.", "lightning_zero.")) or frame.f_code.co_name == "__torch_function__"
         inner = inner and not name.startswith(_COMPILERS)

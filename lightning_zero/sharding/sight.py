@@ -108,7 +108,9 @@ class Sight:
 class _InSight:
     _zero_sight: Sight
 
+    # Inside compiled code, too: Dynamo would compile what the rules do, whose graphs ask the rules again, without end.
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return rule_of(func)(func, args, kwargs or {})
 

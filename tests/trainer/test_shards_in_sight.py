@@ -1,5 +1,7 @@
-"""Shards in users' hands, as they write it, against DDP: SAM, trust ratios, norms of layers, noise, initialisation, BYOL."""
+"""Shards in users' hands, as they write it, against DDP: SAM, trust ratios, norms of layers, noise, initialisation, BYOL,
+MoCo."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -96,6 +98,27 @@ class Byol(Wide):
             p.data = p.data * 0.9
 
 
+class Moco(Wide):
+    """A second net follows the first one's weights, within the forward that is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = copy.deepcopy(self.net).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for slow, fast in zip(self.slow.parameters(), self.net.parameters(), strict=True):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+            slow.data.mul_(0.9).add_(fast.detach(), alpha=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.follow()
+        with torch.no_grad():
+            target = self.slow(x)
+        return self.net(x) + target
+
+
 class LateInit(Wide):
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +165,7 @@ class LateEncoder(LateInit):
         return self.net(x) + self.late(x[:, None])[:, 0]
 
 
-CASES: list[Any] = [Sam, TrustRatios, LayerNorms, Noise, Byol, LateInit, LateLoad, LateEncoder]
+CASES: list[Any] = [Sam, TrustRatios, LayerNorms, Noise, Byol, Moco, LateInit, LateLoad, LateEncoder]
 
 
 def _train_under(kinds: list[str], make: Any) -> dict[str, Any]:

@@ -289,6 +289,20 @@ def edit_in_compiled_code() -> None:
     fit(Edited(), kind="compiled")
 
 
+@wrong(
+    r"\w+: (?s:.*)_foreach_norm was given this rank's shard of 'net\.0\.weight'.*in a list inside compiled code.*"
+    r"torch\.compiler\.disable"
+)
+def norms_of_a_list_of_parameters_in_compiled_code() -> None:
+    class Norms(Regression):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                norms = torch._foreach_norm(list(self.net.parameters()))
+            return super().forward(x) * torch.stack(norms).sum()
+
+    fit(Norms(), kind="compiled")
+
+
 @wrong(r"(ValueError|RuntimeError|UnsupportedError): .*(live engine|closed)")
 def copy_after_the_engine_is_gone() -> None:
     module = Regression()
