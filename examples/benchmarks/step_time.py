@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader
 
+from lightning_zero.bench import gaps
 from lightning_zero.bench.clock import Clock
 from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
 from lightning_zero.bench.draws import quick_draws
@@ -82,6 +84,13 @@ def make_trainer(strategy: Any, clock: Clock, **options: Any) -> L.Trainer:
     )
 
 
+def traced(profile: torch.profiler.profile, file: str) -> None:
+    """Keeps a trace, and prints where its steps went."""
+    profile.export_chrome_trace(file)
+    found = gaps.read(Path(file))
+    print("\n".join(found.lines() if found else ["a trace without kernels"]), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", default="zero3_compile", choices=STRATEGIES)
@@ -97,7 +106,7 @@ def main() -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, or tuning.NAME=VALUE"
     )
-    parser.add_argument("--trace", metavar="FILE", help="a Chrome trace of two steps on rank 0")
+    parser.add_argument("--trace", metavar="FILE", help="a Chrome trace of some steps on rank 0")
     arguments = parser.parse_args()
     L.seed_everything(0, verbose=False)
     fsdp2 = arguments.strategy == "fsdp2"
@@ -118,8 +127,8 @@ def main() -> None:
     )
     if arguments.trace:
         clock.profiler = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=arguments.steps - 5, warmup=2, active=2),
-            on_trace_ready=lambda p: p.export_chrome_trace(arguments.trace) if trainer.global_rank == 0 else None,
+            schedule=torch.profiler.schedule(wait=arguments.steps - 7, warmup=2, active=4),
+            on_trace_ready=lambda p: traced(p, arguments.trace) if trainer.global_rank == 0 else None,
         )
         clock.profiler.start()
     with quick_draws():

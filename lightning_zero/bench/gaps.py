@@ -1,4 +1,5 @@
-"""Where a device stands idle in a step, by a trace of torch's profiler: between which kernels, and what the host did.
+"""Where a device stands idle in a step, by a trace of torch's profiler: between which kernels, and what the host did;
+how long nothing runs there but transfers between ranks and waits for them.
 
 A profiler slows the host down, and not the device: gaps where the host is late look longer than they are. Whether it is
 late without one, :meth:`~lightning_zero.bench.clock.Clock.leads` tells.
@@ -18,6 +19,11 @@ __all__ = ["Gap", "Steps", "read", "summarise"]
 COMPUTES, COPIES = ("kernel",), ("gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
 STEP = "ProfilerStep#"
+# Kernels that move what ranks send each other, or wait for it: NCCL's, and those of csrc.
+MEETINGS = frozenset(
+    ["announce", "announce_parts", "begin_epoch", "hold", "rank_barrier", "take", "tell_sending", "wait_for"]
+    + ["wait_for_parts"]
+)
 SHORTEST_US = 2.0  # between kernels of one graph there are as many
 WIDTH = 48  # of a kernel's name, in text
 
@@ -47,7 +53,8 @@ class Steps:
     Attributes:
         steps: in the trace.
         us: from the first kernel of one to that of the next.
-        computing: some kernel runs.
+        computing: some kernel runs that is none by which ranks meet.
+        meeting: only such kernels run, and copies: what communication costs beyond what it takes from computing.
         copying: only copies run.
         idle: nothing runs.
         gaps: the longest come first.
@@ -58,6 +65,7 @@ class Steps:
     steps: int
     us: float
     computing: float
+    meeting: float
     copying: float
     idle: float
     gaps: tuple[Gap, ...]
@@ -68,7 +76,8 @@ class Steps:
         """For people."""
         shown = [
             f"{self.us / 1e3:.2f} ms per step with a profiler ({self.steps} steps): "
-            f"kernels {self.computing / 1e3:.2f}, copies alone {self.copying / 1e3:.2f}, idle {self.idle / 1e3:.2f}",
+            f"kernels {self.computing / 1e3:.2f}, ranks' transfers and waits alone {self.meeting / 1e3:.2f}, "
+            f"copies alone {self.copying / 1e3:.2f}, idle {self.idle / 1e3:.2f}",
         ]
         for gap in self.gaps[:most]:
             host = sorted(gap.calls.items(), key=lambda call: -call[1])[:3]
@@ -99,10 +108,10 @@ def summarise(events: Iterable[dict[str, Any]]) -> Steps | None:
     host = [event for event in host if begin <= event["ts"] < end]
     if not device:
         return None
-    busy = _union(event for event in device if event["cat"] in COMPUTES)
-    any_busy = _union(device)
+    kernels = [event for event in device if event["cat"] in COMPUTES]
+    computing = _length(_union(event for event in kernels if not _is_meeting(event["name"])))
+    any_kernel, running = _length(_union(kernels)), _length(_union(device))
     total = end - begin
-    computing, running = _length(busy), _length(any_busy)
     calls: dict[str, float] = defaultdict(float)
     launched: dict[str, float] = defaultdict(float)
     for event in host:
@@ -113,12 +122,17 @@ def summarise(events: Iterable[dict[str, Any]]) -> Steps | None:
         steps,
         total / steps,
         computing / steps,
-        (running - computing) / steps,
+        (any_kernel - computing) / steps,
+        (running - any_kernel) / steps,
         (total - running) / steps,
         tuple(gaps),
         dict(calls),
         dict(launched),
     )
+
+
+def _is_meeting(kernel: str) -> bool:
+    return kernel in MEETINGS or kernel.startswith("nccl")
 
 
 def _union(events: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:

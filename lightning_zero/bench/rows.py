@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from lightning_zero.bench.job import Job
 from lightning_zero.bench.peers import OURS, PEERS
 from lightning_zero.bench.processes import run_ranks
 
-__all__ = ["HEADS", "RANK", "brief", "cells", "compare", "ratios"]
+__all__ = ["HEADS", "RANK", "Devices", "brief", "cells", "compare", "ratios"]
 
 RANK = ("-m", "lightning_zero.bench.rank")
 HEADS = ("", "ms", "ratio", "start s", "peak / reserved / device GiB", "last loss")
@@ -22,48 +22,69 @@ WORDS = 300  # of a reason, in a table; JSON has all
 Row = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Devices:
+    """What each peer gets.
+
+    Attributes:
+        ranks: of a job.
+        gpus: whether ranks train on GPUs.
+        limit_s: seconds.
+        rank: the program of each rank, which gets the job and the name of the file that rank 0 writes.
+    """
+
+    ranks: int
+    gpus: bool
+    limit_s: float
+    rank: Sequence[str] = RANK
+
+
 def compare(
     job: Job,
     names: Sequence[str],
-    ranks: int,
-    gpus: bool,
-    limit_s: float,
+    devices: Devices,
     say: Callable[[str], None],
-    rank: Sequence[str] = RANK,
+    known: Sequence[Row] = (),
+    keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
     """A row for each peer, in that order.
 
     Args:
         job: is run by each, with its ``peer`` replaced.
         names: of peers.
-        ranks: of a job.
-        gpus: whether ranks train on GPUs.
-        limit_s: seconds that each gets.
+        devices: on which each runs.
         say: shows a line of progress.
-        rank: the program of each rank, which gets the job and the name of the file that rank 0 writes.
+        known: rows of the same job from before; peers that have a time there do not run again.
+        keep: gets the rows so far, after each.
     """
-    rows = []
+    rows: list[Row] = []
+    before = {row["peer"]: row for row in known if row.get("ms")}
     for name in names:
+        if name in before:
+            say(f"{name}: {before[name]['ms']} ms, as before")
+            rows.append(before[name])
+            continue
         peer = PEERS[name]
-        failed = peer.why_not(gpus)
+        failed = peer.why_not(devices.gpus)
         row: Row = {"peer": name, "title": peer.title}
         if not failed:
             say(f"{name} ...")
-            count = 1 if peer.alone else ranks
-            found, failed, output = _run(replace(job, peer=name), count, gpus, limit_s, rank)
+            own = replace(devices, ranks=1) if peer.alone else devices
+            found, failed, output = _run(replace(job, peer=name), own)
             row |= found | ({"output": output} if failed else {})
         row["failed"] = failed
         say(f"{name}: {brief(failed) or str(row['ms']) + ' ms'}")
         rows.append(row)
+        keep(ratios(rows))
     return ratios(rows)
 
 
-def _run(job: Job, count: int, gpus: bool, limit_s: float, rank: Sequence[str]) -> tuple[Row, str, str]:
+def _run(job: Job, devices: Devices) -> tuple[Row, str, str]:
     # On the CPU ranks share the cores, and a device alone gets as many as one rank does.
-    environment = {} if gpus else {"OMP_NUM_THREADS": "1"}
+    environment = {} if devices.gpus else {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        end = run_ranks([*rank, job.to_json(), str(file)], count, limit_s, environment)
+        end = run_ranks([*devices.rank, job.to_json(), str(file)], devices.ranks, devices.limit_s, environment)
         found = json.loads(file.read_text()) if file.exists() else {}
     failed = end.failed or ("" if found else "rank 0 ended without a result")
     output = next((text for text, status in zip(end.outputs, end.status, strict=True) if status), end.outputs[0])

@@ -12,13 +12,14 @@ import torch
 from lightning_zero.bench.chart import draw
 from lightning_zero.bench.job import MODELS, Job, model_class
 from lightning_zero.bench.peers import OURS, PEERS
-from lightning_zero.bench.rows import HEADS, brief, cells, compare
+from lightning_zero.bench.rows import HEADS, Devices, brief, cells, compare
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.show import show_table, tell
 from lightning_zero.native.build import build
 
 __all__ = ["BENCH"]
 
+FILE = "bench.json"
 FEWEST = 3  # measured steps: the first of them is left out, and quantiles need two
 
 
@@ -35,7 +36,10 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds that each peer gets")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager"], help="of torch.compile")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="for bench.json and a chart")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for bench.json, after each peer, and a chart")
+    parser.add_argument(
+        "--resume", action="store_true", help="peers that have a time in DIR/bench.json stay as they are"
+    )
 
 
 def _run(arguments: Namespace) -> int:
@@ -55,11 +59,20 @@ def _run(arguments: Namespace) -> int:
     ranks = arguments.ranks or (torch.cuda.device_count() if gpus else 2)
     if OURS in names:
         build(say=tell)  # here, and not within a limit
-    rows = compare(job, names, ranks, gpus, arguments.limit, tell)
     title = f"{job.model}, {ranks} x {torch.cuda.get_device_name(0) if gpus else 'CPU'}, {job.precision}"
-    found = {"title": title, "torch": torch.__version__, "ranks": ranks, "job": json.loads(job.to_json()), "rows": rows}
+    found = {"title": title, "torch": torch.__version__, "ranks": ranks, "job": json.loads(job.to_json())}
+    known = _rows_before(found, arguments.out) if arguments.resume else []
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if arguments.out is not None:
+            _write(found | {"rows": rows}, arguments.out)
+
+    rows = compare(job, names, Devices(ranks, gpus, arguments.limit), tell, known, keep)
+    found["rows"] = rows
     if arguments.out is not None:
         _write(found, arguments.out)
+        chart = draw(rows, title, arguments.out)
+        found["chart"] = None if chart is None else str(chart)
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
@@ -90,9 +103,34 @@ def _job(arguments: Namespace, gpus: bool) -> Job:
 
 def _write(found: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    chart = draw(found["rows"], found["title"], folder)
-    (folder / "bench.json").write_text(json.dumps(found, indent=2) + "\n")
-    found["chart"] = None if chart is None else str(chart)
+    (folder / FILE).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _rows_before(found: dict[str, Any], folder: Path | None) -> list[dict[str, Any]]:
+    """What an earlier call has left in the folder of the same job on the same devices; nothing where it has left none.
+
+    Raises:
+        ValueError: they are of another, or there is no folder.
+    """
+    if folder is None:
+        raise ValueError(f"--resume needs --out DIR, where an earlier call has left {FILE}.")
+    file = folder / FILE
+    if not file.exists():
+        return []
+    try:
+        before = json.loads(file.read_text())
+        rows = before.pop("rows")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} was not written by bench ({error}): name another folder, or leave out --resume."
+        ) from error
+    for key, value in found.items():
+        if before.get(key) != value:
+            raise ValueError(
+                f"{file} has another {key} ({before.get(key)}, and now {value}), so its rows cannot stand beside new "
+                "ones: name another folder, or leave out --resume."
+            )
+    return rows
 
 
 BENCH = Command("bench", "Trains one model under this strategy and others, and compares.", _add_arguments, _run)

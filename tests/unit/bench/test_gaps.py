@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.bench.gaps import read, summarise
+from lightning_zero.bench.gaps import MEETINGS, read, summarise
+from lightning_zero.native.build import source_directory
 
 
 def span(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
@@ -47,6 +48,28 @@ def test_each_gap_is_named_by_its_ends_and_by_what_the_host_did() -> None:
     assert found.calls == {"cudaGraphLaunch": 6}
     assert found.launched == {"cudaGraphLaunch": 1}
     assert "idle     10 us in 0.5 gaps: sum -> product (no call into the driver)" in "\n".join(found.lines())
+
+
+def test_transfers_between_ranks_count_where_nothing_else_runs() -> None:
+    meetings = [
+        # Of 22 us of NCCL's, 12 stand beside a kernel and one beside a copy, from whose end on there is nothing else.
+        span("kernel", "ncclDevKernel_AllGather_RING_LL", 38, 22),
+        span("kernel", "wait_for_parts", 90, 7),
+    ]
+    found = summarise([*trace(2), *meetings])
+    assert found is not None
+    assert (found.computing, found.meeting, found.copying, found.idle) == (70, 17, 0, 13)
+    assert "transfers and waits alone 0.02," in found.lines()[0]
+
+
+def test_all_kernels_of_ours_are_known_by_whether_ranks_meet_there() -> None:
+    heads = [
+        head.removeprefix(" __launch_bounds__(32)").removeprefix(" __launch_bounds__(256)").split("(")[0].split()[-1]
+        for file in source_directory().rglob("*.cu")
+        for head in file.read_text().replace("\\\n", "").split("__global__ void")[1:]
+    ]
+    assert set(heads) - MEETINGS == {"name"}  # of row_means.cu, which writes some by a macro
+    assert set(heads) >= MEETINGS
 
 
 @pytest.mark.parametrize("events", [[], trace(1), [e for e in trace() if e.get("cat") == "user_annotation"]])

@@ -1,12 +1,13 @@
 """Peers that fail are rows that say why, and do not end the others; times are told as parts of ours."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_zero.bench.job import Job
 from lightning_zero.bench.peers import PEERS
-from lightning_zero.bench.rows import HEADS, brief, cells, compare, ratios
+from lightning_zero.bench.rows import HEADS, Devices, brief, cells, compare, ratios
 
 JOB = Job("", "tiny", 2, 8, 6, 2, "32-true", "aot_eager", 1.0, ("cuda_graphs=false",))
 FOUND: dict[str, Any] = {
@@ -31,11 +32,14 @@ if os.environ["RANK"] == "0":
 """
 
 
+DEVICES = Devices(ranks=2, gpus=False, limit_s=60.0, rank=["-c", RANK])
+
+
 def test_each_peer_gets_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_zero.bench.peers.find_spec", lambda name: None)
     said: list[str] = []
     names = ["floor", "ddp", "fsdp", "zero3_compile"]
-    rows = {row["peer"]: row for row in compare(JOB, names, 2, False, 60.0, said.append, ["-c", RANK])}
+    rows = {row["peer"]: row for row in compare(JOB, names, DEVICES, said.append)}
     assert list(rows) == names
     assert rows["floor"]["ranks"] == 1
     assert rows["zero3_compile"]["ranks"] == 2
@@ -45,6 +49,21 @@ def test_each_peer_gets_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["ddp"]["ratio"] is None
     assert rows["fsdp"]["failed"] == "needs GPUs"
     assert "zero3_compile: 130.0 ms" in said
+
+
+def test_what_ended_halfway_goes_on_where_it_was() -> None:
+    kept: list[list[dict[str, Any]]] = []
+    names = ["floor", "ddp", "zero3_compile"]
+    compare(JOB, names, DEVICES, lambda line: None, keep=kept.append)
+    assert [[row["peer"] for row in rows] for rows in kept] == [names[:1], names[:2], names]
+    only_ddp = RANK.replace("open(", "assert job['peer'] == 'ddp'; open(").replace(
+        'raise SystemExit("out of memory")', "pass"
+    )
+    again: list[str] = []
+    rows = compare(JOB, names, replace(DEVICES, rank=["-c", only_ddp]), again.append, kept[-1])
+    assert [row.get("ms") for row in rows] == [50.0, 30.0, 130.0]
+    assert again[0] == "floor: 50.0 ms, as before"
+    assert rows[0]["ratio"] == round(50 / 130, 3)
 
 
 def test_where_ours_has_no_time_the_first_is_the_measure() -> None:

@@ -14,8 +14,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be run, instead of which rows are given."""
     seen: list[Any] = []
 
-    def compare(job: Any, names: Any, ranks: int, *others: Any) -> list[dict[str, Any]]:
-        seen.extend((job, names, ranks))
+    def compare(job: Any, names: Any, devices: Any, say: Any, known: Any, keep: Any) -> list[dict[str, Any]]:
+        seen.extend((job, names, devices.ranks, known))
         return [
             {
                 "peer": "zero3_compile",
@@ -40,7 +40,8 @@ def test_the_smallest_model_on_two_ranks_is_what_a_cpu_gets(
     asked: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "--out", str(tmp_path / "a" / "b")]) == 0
-    job, names, ranks = asked
+    job, names, ranks, known = asked
+    assert known == []
     assert (job.model, job.length, job.precision, ranks) == ("tiny", 128, "32-true", 2)
     assert {"floor", "zero3_compile", "ddp", "fsdp", "fsdp2", "fsdp2_graph", "deepspeed", "deepcompile"} == set(names)
     shown = capsys.readouterr().out
@@ -56,6 +57,22 @@ def test_json_is_all_that_is_printed(asked: list[Any], capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["rows"][0]["ms"] == 2.0
     assert asked[0].options == ("cuda_graphs=false",)
     assert asked[1] == ["zero3_compile"]
+
+
+def test_what_is_resumed_must_be_the_same(asked: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = ["bench", "tiny", "--resume", "--out", str(tmp_path)]
+    assert main(again) == 0
+    assert asked[3] == []
+    assert main(again) == 0
+    assert [row["peer"] for row in asked[7]] == ["zero3_compile", "ddp"]
+    assert main([*again, "--steps", "50"]) == 1
+    assert "has another job" in capsys.readouterr().err
+    (tmp_path / "bench.json").write_text("[]")
+    assert main(again) == 1
+    assert "was not written by bench" in capsys.readouterr().err
+    assert main(again[:3]) == 1
+    assert "--resume needs --out DIR" in capsys.readouterr().err
+    assert len(asked) == 8
 
 
 @pytest.mark.parametrize(
