@@ -50,6 +50,7 @@ from lightning_zero.compile.lowered import Lowered
 from lightning_zero.compile.out_of_sight import refuse_out_of_sight
 from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
 from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
+from lightning_zero.compile.passes.edited import keep_as_read
 from lightning_zero.compile.passes.leaving import LeavingLimits, leave
 from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.plan_book import PlanBook
@@ -214,6 +215,8 @@ class Compiler:
         if budget < 1 and tag_drawn(module.graph) and budget == 0:
             functorch_config.activation_memory_budget = LEAST  # of none at all torch heeds no tag
         forward, backward = min_cut_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **settings)
+        if keep_as_read(forward.graph, num_fwd_outputs):
+            forward.recompile()
         if limits is not None:
             nbytes = leave(forward.graph, backward.graph, num_fwd_outputs, limits)
             log.info("%.1f MiB of what this graph saves for backward leave for the host", nbytes / 2**20)
@@ -246,9 +249,8 @@ class Compiler:
             "reorder_for_peak_memory": False,
         }
         limits = self._leaving()
-        if limits is not None or self._config.activation_memory_budget < 1:
-            own = uuid and f"{uuid} {limits and limits.budget_bytes}"
-            options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
+        own = uuid and f"{uuid} {limits and limits.budget_bytes}"
+        options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
         lower = partial(self._lower, lowered)
         with joint, choices_by_hints():
@@ -310,7 +312,13 @@ class Compiler:
                 return _boxed(module)
 
         compile_fx = aot_autograd(
-            fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            inference_compiler=compiler,
+            partition_fn=partition,
+            # Edits of buffers inside the graph, as Inductor has them: behind it, they would come after what a
+            # checkpointed region saves of a buffer, and torch would refuse the backward.
+            keep_inference_input_mutations=True,
         )
         return compile_fx(module, inputs, **kwargs)
 
