@@ -18,11 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from lightning_zero.compat.distributed import all_gather_into, default_store
 from lightning_zero.errors import UnsupportedError
 
 __all__ = ["Mesh", "Side", "boot_id", "host_name"]
+
+FOR_EVER = timedelta(days=365)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +214,12 @@ class Mesh:
         """A key-value store of these ranks' own. ``prefix`` is the user's of it among ours."""
         name = f"{prefix}/{self.control_group.group_name}"
         return dist.PrefixStore(name, default_store())
+
+    def meeting(self) -> dist.Work:
+        """Begins one of all ranks, on the CPU, which lasts until all have come: no timeout ends it. Collective."""
+        options = distributed_c10d.BarrierOptions()
+        options.timeout = FOR_EVER
+        return self.control_group.barrier(options)
 
     def gathered(self, value: Any) -> list[Any]:
         """What each rank gives here, in their order: anything that can be pickled. Collective, on the CPU."""

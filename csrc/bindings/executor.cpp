@@ -35,6 +35,7 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       });
   dog("enter", &Watchdog::enter)               //
       ("busy", &Watchdog::busy)                //
+      ("moved", &Watchdog::moved)              //
       ("begin_wait", &Watchdog::begin_wait)    //
       ("end_wait", &Watchdog::end_wait)        //
       ("on_end", &Watchdog::on_end)            //

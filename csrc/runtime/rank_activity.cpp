@@ -38,6 +38,12 @@ void RankActivity::busy(std::string what) {
   ++activity_;
 }
 
+void RankActivity::moved(std::string how_far) {
+  std::lock_guard lock(mutex_);
+  mine_.task = {std::move(how_far), mine_.task.moves + 1, seconds_since_epoch()};
+  ++activity_;
+}
+
 void RankActivity::forget_names() {
   std::lock_guard lock(mutex_);  // status() reads them under it
   last_ = nullptr;

@@ -26,6 +26,9 @@ class RankActivity {
   int64_t stage() const;
   // Something that takes its time and is no reason to worry, in words; "" when it is over.
   void busy(std::string what);
+  // How far something is that takes long, in words, each time that it is farther; "" when it is over. Others
+  // may wait for it as long as that goes on.
+  void moved(std::string how_far);
   // The parameter that was gathered or reduced last. The name must live as long as this, or until
   // forget_names().
   void touch(const std::string& name) { last_.store(&name, std::memory_order_relaxed); }

@@ -13,6 +13,7 @@ namespace lightning_zero {
 namespace {
 
 constexpr char kSeparator = '\n';
+constexpr double kStands = 5;  // seconds after which it is said that nothing more was done
 
 const char* name(Phase phase) {
   switch (phase) {
@@ -72,6 +73,9 @@ std::string RankStatus::to_text() const {
   add(clean(last));
   add(clean(busy));
   time(busy_since);
+  add(clean(task.what));
+  whole(task.moves);
+  time(task.moved_at);
   whole(activity);
   whole(wait.lane);
   whole(wait.number);
@@ -86,7 +90,7 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
   RankStatus status;
   status.rank = rank;
   const auto fields = split(text, kSeparator);
-  if (fields.size() < 14 + LANES)
+  if (fields.size() < 17 + LANES)
     return status;
   status.known = true;
   auto next = fields.begin();
@@ -100,6 +104,9 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
   status.last = *next++;
   status.busy = *next++;
   status.busy_since = time();
+  status.task.what = *next++;
+  status.task.moves = whole();
+  status.task.moved_at = time();
   status.activity = whole();
   status.wait.lane = static_cast<int>(whole());
   status.wait.number = whole();
@@ -125,6 +132,9 @@ std::string RankStatus::describe(double now) const {
   else if (waits())
     text += std::string(", ") + (wait.on_device ? "its device waits" : "waits") + " in " + wait.what +
             " for " + seconds(wait.since, now);
+  if (moves())
+    text += ", " + task.what +
+            (now - task.moved_at > kStands ? ", and nothing more for " + seconds(task.moved_at, now) : "");
   if (!last.empty())
     text += ", last used parameter '" + last + "'";
   return text;

@@ -32,6 +32,13 @@ struct RankPlace {
   std::string host_name;         // empty: not known
 };
 
+// What takes long and says how far it is: bytes of a checkpoint, say. Nothing where `what` is empty.
+struct RankTask {
+  std::string what;     // in words, with how far it is
+  int64_t moves = 0;    // changes whenever something more is done
+  double moved_at = 0;  // seconds since the epoch
+};
+
 struct RankStatus {
   int64_t rank = 0;
   RankPlace at;
@@ -44,6 +51,7 @@ struct RankStatus {
   std::string last;        // the parameter that it gathered or reduced last
   std::string busy;
   double busy_since = 0;
+  RankTask task;
   int64_t activity = 0;  // changes when it does anything that we see
   RankWait wait;
   std::array<int64_t, LANES> met{};
@@ -51,6 +59,7 @@ struct RankStatus {
   // `hosts`: of each rank, the number of its host; empty where there is one.
   void stands(const std::vector<int64_t>& hosts);
   bool waits() const { return !wait.what.empty(); }
+  bool moves() const { return !task.what.empty(); }
   std::string to_text() const;
   static RankStatus from_text(int64_t rank, const std::string& text);
   // "rank 1, forward of training batch 7, for 31 s; last used 'net.0.weight'"

@@ -143,8 +143,8 @@ bool is_deadlock(const std::vector<RankStatus>& all) {
 
 bool is_still(const std::vector<RankStatus>& all) {
   return std::all_of(all.begin(), all.end(), [](const RankStatus& status) {
-    return status.known && !status.left && status.busy.empty() && status.phase != Phase::OUTSIDE &&
-           !status.waits();
+    return status.known && !status.left && status.busy.empty() && !status.moves() &&
+           status.phase != Phase::OUTSIDE && !status.waits();
   });
 }
 

@@ -28,6 +28,16 @@ void WaitJudge::set_report(double report_s) {
   still_after_ = 0;
 }
 
+void WaitJudge::look_for_moves(const std::vector<RankStatus>& all) {
+  std::vector<int64_t> moves;
+  for (const auto& status : all) moves.push_back(status.moves() ? status.task.moves : 0);
+  moves_.resize(all.size());
+  if (std::exchange(moves_, moves) == moves)
+    return;
+  moved_since_ = Clock::now();  // by this host's clock
+  reported_after_ = report_.count();
+}
+
 WaitJudge::Finding WaitJudge::look(const RankStatus& mine,
                                    const std::function<std::vector<RankStatus>()>& statuses) {
   Finding found;
@@ -40,12 +50,16 @@ WaitJudge::Finding WaitJudge::look(const RankStatus& mine,
     stuck_at_.clear();
   }
   const double quiet = duration<double>(now - quiet_since_).count();
-  const double waited = mine.waits() ? wall - mine.wait.since : 0;
-  const bool watched = mine.phase != Phase::OUTSIDE || mine.waits();
-  if (!watched || !mine.busy.empty() || now < next_look_ || (waited < kLookAfter && quiet < report_.count()))
+  double waited = mine.waits() ? wall - mine.wait.since : 0;
+  const bool watched = mine.phase != Phase::OUTSIDE || mine.waits() || mine.moves();
+  const bool excused = !mine.busy.empty() && !mine.moves();  // nobody knows how far it is
+  if (!watched || excused || now < next_look_ || (waited < kLookAfter && quiet < report_.count()))
     return found;
   next_look_ = now + milliseconds(1000 + 20 * size_);  // so that many ranks do not keep the store busy
   const auto all = statuses();
+  look_for_moves(all);
+  const double unmoved = duration<double>(now - moved_since_).count();
+  waited = std::min(waited, unmoved);
   const bool missed = std::any_of(all.begin(), all.end(), [&](const RankStatus& other) {
     return other.rank != rank_ && other.waits() && wall - other.wait.since > report_.count();
   });
@@ -62,7 +76,9 @@ WaitJudge::Finding WaitJudge::look(const RankStatus& mine,
   const bool still = is_still(all) && quiet > still_after_ && now - still_since_ > kStill;
   if (still)
     still_after_ = kReportAgain * quiet;
-  if (still || std::max(waited, missed ? quiet : 0) > reported_after_) {
+  const double held =
+      std::max(missed ? std::min(quiet, unmoved) : 0, mine.moves() && !mine.waits() ? quiet : 0);
+  if (still || std::max(waited, held) > reported_after_) {
     reported_after_ = kReportAgain * std::max(waited, quiet);
     found.report = std::string("No progress. ") +
                    (still ? "Every rank computes, or waits in something that is not watched. " : "") +

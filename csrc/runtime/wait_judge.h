@@ -10,7 +10,7 @@
 
 namespace lightning_zero {
 
-// For one thread.
+// For one thread. While a rank says that it is farther with what takes long, nobody waits too long for it.
 class WaitJudge {
  public:
   // `report_s`: a wait that takes longer is reported; `timeout_s`: one that takes longer ends the process.
@@ -28,6 +28,8 @@ class WaitJudge {
   Finding look(const RankStatus& mine, const std::function<std::vector<RankStatus>()>& statuses);
 
  private:
+  void look_for_moves(const std::vector<RankStatus>& all);
+
   using Clock = std::chrono::steady_clock;
 
   int64_t rank_, size_;
@@ -35,8 +37,9 @@ class WaitJudge {
   int64_t seen_activity_ = -1;
   Clock::time_point quiet_since_{}, next_look_{};
   double reported_after_ = 0, still_after_ = 0;
-  Clock::time_point still_since_{}, stuck_since_{};
+  Clock::time_point still_since_{}, stuck_since_{}, moved_since_{};
   std::vector<int64_t> stuck_at_, all_at_;  // activities of all ranks
+  std::vector<int64_t> moves_;              // of all ranks' tasks
 };
 
 }  // namespace lightning_zero

@@ -59,6 +59,7 @@ class Watchdog : public c10::intrusive_ptr_target {
   RankActivity& activity() { return activity_; }
   void enter(int64_t phase) { activity_.enter(static_cast<Phase>(phase)); }
   void busy(std::string what) { activity_.busy(std::move(what)); }
+  void moved(std::string how_far) { activity_.moved(std::move(how_far)); }
   // Waits for `work`, which is the `number`-th meeting of that lane. Throws what has gone wrong, see
   // on_end().
   void wait(c10d::Work& work, Lane lane, int64_t number, const char* what);

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 import torch
 
+from lightning_zero.checkpoint.behind import WrittenBehind, lasting
 from lightning_zero.checkpoint.places import INCOMPLETE, beside, bring_back, make_folders, put_in_place, remove
 from lightning_zero.checkpoint.replaceable import refuse_other_folders
-from lightning_zero.checkpoint.sharded.hashed import HashedFile
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["check_archive", "check_opened", "write_archive"]
@@ -35,7 +35,7 @@ def write_archive(
         value: what ``torch.save`` takes.
         path: on a file system of this host, or one that it mounts.
         save: writes it into an open file.
-        wrote: is told how many bytes more are written.
+        wrote: is told, from another thread, how many bytes more are written.
 
     Raises:
         CheckpointError: a folder of something else stands there, or somebody else saves there at the same time.
@@ -45,11 +45,11 @@ def write_archive(
     refuse_other_folders(path)
     make_folders(path.parent)
     remove(work)
-    file = open(work, "xb", buffering=0)  # noqa: SIM115 - closed by what sums it up
+    file = open(work, "xb", buffering=0)  # noqa: SIM115 - closed by what writes it
     held = os.dup(file.fileno())  # nothing else is known by its number meanwhile
     try:
-        with HashedFile(file, wrote) as summed:
-            save(value, summed)  # type: ignore[arg-type]
+        with WrittenBehind(file, lasting(value), wrote) as behind:
+            save(value, behind)  # type: ignore[arg-type]
         if not _is_still(work, held):
             raise CheckpointError(
                 f"another save to {path} has begun meanwhile, and removed what was written. What stood there is still "

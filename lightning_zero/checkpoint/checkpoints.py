@@ -66,7 +66,7 @@ class Checkpoints:
         module: Callable[[], nn.Module],
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        self._sharder, self._module, self._tell = sharder, module, tell
+        self._sharder, self._module, self._tell, self._moved = sharder, module, tell, watchdog.moved
         self.together = Together(sharder.mesh, watchdog)
         self.hooks = StateDictHooks(sharder)
         self.halfway = Halfway(self.hooks)
@@ -86,7 +86,9 @@ class Checkpoints:
         """The module's state dict: whole values on rank 0's CPU, and empty elsewhere; or, ``sharded``, on every rank
         its part of each. Collective."""
         if not sharded:
-            return model_state(self._module(), self.hooks)
+            total = sum(record.layout.numel * record.param.itemsize for record in self._sharder.live)
+            with self._gathering("weights", total) as gathered:
+                return model_state(self._module(), self.hooks, gathered)
         parts: dict[int, Tensor] = {}  # tied ones stay one
         mesh = self._sharder.mesh
 
@@ -103,7 +105,14 @@ class Checkpoints:
         ``sharded``, on every rank its part, with parameters by name. Collective."""
         if sharded:
             return by_name(optimizer, self._module(), self._sharder)
-        return optimizer_state(optimizer, self._sharder)
+        what = f"the state of {type(optimizer).__name__}"
+        return optimizer_state(optimizer, self._sharder, partial(self._gathering, what))
+
+    def _gathering(self, what: str, total: int) -> Telling:
+        """Tells of what rank 0 keeps: others, which keep nothing, may be through long before."""
+        if self.together.rank:
+            return Telling("", "", None)
+        return self.telling(f"Gathering {what}", "gathered", total)
 
     # -- what was saved
 
@@ -134,7 +143,8 @@ class Checkpoints:
 
     def telling(self, what: str, done: str, total: int) -> Telling:
         """Tells the user how far of ``total`` bytes it is, see there."""
-        return Telling(what, done, self._tell, None if self.show is None else self.show(what, total))
+        bar = None if self.show is None else self.show(what, total)
+        return Telling(what, done, self._tell, bar, total, self._moved)
 
     # -- folders
 

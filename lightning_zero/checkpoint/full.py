@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,21 +16,28 @@ from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.state import StateDictHooks, whole_on_cpu
+from lightning_zero.sharding.state import StateDictHooks, nobody, whole_on_cpu
 
 __all__ = ["Room", "model_state", "optimizer_state", "shard_optimizer_state"]
 
 Room = Callable[[int, torch.dtype], Tensor]  # new memory for so many elements, 1-D
 
 
-def model_state(module: nn.Module, hooks: StateDictHooks) -> dict[str, Any]:
-    """The module's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective."""
+def model_state(module: nn.Module, hooks: StateDictHooks, gathered: Callable[[int], object] = nobody) -> dict[str, Any]:
+    """The module's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective.
+
+    gathered: is told of bytes
+    """
     here = hooks.sharder.mesh.rank == 0
     tied: dict[int, Tensor | None] = {}  # they stay one tensor, as in a plain module's state dict
     whole: set[int] = set()
 
     def show(record: ShardedParameter) -> Tensor | None:
-        value = tied[record.index] if record.index in tied else whole_on_cpu(record, here)
+        if record.index in tied:
+            value = tied[record.index]
+        else:
+            value = whole_on_cpu(record, here)
+            gathered(record.layout.numel * record.param.itemsize)
         if len(record.owners) > 1:
             tied[record.index] = value
         whole.add(id(value))  # which the state dict keeps
@@ -47,22 +55,30 @@ def model_state(module: nn.Module, hooks: StateDictHooks) -> dict[str, Any]:
 
 
 @on_plain_tensors
-def optimizer_state(optimizer: torch.optim.Optimizer, sharder: Sharder) -> dict[str, Any]:
-    """The optimizer's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective."""
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, sharder: Sharder, telling: Callable[[int], Telling] | None = None
+) -> dict[str, Any]:
+    """The optimizer's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective.
+
+    telling: gives what tells of so many bytes
+    """
     packed = optimizer.state_dict()
     if not packed:
         return {}  # Lightning's stand-in for no optimizer
     rank = sharder.mesh.rank
     state: dict[int, dict[str, Any]] = {}
-    for number, entries in OptimizerInventory(optimizer, sharder).held(packed).items():
-        kept: dict[str, Any] = {}
-        for entry in entries:
-            whole = gather_value(entry.value, entry.record, sharder.mesh)  # one at a time
-            if rank == 0:
-                # A copy: a file would hold the padding, too, and training may go on before it is written.
-                kept[entry.key] = whole.to("cpu", copy=True) if isinstance(whole, Tensor) else whole
-            del whole
-        state[number] = kept
+    found = OptimizerInventory(optimizer, sharder).held(packed)
+    with (telling or _untold)(sum(map(_whole_bytes, chain.from_iterable(found.values())))) as gathered:
+        for number, entries in found.items():
+            kept: dict[str, Any] = {}
+            for entry in entries:
+                whole = gather_value(entry.value, entry.record, sharder.mesh)  # one at a time
+                if rank == 0:
+                    # A copy: a file would hold the padding, too, and training may go on before it is written.
+                    kept[entry.key] = whole.to("cpu", copy=True) if isinstance(whole, Tensor) else whole
+                del whole
+                gathered(_whole_bytes(entry))
+            state[number] = kept
     return {"state": state, "param_groups": packed["param_groups"]} if rank == 0 else {}
 
 
@@ -129,6 +145,10 @@ def _parts(
                 parts[number, key] = piece.view(record.layout.visible_shape)
                 read(piece.nbytes)
     return parts
+
+
+def _whole_bytes(entry: Entry) -> int:
+    return 0 if entry.record is None else int(entry.record.layout.numel * entry.value.itemsize)
 
 
 def _untold(total: int) -> Telling:

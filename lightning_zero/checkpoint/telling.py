@@ -1,7 +1,8 @@
-"""A bar, or a line now and then, about what takes long."""
+"""A bar, or a line now and then, about what takes long; other ranks, which may wait for it, hear that it goes on."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Protocol
 
 __all__ = ["Bar", "Show", "Telling"]
 
-EVERY_S = 10.0
+EVERY_S, MOVED_EVERY_S = 10.0, 0.5
 
 
 class Bar(Protocol):
@@ -33,18 +34,32 @@ class Telling:
         done: to bytes, as in ``"written"``.
         tell: shows a line; None: to nobody.
         bar: shows it instead.
+        total: bytes that there are.
+        moved: hears how far it is whenever it is farther, though not more often than ranks look; "" when it is over.
     """
 
-    def __init__(self, what: str, done: str, tell: Callable[[str], None] | None, bar: Bar | None = None) -> None:
-        self._what, self._done, self._tell, self._bar = what, done, tell, bar
+    def __init__(
+        self,
+        what: str,
+        done: str,
+        tell: Callable[[str], None] | None,
+        bar: Bar | None = None,
+        total: int = 0,
+        moved: Callable[[str], None] | None = None,
+    ) -> None:
+        self._what, self._done, self._tell, self._bar, self._total, self._moved = what, done, tell, bar, total, moved
         self._lock = threading.Lock()
         self._begun = self._told = time.monotonic()
+        self._moved_at = -math.inf
         self._bytes = 0
 
     def __call__(self, count: int) -> None:
         now = time.monotonic()
         with self._lock:
             self._bytes += count
+            if self._moved is not None and now - self._moved_at >= MOVED_EVERY_S:
+                self._moved_at = now
+                self._moved(self._how_far())
             if self._bar is not None:
                 self._bar.update(count)
                 return
@@ -55,9 +70,19 @@ class Telling:
             seconds = now - self._begun
             self._tell(f"{self._what}: this rank has {self._done} {self._bytes / 2**30:.1f} GiB in {seconds:.0f} s.")
 
+    def _how_far(self) -> str:
+        done, total = (f"{count / 2**30:.2f}" for count in (self._bytes, self._total))
+        return f"{self._what[:1].lower()}{self._what[1:]} ({done} of {total} GiB {self._done})"
+
     def __enter__(self) -> Telling:
+        if self._moved is not None:
+            self._moved(self._how_far())
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.close()
+        if self._moved is not None:
+            with self._lock:  # a thread may be late
+                self._moved("")
+                self._moved = None

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
-from lightning_zero.native.watchdog import Watchdog
+from lightning_zero.native.watchdog import Lane, Watchdog
 
 __all__ = ["Alone", "Together"]
 
@@ -92,8 +92,10 @@ class Together:
             except Exception as caught:  # whatever it is: the others wait, and what cannot be pickled is a TypeError
                 error = caught
         told = None if error is None else _text(error)
-        with self._watchdog.waiting(f"the others' attempts to {what}"):
-            ends = self._mesh.gathered((mine, told))
+        # An attempt may take longer than any collective, as long as it goes on.
+        awaited = f"the others' attempts to {what}"
+        self._watchdog.collective(awaited, Lane.UNCOUNTED, lambda _: self._mesh.meeting(), waits=True)
+        ends = self._mesh.gathered((mine, told))
         failed = {rank: text for rank, (_, text) in enumerate(ends) if text is not None}
         if failed:
             raise CheckpointError(_said(what, failed, self._mesh)) from error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import is_zipfile
@@ -14,6 +13,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
@@ -30,13 +30,15 @@ from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Alone, Together
+from lightning_zero.compat.lightning_private import WrappingCheckpointIO
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.mapped import take_small
 
-__all__ = ["BackgroundFileIO", "FileIO", "load_file", "named", "naming"]
+__all__ = ["BackgroundFileIO", "FileIO", "load_file", "named", "naming", "told_by"]
 
 COPIES = ("state_dict", "optimizer_states")
 CUT = (*COPIES, "current_model_state")  # of a Trainer's: ranks take parts; the last is of Lightning's averages
+LOOK_S = 0.5  # between two looks at a save that goes on in a thread
 REPLACED = "{} was replaced by another one while it was being loaded. Load it again."
 
 T = TypeVar("T")
@@ -56,17 +58,8 @@ class FileIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)  # which says why not
-        local = _local(path)
-        write = (
-            partial(write_elsewhere, checkpoint, str(path))
-            if local is None
-            else partial(write_archive, checkpoint, local)
-        )
-        if self.telling is None:
-            write()
-            return
-        with self.telling(f"Saving {path}", "written", bytes_of(checkpoint, rank=0)) as wrote:
-            write(wrote=wrote)
+        with _told(self, f"Saving {path}", "written", bytes_of(checkpoint, rank=0)) as wrote:
+            _write(checkpoint, path, wrote)
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -82,6 +75,7 @@ class BackgroundFileIO(FileIO):
     """
 
     path: str | None = None
+    _bytes = _written = _moves = 0  # of it
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -95,10 +89,17 @@ class BackgroundFileIO(FileIO):
         taken = {key: value if key in COPIES else _copied(value) for key, value in checkpoint.items()}
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "lightning_zero-checkpoint")
-        self._saving = self._thread.submit(self._save, taken, path, storage_options)
+        if storage_options is not None:
+            super().save_checkpoint(taken, path, storage_options)  # which says why not
+        self._bytes, self._written = bytes_of(taken, rank=0), 0
+        self._saving = self._thread.submit(self._save, taken, path)
 
-    def _save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
-        super().save_checkpoint(checkpoint, path, storage_options)
+    def _save(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        _write(checkpoint, path, self._wrote)
+
+    def _wrote(self, count: int) -> None:
+        self._written += count  # in one thread
+        self._moves += 1
 
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -122,17 +123,26 @@ class BackgroundFileIO(FileIO):
     def wait(self) -> None:
         """Until nothing is written any more; what went wrong shows at the next call. Whoever gathers the next copy
         comes here first, or the host would hold two."""
-        if self._saving is not None:
-            wait([self._saving])
+        if self._saving is None or self._saving.done():
+            return
+        with _told(self, f"Saving {self.path}", "written", self._bytes) as wrote:
+            told = moves = 0
+            while wait([self._saving], LOOK_S).not_done:
+                if self._moves != moves:
+                    moves, now = self._moves, self._written
+                    wrote(now - told)
+                    told = now
 
     def finish(self) -> None:
         """Waits, and raises what went wrong."""
+        self.wait()
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
 
     @override
     def teardown(self) -> None:
+        self.wait()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
@@ -184,7 +194,7 @@ def load_file(
 
     def compare(part: int, parts: int) -> None:
         seen.append(_look(place))
-        with _told(io, path, place.stat().st_size // parts) as told:
+        with _compared(io, path, place.stat().st_size // parts) as told:
             _check(place, part, parts, told)
 
     def read_that() -> None:
@@ -220,7 +230,7 @@ def _load_elsewhere(io: CheckpointIO, url: str, weights_only: bool | None, ranks
     [file] = found
 
     def compare() -> None:
-        with _told(io, url, file.ranges.size // ranks.world_size) as told:
+        with _compared(io, url, file.ranges.size // ranks.world_size) as told:
             file.check(ranks.rank, ranks.world_size, told)
 
     def read() -> None:
@@ -238,10 +248,38 @@ def _load_elsewhere(io: CheckpointIO, url: str, weights_only: bool | None, ranks
     return found[1]
 
 
-def _told(io: CheckpointIO, path: object, count: int) -> AbstractContextManager[Callable[[int], None]]:
+@contextmanager
+def told_by(io: CheckpointIO, telling: Callable[[str, str, int], Telling] | None) -> Iterator[None]:
+    """Inside, ``io`` says how far it is by ``telling``, where it is ours, or a user's around ours."""
+    inside: CheckpointIO | None = io
+    while isinstance(inside, WrappingCheckpointIO) and not isinstance(inside, AsyncCheckpointIO):  # it has a thread
+        inside = inside.checkpoint_io
+    ours = inside if isinstance(inside, FileIO) else None
+    if ours is not None:
+        ours.telling = telling
+    try:
+        yield
+    finally:
+        if ours is not None:
+            ours.telling = None
+
+
+def _told(io: CheckpointIO, what: str, done: str, count: int) -> AbstractContextManager[Callable[[int], None]]:
     if not isinstance(io, FileIO) or io.telling is None:
         return nullcontext(lambda count: None)
-    return io.telling(f"Comparing {path} with its checksums", "read", count)
+    return io.telling(what, done, count)
+
+
+def _compared(io: CheckpointIO, path: object, count: int) -> AbstractContextManager[Callable[[int], None]]:
+    return _told(io, f"Comparing {path} with its checksums", "read", count)
+
+
+def _write(checkpoint: dict[str, Any], path: str | Path, wrote: Callable[[int], None]) -> None:
+    local = _local(path)
+    if local is None:
+        write_elsewhere(checkpoint, str(path), wrote=wrote)
+    else:
+        write_archive(checkpoint, local, wrote=wrote)
 
 
 def naming(path: Any, read: Callable[[], T]) -> T:

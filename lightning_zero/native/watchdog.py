@@ -86,6 +86,11 @@ class Watchdog:
         finally:
             self.native.busy("")
 
+    def moved(self, how_far: str) -> None:
+        """This rank is farther with what takes long, in words; "" when it is over. Nobody waits too long for that, nor
+        is it reported, while it goes on."""
+        self.native.moved(how_far)
+
     @contextmanager
     def waiting(self, what: str, lane: Lane = Lane.UNCOUNTED) -> Iterator[None]:
         """Surrounds a wait for other ranks.

@@ -3,30 +3,24 @@
 What ends with the process of a rank is tested in tests/faults.
 """
 
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.errors import RankFailedError, RankMismatchError
 from lightning_zero.native.watchdog import Lane, Phase
 from tests.helpers.beside import ranks_beside
-from tests.helpers.options import config
+from tests.helpers.logs import stderr
+from tests.helpers.watched import step, watched
 from tests.ranks.pool import Ranks
 from tests.ranks.report import RankFailure
-
-WIDTH = 64
 
 Found = Callable[[Callable[..., Any]], list[Any]]
 
@@ -39,57 +33,6 @@ def found(request: pytest.FixtureRequest, native_library: None) -> Iterator[Foun
     calls += [replays_past_the_timeout, all_fail, late_to_nothing_watched, late]
     with ranks_beside(calls, at_once=4) as outcome:
         yield outcome
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        x = self.first(x)
-        return self.second(x) if both else x
-
-
-@contextmanager
-def watched(
-    report_s: float = 1.0, timeout_s: float = 60.0, gather_transport: str = "collective"
-) -> Iterator[tuple[Engine, nn.Module]]:
-    torch.manual_seed(0)
-    chosen = config(
-        compile=False,
-        report_stall_after_s=report_s,
-        gather_transport=gather_transport,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    engine = Engine(torch.device("cpu"), chosen)
-    model = Two()
-    engine.shard(model)
-    try:
-        yield engine, model
-    finally:
-        engine.close()
-
-
-@contextmanager
-def stderr() -> Iterator[Path]:
-    """What this process writes to its standard error, C++ included."""
-    with tempfile.NamedTemporaryFile() as file:
-        before = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield Path(file.name)
-        finally:
-            os.dup2(before, 2)
-            os.close(before)
-
-
-def step(engine: Engine, model: nn.Module, both: bool = True) -> None:
-    with engine.train_step():
-        loss = model(torch.ones(2, WIDTH), both).square().mean()
-    engine.cycle.before_backward()
-    loss.backward()
-    engine.cycle.after_backward()
 
 
 def late() -> str:

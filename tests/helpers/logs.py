@@ -1,12 +1,15 @@
-"""What a rank logs, for tests that ask for it: pytest's own captures are of its process."""
+"""What a rank logs and prints, for tests that ask for it: pytest's own captures are of its process."""
 
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-__all__ = ["logged"]
+__all__ = ["logged", "stderr"]
 
 
 @contextmanager
@@ -23,3 +26,16 @@ def logged(name: str) -> Iterator[list[str]]:
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
+
+
+@contextmanager
+def stderr() -> Iterator[Path]:
+    """What this process writes to its standard error, C++ included."""
+    with tempfile.NamedTemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield Path(file.name)
+        finally:
+            os.dup2(before, 2)
+            os.close(before)

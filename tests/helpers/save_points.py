@@ -20,6 +20,7 @@ import lightning_zero.checkpoint.archive as archive
 import lightning_zero.checkpoint.background.outcome as outcome
 import lightning_zero.checkpoint.background.process as process
 import lightning_zero.checkpoint.background.snapshot as snapshot
+import lightning_zero.checkpoint.behind as behind
 import lightning_zero.checkpoint.places as places
 import lightning_zero.checkpoint.sharded.folder as folder
 import lightning_zero.checkpoint.sharded.hashed as hashed
@@ -59,6 +60,8 @@ def observed(reach: Reach) -> Iterator[None]:
         (folder.LocalFolder, "commit", lambda self: "commit"),
         (hashed.HashedFile, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
         (hashed.HashedFile, "write", lambda self, data: f"write {name_of(self._file.name)}"),
+        (behind.WrittenBehind, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
+        (behind.WrittenBehind, "_put", lambda self, piece: f"write {name_of(self._file.name)}"),
         (places, "exchange", lambda one, other: "exchange"),
         (os, "rename", lambda one, other: f"rename to {name_of(other)}"),
         (os, "unlink", lambda path, **at: f"unlink {name_of(path)}"),

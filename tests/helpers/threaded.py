@@ -59,7 +59,7 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
     meeting, shared = _Meeting(world_size), dist.HashStore()
     watchdog: Any = SimpleNamespace(
         busy=lambda what: nullcontext(),
-        waiting=lambda what: nullcontext(),
+        collective=lambda *told, **waits: None,
         native=SimpleNamespace(verdict=lambda: ""),
     )
 
@@ -86,7 +86,7 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
 def checkpoints_of(together: Together) -> Any:
     """Their ``Checkpoints``, without an engine: for what reads."""
     found = Checkpoints.__new__(Checkpoints)
-    found.together, found._tell = together, None
+    found.together, found._tell, found._moved = together, None, None
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -12,10 +11,12 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from lightning_zero.checkpoint.disk import Disk
+
 __all__ = ["FileSum", "HashedFile", "digest_of", "sum_of"]
 
 BLOCK = 4 << 20  # bytes
-AT_ONCE = 64 << 20  # that are written, so that those who wait hear of it now and then
+AT_ONCE = 16 << 20  # that are written, so that those who wait hear of it now and then
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class HashedFile(RawIOBase):
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
         self._failed: OSError | None = None
+        self._disk: Disk | None = None
+        with suppress(UnsupportedOperation, AttributeError):  # a file in memory, or in an object store
+            self._disk = Disk(file.fileno())
 
     def write(self, data: Any) -> int:
         """All of ``data``, which has the buffer protocol."""
@@ -65,6 +69,8 @@ class HashedFile(RawIOBase):
                 self._failed = OSError(error.errno, error.strerror, getattr(self._file, "name", None))
                 raise
         self._bytes += len(view)
+        if self._disk is not None:
+            self._disk.follow(len(view))
         self._wrote(len(view))
 
     def writable(self) -> bool:
@@ -86,8 +92,8 @@ class HashedFile(RawIOBase):
         try:
             if error is None:
                 self._file.flush()
-                with suppress(UnsupportedOperation, AttributeError):  # a file in memory, or in an object store
-                    os.fsync(self._file.fileno())
+                if self._disk is not None:
+                    self._disk.settle(lambda: self._wrote(0))
         finally:
             self._file.close()
         if self._failed is not None and error is not None:  # torch.save tells of it as a position that is not expected

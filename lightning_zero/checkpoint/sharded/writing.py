@@ -136,7 +136,7 @@ def _write_file(
     name: str, items: list[Piece | Blob], create: Callable[[str], BinaryIO], wrote: Callable[[int], None]
 ) -> tuple[FileSum, list[Written]]:
     placed = []
-    with HashedFile(create(name)) as file:
+    with HashedFile(create(name), lambda count: wrote(0)) as file:  # that it goes on, also in the midst of an item
         for item in items:
             # So that values lie at multiples of this in the file, too, as torch.save puts them in what it writes.
             file.write(bytes(-file.tell() % ALIGNMENT))

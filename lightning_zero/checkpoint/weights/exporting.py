@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_zero.checkpoint.places import INCOMPLETE, beside, make_folders, remove, sync_folder
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.checkpoint.weights.files import INDEX, Part, plan_files
+from lightning_zero.checkpoint.weights.writing import write_tensors
 
 __all__ = ["Weight", "export", "in_dtype"]
 
@@ -110,11 +110,7 @@ def _stop_for(error: Exception | None, ends: Sequence[Future[None]]) -> None:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], wrote: Callable[[int], None]) -> None:
-    work = beside(path, INCOMPLETE)
-    save_file(tensors, work, metadata={"format": "pt"} | metadata)
-    with open(work, "rb") as file:
-        os.fsync(file.fileno())
-    wrote(sum(value.nbytes for value in tensors.values()))
+    write_tensors(beside(path, INCOMPLETE), tensors, {"format": "pt"} | metadata, wrote)
 
 
 def _put_in_place(folder: Path, files: Sequence[Part], weights: Mapping[str, Weight]) -> None:

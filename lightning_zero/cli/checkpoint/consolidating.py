@@ -36,7 +36,10 @@ def consolidate(arguments: Namespace) -> int:
     ]
     if not content["optimizer_states"] and "lr_schedulers" not in content:
         del content["optimizer_states"]  # it was saved with weights only
-    write_archive(_whole(content, sum(found.sizes().values())), output)
+    total = sum(found.sizes().values())
+    whole = _whole(content, total)
+    with bar("writes", total) as wrote:
+        write_archive(whole, output, wrote=wrote)
     size = output.stat().st_size
     print(json.dumps({"output": str(output), "bytes": size}) if arguments.json else output)
     return 0

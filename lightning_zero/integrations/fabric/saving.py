@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning_zero.compat.lightning_private import convert_state
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.fabric.module import unwrapped
-from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file
+from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file, told_by
 from lightning_zero.integrations.folders import parted, read_together, read_whole
 
 __all__ = ["Saving"]
@@ -119,7 +119,8 @@ class Saving(ParallelStrategy):
             CheckpointError: on every rank, when it could not be written; what stood there is still there.
         """
         if isinstance(self._checkpoint_io, BackgroundFileIO) and self._engine is not None:
-            with self._engine.checkpoints.together.busy("waits until the file before is written"):
+            together = self._engine.checkpoints.together
+            with self._telling(), together.busy("waits until the file before is written"):
                 self._checkpoint_io.wait()
         checkpoint = convert_state(self, state, filter or {})
         if self._engine is None:
@@ -130,10 +131,15 @@ class Saving(ParallelStrategy):
         if self._sharded:
             checkpoints.save(path, *parted(checkpoint), background=self._options.async_save)
             return
-        checkpoints.together.first(
-            f"save the checkpoint {path}",
-            lambda: self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options),
-        )
+        with self._telling():
+            checkpoints.together.first(
+                f"save the checkpoint {path}",
+                lambda: self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options),
+            )
+
+    def _telling(self) -> AbstractContextManager[None]:
+        """Inside, what takes long is told of."""
+        return nullcontext() if self._engine is None else told_by(self.checkpoint_io, self._engine.checkpoints.telling)
 
     @override
     def load_checkpoint(
@@ -142,10 +148,12 @@ class Saving(ParallelStrategy):
         if self._engine is not None:
             self._engine.checkpoints.saver.finish()
         io = self.checkpoint_io
+        telling = self._telling()
         self.checkpoint_io = _Lazy(io, None if self._engine is None else self._engine.checkpoints)
         self._loading = path
         try:
-            with nullcontext() if self._engine is None else self._engine.checkpoints.halfway.after_weights(path):
+            halfway = nullcontext() if self._engine is None else self._engine.checkpoints.halfway.after_weights(path)
+            with telling, halfway:
                 left = super().load_checkpoint(path, state, strict, weights_only)
         finally:
             self.checkpoint_io = io

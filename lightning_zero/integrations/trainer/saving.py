@@ -26,7 +26,7 @@ from lightning_zero.compat.lightning_private import WrappingCheckpointIO, optimi
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file
+from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file, told_by
 from lightning_zero.integrations.folders import as_trainers, parted, read_together
 from lightning_zero.integrations.trainer.bars import bars_of
 from lightning_zero.integrations.trainer.finding import named_by_word, newest_first
@@ -93,14 +93,16 @@ class Saving(ParallelStrategy):
         # Before it is sharded every rank holds it whole.
         if engine is None:
             return super().lightning_module_state_dict()
-        if isinstance(self._checkpoint_io, BackgroundFileIO):
-            with engine.checkpoints.together.busy("waits until the file before is written"):
-                self._checkpoint_io.wait()
-        return engine.checkpoints.model_state(self._sharded)
+        with self._telling(engine):
+            if isinstance(self._checkpoint_io, BackgroundFileIO):
+                with engine.checkpoints.together.busy("waits until the file before is written"):
+                    self._checkpoint_io.wait()
+            return engine.checkpoints.model_state(self._sharded)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._require_engine().checkpoints.optimizer_state(plain(optimizer), self._sharded)
+        with self._telling():
+            return self._require_engine().checkpoints.optimizer_state(plain(optimizer), self._sharded)
 
     @property
     @override
@@ -141,18 +143,15 @@ class Saving(ParallelStrategy):
                 engine.checkpoints.save(filepath, state, rest, self.saves_beside and self._runs(), mark, again)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _telling(self, engine: Engine | None = None) -> Iterator[None]:
         """Inside, bars are shown of what takes long, where the Trainer shows one."""
-        checkpoints, io = self._require_engine().checkpoints, self.checkpoint_io
+        checkpoints = (engine or self._require_engine()).checkpoints
         checkpoints.show = None if self._attached is None else bars_of(self._attached)
-        if type(io) is FileIO:  # others write beside training, or are users'
-            io.telling = checkpoints.telling
         try:
-            yield
+            with told_by(self.checkpoint_io, checkpoints.telling):
+                yield
         finally:
             checkpoints.show = None
-            if type(io) is FileIO:
-                io.telling = None
 
     def _write(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -224,7 +223,8 @@ class Saving(ParallelStrategy):
             self.checkpoint_io.teardown()
             return
         checkpoints.saver.finish()
-        checkpoints.together.first("save the last checkpoint", self.checkpoint_io.teardown)
+        with self._telling():
+            checkpoints.together.first("save the last checkpoint", self.checkpoint_io.teardown)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""What is written into a file, on its way to the disk: sent as it comes, and awaited piece by piece, so that those who
+wait hear that it goes on. Left to itself a large host begins when all is written, and says nothing until it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+__all__ = ["Disk"]
+
+WINDOW = 256 << 20  # bytes that may be on their way
+BEFORE, WRITE, AFTER = 1, 2, 4  # SYNC_FILE_RANGE_* of Linux
+# By systems and file systems without that call, or rules for containers.
+REFUSED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ESPIPE)
+
+
+class Disk:
+    """Of one file that is written from its beginning to its end.
+
+    Args:
+        number: of the open file.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number, self._end, self._on_its_way = number, 0, 0
+        self._pieces: deque[tuple[int, int]] = deque()
+        self._refused = False
+
+    def follow(self, count: int) -> None:
+        """So many bytes more were written. Waits for earlier ones where much is on its way.
+
+        Raises:
+            OSError: some of them did not reach the disk.
+        """
+        self._ask(self._end, count, WRITE)
+        self._pieces.append((self._end, count))
+        self._end += count
+        self._on_its_way += count
+        while self._on_its_way > WINDOW:
+            self._await()
+
+    def settle(self, came: Callable[[], object]) -> None:
+        """Until all is on the disk. ``came`` is called now and then.
+
+        Raises:
+            OSError: some of it did not get there.
+        """
+        while self._pieces:
+            self._await()
+            came()
+        os.fsync(self._number)
+
+    def _await(self) -> None:
+        begin, count = self._pieces.popleft()
+        self._ask(begin, count, BEFORE | WRITE | AFTER)
+        self._on_its_way -= count
+
+    def _ask(self, begin: int, count: int, flags: int) -> None:
+        if self._refused or (ask := _sync_file_range()) is None:
+            return
+        while ask(self._number, ctypes.c_int64(begin), ctypes.c_int64(count), ctypes.c_uint(flags)) != 0:
+            found = ctypes.get_errno()
+            if found in REFUSED:
+                self._refused = True
+                return
+            if found != errno.EINTR:  # who is told of one here is not told again by fsync()
+                raise OSError(found, os.strerror(found))
+
+
+@cache
+def _sync_file_range() -> Any:
+    return getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)

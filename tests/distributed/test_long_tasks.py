@@ -1,0 +1,90 @@
+"""A rank that says how far it is with what takes long is waited for as long as it goes on, and no longer."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.errors import RankFailedError
+from tests.helpers.beside import ranks_beside
+from tests.helpers.logs import stderr
+from tests.helpers.watched import step, watched
+
+SAVING = "save x.ckpt"
+
+Found = Callable[[Callable[..., Any]], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def found(native_library: None) -> Iterator[Found]:
+    with ranks_beside([goes_on, goes_on_after_its_last_gather, stops], at_once=3) as outcome:
+        yield outcome
+
+
+def _told(work: Callable[[Any], None]) -> tuple[str, str, float]:
+    """What is said while rank 0 does that and both meet; how it ends; after how long."""
+    with watched(report_s=2.0, timeout_s=5.0) as (engine, model), stderr() as said:
+        step(engine, model)
+        begun, error = time.monotonic(), ""
+        try:
+            work(engine.checkpoints)
+        except RankFailedError as caught:
+            error = str(caught)
+        return said.read_text(), error, time.monotonic() - begun
+
+
+def _moves(checkpoints: Any, seconds: float) -> None:
+    with checkpoints.telling("Saving x.ckpt", "written", 2**30) as wrote:
+        for _ in range(round(seconds / 0.5)):
+            wrote(2**26)
+            time.sleep(0.5)
+
+
+def goes_on() -> tuple[str, str, float]:
+    return _told(lambda checkpoints: checkpoints.together.first(SAVING, lambda: _moves(checkpoints, 8.0)))
+
+
+def goes_on_after_its_last_gather() -> tuple[str, str, float]:
+    """As where copies to the host come behind those from other devices: the others are at the next place already."""
+
+    def work(checkpoints: Any) -> None:
+        if dist.get_rank() == 0:
+            _moves(checkpoints, 8.0)
+        checkpoints.together.first(SAVING, lambda: None)
+
+    return _told(work)
+
+
+@pytest.mark.parametrize("work", [goes_on, goes_on_after_its_last_gather])
+def test_a_task_may_take_longer_than_the_timeout(found: Found, work: Callable[[], Any]) -> None:
+    for said, error, seconds in found(work):
+        assert (said, error) == ("", "")
+        assert seconds > 7.0
+
+
+def stops() -> tuple[str, str, float]:
+    def work(checkpoints: Any) -> None:
+        with checkpoints.telling("Saving x.ckpt", "written", 2**30) as wrote:
+            wrote(2**28)
+            wrote(2**28)
+            wrote(0)
+            for _ in range(200):  # as a disk that has gone
+                time.sleep(0.1)
+                checkpoints.together._watchdog.check()
+
+    return _told(lambda checkpoints: checkpoints.together.first(SAVING, lambda: work(checkpoints)))
+
+
+def test_one_that_stops_is_reported_with_how_far_it_is_and_ends_at_the_timeout(found: Found) -> None:
+    (writer, _, _), (waiting, error, seconds) = found(stops)
+    assert "No progress. This is rank 0: " in writer
+    assert "No progress. This is rank 1: " in waiting
+    for text in (writer, waiting, error):
+        assert "tries to save x.ckpt for" in text
+        assert "saving x.ckpt (0.25 of 1.00 GiB written)" in text
+    assert "and nothing more for" in error
+    assert "A wait took longer than the timeout of 5 s. This is rank 1" in error
+    assert "Missing: rank 0" in error
+    assert 5 < seconds < 15

@@ -1,0 +1,141 @@
+"""What is written behind is what was given, in its order, on the disk; and what goes wrong there is told here."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.checkpoint import disk
+from lightning_zero.checkpoint.archive import write_archive
+from lightning_zero.checkpoint.behind import AT_ONCE, SMALL, WrittenBehind, lasting
+from lightning_zero.checkpoint.disk import Disk
+
+
+def test_all_kinds_of_memory_come_in_their_order(tmp_path: Path) -> None:
+    kept = torch.arange(AT_ONCE // 4 + 99, dtype=torch.int32)
+    passing = bytearray(b"p" * (SMALL + 1))
+    told: list[int] = []
+    with open(tmp_path / "x", "xb", buffering=0) as file, WrittenBehind(file, lasting([kept]), told.append) as behind:
+        for _ in range(3):
+            behind.write(b"small")
+            behind.write(kept.numpy())
+            behind.write(passing)
+            passing[:] = b"q" * len(passing)  # memory that nobody has promised to keep
+            passing[:] = b"p" * len(passing)
+        assert behind.tell() == 3 * (5 + kept.nbytes + len(passing))
+    assert (tmp_path / "x").read_bytes() == 3 * (b"small" + kept.numpy().tobytes() + bytes(passing))
+    assert sum(told) == (tmp_path / "x").stat().st_size
+    assert max(told) == AT_ONCE
+
+
+def test_files_are_what_torch_writes(tmp_path: Path) -> None:
+    shared = torch.rand(300, 300)
+    value = {
+        "shared": [shared, shared.t(), shared[3:5]],
+        "large": (torch.rand(AT_ONCE // 4 + 1),),
+        "strange": torch.eye(40).to_sparse(),
+        "passing": torch.nn.Linear(300, 70),  # in an object, where nobody looks for memory that stays
+        "numbers": [b"x" * 100000, 1.5],
+    }
+    torch.save(value, tmp_path / "archive")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "ours").mkdir()
+    with open(tmp_path / "theirs" / "x", "wb") as file:
+        torch.save(value, file)
+    write_archive(value, tmp_path / "ours" / "x")
+    assert (tmp_path / "ours" / "x").read_bytes() == (tmp_path / "theirs" / "x").read_bytes()
+
+
+class Full:
+    """A file on a disk with room for so many calls."""
+
+    name = "/full/x"
+
+    def __init__(self, file: Any, calls: int) -> None:
+        self._file, self.calls = file, calls
+        self.fileno, self.close = file.fileno, file.close
+
+    def write(self, data: Any) -> int:
+        self.calls -= 1
+        if self.calls < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return int(self._file.write(data))
+
+
+@pytest.mark.parametrize("calls", [0, 3, 8])
+def test_a_full_disk_is_named(tmp_path: Path, calls: int) -> None:
+    value = {f"{number}": torch.rand(SMALL) for number in range(6)}
+
+    def save() -> None:
+        file: Any = Full(open(tmp_path / "x", "xb", buffering=0), calls)  # noqa: SIM115
+        with WrittenBehind(file, lasting(value)) as behind:
+            torch.save(value, behind)  # type: ignore[arg-type]
+
+    with pytest.raises(OSError, match="No space left on device: '/full/x'"):
+        save()
+
+
+# -- on its way to the disk
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """What the system is asked for: from where, how much, how."""
+    found: list[tuple[int, int, int]] = []
+
+    def ask(number: int, begin: Any, count: Any, flags: Any) -> int:
+        found.append((begin.value, count.value, flags.value))
+        return 0
+
+    monkeypatch.setattr(disk, "_sync_file_range", lambda: ask)
+    return found
+
+
+def test_pieces_are_sent_as_they_come_and_awaited_one_by_one(
+    tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "WINDOW", 25)
+    came: list[int] = []
+    with open(tmp_path / "x", "wb") as file:
+        on_its_way = Disk(file.fileno())
+        for _ in range(4):
+            on_its_way.follow(10)
+        sent = [(begin, 10, disk.WRITE) for begin in (0, 10, 20, 30)]
+        wait = disk.BEFORE | disk.WRITE | disk.AFTER
+        assert asked == [*sent[:3], (0, 10, wait), sent[3], (10, 10, wait)]
+        asked.clear()
+        on_its_way.settle(lambda: came.append(len(asked)))
+    assert asked == [(20, 10, wait), (30, 10, wait)]
+    assert came == [1, 2]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EIO])
+def test_a_system_may_refuse_that_but_not_lose_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    calls: list[int] = []
+    synced: list[int] = []
+
+    def refuse(*told: Any) -> int:
+        calls.append(1)
+        disk.ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(disk, "_sync_file_range", lambda: refuse)
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with open(tmp_path / "x", "wb") as file:
+        on_its_way = Disk(file.fileno())
+        if number == errno.EIO:
+            with pytest.raises(OSError, match="Input/output error"):
+                on_its_way.follow(10)
+            return
+        on_its_way.follow(10)
+        on_its_way.follow(10)
+        on_its_way.settle(lambda: None)
+        assert synced == [file.fileno()]
+    assert len(calls) == 1
