@@ -100,12 +100,14 @@ void Access::let_read_ahead() {
 
 void Access::await_copy(ParamRecord& record, at::ScalarType dtype, bool of_peers) {
   if (host_shards_ != nullptr)
-    host_shards_->exchange().let_read(host_shards_->read(record, dtype), Reader::GATHERS, of_peers);
+    host_shards_->exchange().let_read(host_shards_->read(record, dtype, /*compiled=*/true), Reader::GATHERS,
+                                      of_peers);
 }
 
-void Access::await_resident(ParamRecord& record) {
+void Access::await_resident(ParamRecord& record, bool compiled) {
   const auto dtype = record.resident.memory.scalar_type();
-  host_shards_->exchange().let_read(host_shards_->read(record, dtype), Reader::CURRENT, /*of_peers=*/false);
+  host_shards_->exchange().let_read(host_shards_->read(record, dtype, compiled), Reader::CURRENT,
+                                    /*of_peers=*/false);
 }
 
 void Access::publish_host_shards(bool wait) {

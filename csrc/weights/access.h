@@ -82,7 +82,7 @@ class Access : public WeightMemory {
   // same, did not.
   void let_read_ahead();
   // What is queued on the current stream next may read the host shard that is the resident weight.
-  void await_resident(ParamRecord& record);
+  void await_resident(ParamRecord& record, bool compiled);
   void close();
 
  private:

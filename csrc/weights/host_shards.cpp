@@ -32,10 +32,10 @@ bool HostShards::on_any_rank(bool yes) {
   return said[0] > 0;
 }
 
-ShardCopy& HostShards::read(ParamRecord& record, at::ScalarType dtype) {
+ShardCopy& HostShards::read(ParamRecord& record, at::ScalarType dtype, bool compiled) {
   const bool own = record.shard.scalar_type() == dtype;
   auto& copy = own ? record.full_precision_copy : record.compute_copy;
-  if (copy.place < 0) {
+  if (compiled && copy.place < 0) {
     copy.place = static_cast<int64_t>(used_.size());
     used_.push_back(&copy);
     order_ = (order_ ^ static_cast<uint64_t>(2 * record.index + own + 1)) * 0x100000001b3;  // as FNV does

@@ -25,8 +25,9 @@ class HostShards {
   // and begins to fetch the other hosts'; on every rank.
   void refresh();
 
-  // The host shard in `dtype`, which is there. Before compiled code reads it: notes that it does.
-  ShardCopy& read(ParamRecord& record, at::ScalarType dtype);
+  // The host shard in `dtype`, which is there. Before compiled code reads it: notes that it does. Code that
+  // is not compiled must not count: only its backward reads most weights here, the last layer's first.
+  ShardCopy& read(ParamRecord& record, at::ScalarType dtype, bool compiled);
   Exchange& exchange() { return exchange_; }
 
  private:

@@ -60,12 +60,15 @@ void ResidentWeights::start(at::TensorList resident, at::TensorList shards) {
 
 void ResidentWeights::wait(at::TensorList shards) {
   Lock lock(context_.mutex);
-  for (const auto& shard : shards) wait_for(ShardTable::instance().find(shard, "resident_wait").index);
+  for (const auto& shard : shards) {
+    const auto index = ShardTable::instance().find(shard, "resident_wait").index;
+    wait_for(index, /*compiled=*/true);
+  }
 }
 
-void ResidentWeights::wait_for(int64_t index) {
+void ResidentWeights::wait_for(int64_t index, bool compiled) {
   if (context_.at(index).resident_host_shard() != nullptr)
-    return access_.await_resident(context_.at(index));
+    return access_.await_resident(context_.at(index), compiled);
   const auto found = arriving_.find(index);
   if (found == arriving_.end())
     return;
@@ -83,7 +86,7 @@ bool ResidentWeights::read(ParamRecord& record, at::ScalarType dtype, at::Tensor
   if (!memory.defined() || memory.scalar_type() != dtype || !(serves_ || compat::current_backward() >= 0))
     return false;
   if (record.resident_host_shard() != nullptr || is_filled(record))
-    wait_for(record.index);
+    wait_for(record.index, /*compiled=*/false);
   if (!is_filled(record)) {
     std::vector<at::Tensor> sources;
     note_filled(record);

@@ -50,7 +50,7 @@ class ResidentWeights {
   // which may find it stale.
   bool is_filled(ParamRecord& record) const;
   void note_filled(ParamRecord& record) const;
-  void wait_for(int64_t index);
+  void wait_for(int64_t index, bool compiled);
 
   Context& context_;
   Access& access_;

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_zero.bench.decoder import Block, Decoder, Tokens
 from lightning_zero.engine import engine_of
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import INPUTS, RTOL, Regression, close, global_losses, make_trainer, seeded, whole_state
@@ -171,3 +172,57 @@ def test_sharded_averages_are_those_of_a_full_checkpoint(ranks: Ranks, tmp_path:
         assert joined[part].keys() == full[part].keys()
         for name, value in full[part].items():
             assert torch.equal(joined[part][name], value), f"{part}[{name!r}]"
+
+
+DEPTH = 6
+seen: list[int] = []  # by layer of the last forward: how many parts of what hosts exchange this rank had awaited
+counting: list[Any] = []  # the engine whose they are
+
+
+@torch.library.custom_op("lightning_zero_tests::parts_awaited", mutates_args=())
+def parts_awaited(x: Tensor) -> Tensor:
+    if counting:
+        seen.append(counting[0].executor.counters().get("awaited_parts", 0))
+    return x.clone()
+
+
+parts_awaited.register_fake(torch.empty_like)
+parts_awaited.register_autograd(lambda context, grad: grad)
+
+
+class Watched(Block):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return super().forward(parts_awaited(x), cos, sin)
+
+
+class Language(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Decoder(64, DEPTH, 2, 96)
+        for block in self.net.blocks:
+            block.__class__ = Watched
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        seen.clear()
+        counting[:] = [engine_of(self)]
+        counting[0].executor.reset_counters()
+        return self.net(batch[:, :-1], batch[:, 1:])
+
+
+def awaited_layer_by_layer() -> list[int]:
+    module = Language()
+    options = {"ranks_per_host": 1, "gather_group_mb": 0.02}
+    trainer = make_trainer("compiled", max_steps=STEPS, precision="bf16-mixed", **options)
+    trainer.fit(module, DataLoader(Tokens(16), 2))
+    counting.clear()
+    close(module)
+    return list(seen)
+
+
+def test_hosts_exchange_weights_in_the_order_in_which_compiled_code_reads_them(ranks: Ranks) -> None:
+    """What is not compiled reads most weights in its backward only, the last layer's first: were that the order, the
+    first layer would have to wait for everything."""
+    for awaited in ranks.run(2, awaited_layer_by_layer, deadline=150):
+        assert len(awaited) == DEPTH
+        assert awaited == sorted(awaited)
+        assert awaited[1] <= awaited[-1] / 2, awaited  # behind the first layer
