@@ -237,8 +237,8 @@ def profiler(trainer: L.Trainer) -> Any:
             with tempfile.TemporaryDirectory() as directory:
                 trace = Path(directory, "trace.json")
                 profile.export_chrome_trace(str(trace))
-                found = gaps.read(trace)
-            print("\n".join([f"{ARGS.model}:", *(found.lines() if found else ["a trace without kernels"])]), flush=True)
+                lines = gaps.describe(trace)
+            print("\n".join([f"{ARGS.model}:", *lines]), flush=True)
 
     schedule = torch.profiler.schedule(wait=ARGS.steps + 1, warmup=3, active=PROFILED, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=show)

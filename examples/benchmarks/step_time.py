@@ -87,8 +87,7 @@ def make_trainer(strategy: Any, clock: Clock, **options: Any) -> L.Trainer:
 def traced(profile: torch.profiler.profile, file: str) -> None:
     """Keeps a trace, and prints where its steps went."""
     profile.export_chrome_trace(file)
-    found = gaps.read(Path(file))
-    print("\n".join(found.lines() if found else ["a trace without kernels"]), flush=True)
+    print("\n".join(gaps.describe(Path(file))), flush=True)
 
 
 def main() -> None:

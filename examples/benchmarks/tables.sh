@@ -5,8 +5,8 @@
 #     bash examples/benchmarks/tables.sh starts FOLDER
 #
 # bench: README's chart. checkpoints, more-checkpoints: of 6.7B. starts: to the tenth step, with caches empty and filled.
-# growth: 24 and 96 layers. hosts: two, of one GPU each. precisions, parts, checkpointed, images, lengths: models of models.py, beside peers.
-# memory: budgets. tests: those of tests/gpu that take two GPUs or a machine to themselves.
+# growth: 24 and 96 layers. hosts: two, of one GPU each. precisions, parts, checkpointed, images, lengths: models of
+# models.py, beside peers. memory: budgets. tests: those of tests/gpu that take two GPUs or a machine to themselves.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory or tests}

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Gap", "Steps", "read", "summarise"]
+__all__ = ["Gap", "Steps", "describe", "read", "summarise"]
 
 COMPUTES, COPIES = ("kernel",), ("gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
 STEP = "ProfilerStep#"
 # Kernels that move what ranks send each other, or wait for it: NCCL's, and those of csrc.
-MEETINGS = frozenset(
-    ["announce", "announce_parts", "begin_epoch", "hold", "rank_barrier", "take", "tell_sending", "wait_for"]
-    + ["wait_for_parts"]
-)
+MEETINGS = frozenset([
+    "announce", "announce_parts", "begin_epoch", "hold", "rank_barrier", "take", "tell_sending", "wait_for",
+    "wait_for_parts",
+])  # fmt: skip
 SHORTEST_US = 2.0  # between kernels of one graph there are as many
 WIDTH = 48  # of a kernel's name, in text
 
@@ -92,6 +92,12 @@ class Steps:
 def read(trace: Path) -> Steps | None:
     """Of a Chrome trace; None where it has no kernels in at least two steps."""
     return summarise(json.loads(trace.read_text())["traceEvents"])
+
+
+def describe(trace: Path) -> list[str]:
+    """Lines for people, of a Chrome trace."""
+    found = read(trace)
+    return found.lines() if found else ["a trace without kernels"]
 
 
 def summarise(events: Iterable[dict[str, Any]]) -> Steps | None:

@@ -55,14 +55,12 @@ def compare(
         devices: on which each runs.
         say: shows a line of progress.
         known: rows of the same job from before; peers that have a time there do not run again.
-        keep: gets the rows so far, after each.
+        keep: gets the rows so far, after each, and those from before that are still to come.
     """
-    rows: list[Row] = []
-    before = {row["peer"]: row for row in known if row.get("ms")}
+    found_of = {row["peer"]: row for row in known if row.get("ms")}
     for name in names:
-        if name in before:
-            say(f"{name}: {before[name]['ms']} ms, as before")
-            rows.append(before[name])
+        if name in found_of:
+            say(f"{name}: {found_of[name]['ms']} ms, as before")
             continue
         peer = PEERS[name]
         failed = peer.why_not(devices.gpus)
@@ -74,9 +72,9 @@ def compare(
             row |= found | ({"output": output} if failed else {})
         row["failed"] = failed
         say(f"{name}: {brief(failed) or str(row['ms']) + ' ms'}")
-        rows.append(row)
-        keep(ratios(rows))
-    return ratios(rows)
+        found_of[name] = row
+        keep(ratios([found_of[name] for name in names if name in found_of]))
+    return ratios([found_of[name] for name in names])
 
 
 def _run(job: Job, devices: Devices) -> tuple[Row, str, str]:

@@ -13,12 +13,11 @@ from typing import Any, BinaryIO
 import numpy
 from torch import Tensor
 
-from lightning_zero.checkpoint.disk import Disk
+from lightning_zero.checkpoint.disk import Disk, in_blocks, write_whole
 from lightning_zero.sharding.layout import is_strided
 
 __all__ = ["WrittenBehind", "lasting"]
 
-AT_ONCE = 16 << 20  # bytes that are written, so that those who wait hear of it now and then
 SMALL = 1 << 16  # bytes that are copied
 WAITING = 1024  # pieces that are not written yet
 
@@ -100,16 +99,10 @@ class WrittenBehind(RawIOBase):
                 self._pieces.task_done()
 
     def _put(self, view: memoryview) -> None:
-        for begin in range(0, len(view), AT_ONCE):
-            block = view[begin : begin + AT_ONCE]
-            written = 0
-            while written < len(block):
-                if self._failed is not None:
-                    return
-                try:
-                    written += self._file.write(block[written:])
-                except OSError as error:
-                    raise OSError(error.errno, error.strerror, getattr(self._file, "name", None)) from error
+        for block in in_blocks(view):
+            if self._failed is not None:
+                return
+            write_whole(self._file, block)
             self._disk.follow(len(block))
             self._wrote(len(block))
 

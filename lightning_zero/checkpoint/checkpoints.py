@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.sharded.plans import Plans
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.checkpoint.sharded.writing import packed
-from lightning_zero.checkpoint.telling import Show, Telling
+from lightning_zero.checkpoint.telling import Show, Telling, untold
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 from lightning_zero.native.watchdog import Watchdog
@@ -111,7 +111,7 @@ class Checkpoints:
     def _gathering(self, what: str, total: int) -> Telling:
         """Tells of what rank 0 keeps: others, which keep nothing, may be through long before."""
         if self.together.rank:
-            return Telling("", "", None)
+            return untold(total)
         return self.telling(f"Gathering {what}", "gathered", total)
 
     # -- what was saved

@@ -7,16 +7,37 @@ import ctypes
 import errno
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, BinaryIO
 
-__all__ = ["Disk"]
+__all__ = ["Disk", "in_blocks", "write_whole"]
 
+AT_ONCE = 16 << 20  # bytes that are written, so that those who wait hear of it now and then
 WINDOW = 256 << 20  # bytes that may be on their way
 BEFORE, WRITE, AFTER = 1, 2, 4  # SYNC_FILE_RANGE_* of Linux
 # By systems and file systems without that call, or rules for containers.
 REFUSED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ESPIPE)
+
+
+def in_blocks(data: memoryview) -> Iterator[memoryview]:
+    """Of bytes, as many as are written at once."""
+    for begin in range(0, len(data), AT_ONCE):
+        yield data[begin : begin + AT_ONCE]
+
+
+def write_whole(file: BinaryIO, data: memoryview) -> None:
+    """All of these bytes, however few a file takes at a time.
+
+    Raises:
+        OSError: names the file, where it has a name.
+    """
+    written = 0
+    while written < len(data):
+        try:
+            written += file.write(data[written:])
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, getattr(file, "name", None)) from error
 
 
 class Disk:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value
 from lightning_zero.checkpoint.sharded.values import SavedValue
-from lightning_zero.checkpoint.telling import Telling
+from lightning_zero.checkpoint.telling import Telling, untold
 from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import on_plain_tensors
@@ -68,7 +68,7 @@ def optimizer_state(
     rank = sharder.mesh.rank
     state: dict[int, dict[str, Any]] = {}
     found = OptimizerInventory(optimizer, sharder).held(packed)
-    with (telling or _untold)(sum(map(_whole_bytes, chain.from_iterable(found.values())))) as gathered:
+    with (telling or untold)(sum(map(_whole_bytes, chain.from_iterable(found.values())))) as gathered:
         for number, entries in found.items():
             kept: dict[str, Any] = {}
             for entry in entries:
@@ -118,7 +118,7 @@ def shard_optimizer_state(
         )
     sharded: dict[Any, Any] = dict(state["state"])
     found = OptimizerInventory(optimizer, sharder).saved(state)
-    parts = _parts(found, room or _on_host, telling or _untold)
+    parts = _parts(found, room or _on_host, telling or untold)
     for number, entries in found.items():
         sharded[number] = {e.key: _whole(e.value) if e.record is None else parts[number, e.key] for e in entries}
     return {"state": sharded, "param_groups": state["param_groups"]}
@@ -149,10 +149,6 @@ def _parts(
 
 def _whole_bytes(entry: Entry) -> int:
     return 0 if entry.record is None else int(entry.record.layout.numel * entry.value.itemsize)
-
-
-def _untold(total: int) -> Telling:
-    return Telling("", "", None)
 
 
 def _on_host(numel: int, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Bar", "Show", "Telling"]
+__all__ = ["Bar", "Show", "Telling", "untold"]
 
 EVERY_S, MOVED_EVERY_S = 10.0, 0.5
 
@@ -86,3 +86,8 @@ class Telling:
             with self._lock:  # a thread may be late
                 self._moved("")
                 self._moved = None
+
+
+def untold(total: int) -> Telling:
+    """Of what nobody wants to hear."""
+    return Telling("", "", None)

@@ -40,7 +40,7 @@ from lightning_zero.compile.again import why_again
 from lightning_zero.compile.attention import drop_causal_masks
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.discover import CallNotes
-from lightning_zero.compile.evenly import LEAST, saved_within
+from lightning_zero.compile.evenly import save_drawn, saved_within
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.graph import output_node
@@ -55,7 +55,7 @@ from lightning_zero.compile.passes.leaving import LeavingLimits, leave
 from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
-from lightning_zero.compile.tagging import tag_activations, tag_drawn, tag_gathers
+from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.refusals import plainly
 
@@ -210,10 +210,8 @@ class Compiler:
         self, limits: LeavingLimits | None, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any
     ) -> Any:
         """A joint graph into forward and backward, between which activations may leave for the host."""
-        budget = self._config.activation_memory_budget
         # Here: Inductor's passes over joint graphs have seeds drawn, which no node before them does.
-        if budget < 1 and tag_drawn(module.graph) and budget == 0:
-            functorch_config.activation_memory_budget = LEAST  # of none at all torch heeds no tag
+        save_drawn(module.graph, self._config.activation_memory_budget)
         forward, backward = min_cut_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **settings)
         if keep_as_read(forward.graph, num_fwd_outputs):
             forward.recompile()

@@ -22,19 +22,28 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.compiler import CustomKnapsackSolver, knapsack
+from lightning_zero.compat.compiler import CustomKnapsackSolver, functorch_config, knapsack
 from lightning_zero.compile.draws import draws
+from lightning_zero.compile.tagging import tag_drawn
 from lightning_zero.profiling import cost
 
-__all__ = ["SavedEvenly", "evenly", "saved_within"]
+__all__ = ["SavedEvenly", "evenly", "save_drawn", "saved_within"]
 
 TIE = 0.02  # the share by which a product is worth more than one of twice its bytes and operations
+NEXT_TO_NONE = 1e-6  # a budget
 LEAST = 1e-6  # of a size, in shares of all: what has none is worth no more than that
 
 
 def saved_within(budget: float) -> dict[str, Any]:
     """Settings of torch's partitioner: so much of what it would like to save may be, as a share."""
     return {"activation_memory_budget": budget, "activation_memory_budget_solver": SavedEvenly()}
+
+
+def save_drawn(graph: Graph, budget: float) -> None:
+    """Has torch's partitioner, which divides this joint graph next within :func:`saved_within`, save random numbers."""
+    # Of a budget of none at all it heeds no tag.
+    if budget < 1 and tag_drawn(graph) and budget == 0:
+        functorch_config.activation_memory_budget = NEXT_TO_NONE
 
 
 class SavedEvenly(CustomKnapsackSolver):

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from lightning_zero.compat.ops import OpOverload, OpOverloadPacket
 from lightning_zero.compile.frontend import body_of
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.native.ops import NAMESPACE
 from lightning_zero.sharding.sight import Sight
 
 __all__ = ["refuse_out_of_sight"]
@@ -50,4 +51,4 @@ def _uses(module: GraphModule, shards: Mapping[Node, Sight]) -> Iterator[tuple[N
 
 
 def _ours(target: Any) -> bool:
-    return isinstance(target, OpOverload | OpOverloadPacket) and str(target).startswith("lightning_zero.")
+    return isinstance(target, OpOverload | OpOverloadPacket) and str(target).startswith(f"{NAMESPACE}.")

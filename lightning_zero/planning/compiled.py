@@ -26,13 +26,13 @@ from lightning_zero.compat.compiler import (
 )
 from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, without_modes
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.evenly import LEAST, saved_within
+from lightning_zero.compile.evenly import save_drawn, saved_within
 from lightning_zero.compile.graph import output_node, results
 from lightning_zero.compile.outside import Outside
 from lightning_zero.compile.passes import leaving, saved_for_backward
 from lightning_zero.compile.passes.leaving import leave
 from lightning_zero.compile.passes.offload import place_offloads
-from lightning_zero.compile.tagging import tag_activations, tag_drawn, tag_gathers
+from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.planning.ledger import Ledger
 from lightning_zero.planning.lifetimes import graph_peak, leave_narrow
 from lightning_zero.planning.weights import insert_gathers, on_host, on_paper
@@ -130,8 +130,7 @@ class PaperCompiler:
             tag_gathers(module.graph, saved_for_backward(self._context))
             if self._context.config.recompute is not None:
                 tag_activations(module.graph, self._context.config.recompute)
-            if budget < 1 and tag_drawn(module.graph) and budget == 0:
-                functorch_config.activation_memory_budget = LEAST
+            save_drawn(module.graph, budget)
             parts = (inductor_partition if generates else min_cut_partition)(module, inputs, **settings)
             self._leave(*parts, settings["num_fwd_outputs"])
             return parts

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.looks import counted, failing, look, seen
 from tests.helpers.models import Case, _regression, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, train_reference
 from tests.helpers.sharded import engine_for, sgd, single_thread, train_sharded
@@ -15,27 +16,6 @@ from tests.ranks.pool import Ranks
 LAYERS, WIDTH, STEPS, SAMPLES = 7, 24, 6, 12
 UNREPLAYED = 2  # a step that is compiled, before any is replayed
 LAYER_MB = 4 * WIDTH * WIDTH / 2**20  # a part for each: the first ones would be smaller than that
-
-seen: list[list[int]] = []  # by forward: how many parts this rank had waited for, layer by layer
-counted: list[Any] = []  # the engine's counters, to ask
-failing: list[int] = []  # layers at which this rank fails
-
-
-@torch.library.custom_op("lightning_zero_tests::look", mutates_args=())
-def look(x: Tensor, layer: int) -> Tensor:
-    """Runs where the layer would. A step's first exchange is the only one."""
-    if layer in failing:
-        raise ValueError("meant to fail")
-    if counted:
-        counters = counted[0].counters()
-        if layer == 0:
-            seen.append([])
-        seen[-1].append(counters.get("awaited_parts", 0))
-    return x.clone()
-
-
-look.register_fake(lambda x, layer: torch.empty_like(x))
-look.register_autograd(lambda context, grad: (grad, None))
 
 
 class Layers(Case):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero.bench.decoder import Block, Decoder, Tokens
 from lightning_zero.engine import engine_of
+from tests.helpers.looks import counted, look, seen
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import INPUTS, RTOL, Regression, close, global_losses, make_trainer, seeded, whole_state
 from tests.ranks.pool import Ranks
@@ -175,48 +176,37 @@ def test_sharded_averages_are_those_of_a_full_checkpoint(ranks: Ranks, tmp_path:
 
 
 DEPTH = 6
-seen: list[int] = []  # by layer of the last forward: how many parts of what hosts exchange this rank had awaited
-counting: list[Any] = []  # the engine whose they are
-
-
-@torch.library.custom_op("lightning_zero_tests::parts_awaited", mutates_args=())
-def parts_awaited(x: Tensor) -> Tensor:
-    if counting:
-        seen.append(counting[0].executor.counters().get("awaited_parts", 0))
-    return x.clone()
-
-
-parts_awaited.register_fake(torch.empty_like)
-parts_awaited.register_autograd(lambda context, grad: grad)
 
 
 class Watched(Block):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return super().forward(parts_awaited(x), cos, sin)
+        return super().forward(look(x, self.number), cos, sin)
 
 
 class Language(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.net = Decoder(64, DEPTH, 2, 96)
-        for block in self.net.blocks:
-            block.__class__ = Watched
+        for number, block in enumerate(self.net.blocks):
+            block.__class__, block.number = Watched, number
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        seen.clear()
-        counting[:] = [engine_of(self)]
-        counting[0].executor.reset_counters()
+        engine = engine_of(self)
+        assert engine is not None
+        counted[:] = [engine.executor]
+        engine.executor.reset_counters()
         return self.net(batch[:, :-1], batch[:, 1:])
 
 
 def awaited_layer_by_layer() -> list[int]:
     module = Language()
+    seen.clear()
     options = {"ranks_per_host": 1, "gather_group_mb": 0.02}
     trainer = make_trainer("compiled", max_steps=STEPS, precision="bf16-mixed", **options)
     trainer.fit(module, DataLoader(Tokens(16), 2))
-    counting.clear()
+    counted.clear()
     close(module)
-    return list(seen)
+    return seen[-1]
 
 
 def test_hosts_exchange_weights_in_the_order_in_which_compiled_code_reads_them(ranks: Ranks) -> None:

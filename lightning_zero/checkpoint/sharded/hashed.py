@@ -11,12 +11,11 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from lightning_zero.checkpoint.disk import Disk
+from lightning_zero.checkpoint.disk import Disk, in_blocks, write_whole
 
 __all__ = ["FileSum", "HashedFile", "digest_of", "sum_of"]
 
 BLOCK = 4 << 20  # bytes
-AT_ONCE = 16 << 20  # that are written, so that those who wait hear of it now and then
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,17 @@ class HashedFile(RawIOBase):
     def write(self, data: Any) -> int:
         """All of ``data``, which has the buffer protocol."""
         view = memoryview(data).cast("B")
-        for begin in range(0, len(view), AT_ONCE):
-            self._write(view[begin : begin + AT_ONCE])
+        for block in in_blocks(view):
+            self._write(block)
         return len(view)
 
     def _write(self, view: memoryview) -> None:
         self._hash.update(view)
-        written = 0
-        while written < len(view):
-            try:
-                written += self._file.write(view[written:])
-            except OSError as error:
-                self._failed = OSError(error.errno, error.strerror, getattr(self._file, "name", None))
-                raise
+        try:
+            write_whole(self._file, view)
+        except OSError as error:
+            self._failed = error
+            raise
         self._bytes += len(view)
         if self._disk is not None:
             self._disk.follow(len(view))
@@ -96,8 +93,8 @@ class HashedFile(RawIOBase):
                     self._disk.settle(lambda: self._wrote(0))
         finally:
             self._file.close()
-        if self._failed is not None and error is not None:  # torch.save tells of it as a position that is not expected
-            raise self._failed from error
+        if self._failed is not None and error not in (None, self._failed):
+            raise self._failed from error  # torch.save tells of it as a position that is not expected
 
 
 def sum_of(file: BinaryIO, read: Callable[[int], None] = lambda count: None) -> FileSum:

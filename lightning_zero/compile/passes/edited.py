@@ -50,16 +50,16 @@ def _source(node: Node) -> Node:
 
 def _copied(graph: Graph, node: Node) -> Node:
     value: Tensor = node.meta["val"]
-    copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-    copy.meta["val"] = value.clone()
-    if copy.meta["val"].stride() == value.stride():
+    packed = value.clone()
+    if packed.stride() == value.stride():
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta["val"] = packed
         return copy
     # Its memory has gaps, and backward was traced for such an input.
     empty = graph.call_function(torch.ops.aten.new_empty_strided.default, (node, value.size(), value.stride()))
     empty.meta["val"] = value.new_empty_strided(value.size(), value.stride())
     filled = graph.call_function(torch.ops.aten.copy.default, (empty, node))
     filled.meta["val"] = empty.meta["val"]
-    graph.erase_node(copy)
     return filled
 
 

@@ -64,6 +64,8 @@ def test_what_ended_halfway_goes_on_where_it_was() -> None:
     assert [row.get("ms") for row in rows] == [50.0, 30.0, 130.0]
     assert again[0] == "floor: 50.0 ms, as before"
     assert rows[0]["ratio"] == round(50 / 130, 3)
+    compare(JOB, names, replace(DEVICES, rank=["-c", only_ddp]), again.append, kept[-1], kept.append)
+    assert [row["peer"] for row in kept[-1]] == names  # what comes behind it is not lost where this ends here
 
 
 def test_where_ours_has_no_time_the_first_is_the_measure() -> None:

@@ -12,8 +12,8 @@ import torch
 
 from lightning_zero.checkpoint import disk
 from lightning_zero.checkpoint.archive import write_archive
-from lightning_zero.checkpoint.behind import AT_ONCE, SMALL, WrittenBehind, lasting
-from lightning_zero.checkpoint.disk import Disk
+from lightning_zero.checkpoint.behind import SMALL, WrittenBehind, lasting
+from lightning_zero.checkpoint.disk import AT_ONCE, Disk
 
 
 def test_all_kinds_of_memory_come_in_their_order(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_zero.checkpoint.behind import AT_ONCE
+from lightning_zero.checkpoint.disk import AT_ONCE
 from lightning_zero.checkpoint.weights.writing import NAMES, write_tensors
 
 
