@@ -16,7 +16,7 @@ std::string Recorder::why_not(int64_t segment) const {
     return "another graph is being recorded";
   if (const auto reason = gradients_.why_not(segment); !reason.empty())
     return reason;
-  return weights_.why_not_recorded();
+  return weights_.why_not();
 }
 
 void Recorder::begin(bool backward, bool adding, int64_t segment) {
@@ -24,7 +24,7 @@ void Recorder::begin(bool backward, bool adding, int64_t segment) {
   const auto reason = why_not(segment);
   TORCH_INTERNAL_ASSERT(reason.empty(), reason);
   gradients_.begin(backward, adding, segment);
-  weights_.begin_recording();
+  weights_.begin();
   communicators_.begin_recording();
   counters_ = std::exchange(context_.counters, {});
   recording_ = true;
@@ -34,17 +34,17 @@ int64_t Recorder::end() {
   Lock lock(context_.mutex);
   TORCH_INTERNAL_ASSERT(recording_);
   auto reason = gradients_.finish();
-  if (reason.empty() && weights_.resident().any_arriving())
-    reason = "weights that stay resident over a step arrive in another graph";
+  if (reason.empty())
+    reason = weights_.finish();
   communicators_.join();
   Recorded graph;
   graph.gradients = gradients_.end();
-  graph.weights = weights_.end_recording();
+  graph.weights = weights_.end();
   graph.counters = std::exchange(context_.counters, std::move(counters_));
   graph.meetings = communicators_.end_recording();
   recording_ = false;
   if (!reason.empty())
-    weights_.resident().never_ran(graph.weights);
+    weights_.never_ran(graph.weights);
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), reason);
   graphs_.emplace(++made_, std::move(graph));
   return made_;
@@ -56,7 +56,7 @@ void Recorder::abort() {
     return;
   communicators_.join_whatever_happened();
   gradients_.abort();
-  weights_.resident().never_ran(weights_.end_recording());
+  weights_.never_ran(weights_.end());
   context_.counters = std::move(counters_);
   communicators_.end_recording();
   recording_ = false;
@@ -79,7 +79,7 @@ bool Recorder::fits(int64_t forward, int64_t backward) const {
     if (gradients_.is_stale())
       return false;
     const auto& graph = recorded(number);
-    if (!gradients_.fits(graph.gradients) || !weights_.resident().finds_all(graph.weights, gathered))
+    if (!gradients_.fits(graph.gradients) || !weights_.fits(graph.weights, gathered))
       return false;
   }
   return true;
@@ -87,7 +87,7 @@ bool Recorder::fits(int64_t forward, int64_t backward) const {
 
 void Recorder::never_ran(int64_t graph) {
   Lock lock(context_.mutex);
-  weights_.resident().never_ran(recorded(graph).weights);
+  weights_.never_ran(recorded(graph).weights);
 }
 
 void Recorder::drop(int64_t graph) {
@@ -99,7 +99,7 @@ void Recorder::before_replay(int64_t number) {
   Lock lock(context_.mutex);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   const auto& graph = recorded(number);
-  weights_.sync_peers();
+  weights_.before_replay(graph.weights);
   communicators_.before_replay(graph.meetings);
   if (!graph.gradients.arrivals.empty())
     gradients_.before_replay(graph.gradients);
@@ -112,7 +112,7 @@ void Recorder::after_replay(int64_t number) {
   for (const auto& [name, by] : graph.counters) context_.counters[name] += by;
   context_.count("replayed_graphs");
   communicators_.after_replay(graph.meetings);
-  weights_.resident().after_replay(graph.weights);
+  weights_.after_replay(graph.weights);
   if (!graph.gradients.arrivals.empty())
     gradients_.after_replay(graph.gradients);
 }

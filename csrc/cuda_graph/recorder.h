@@ -15,7 +15,7 @@
 #include <string>
 
 #include "gradients/recording.h"
-#include "weights/weights.h"
+#include "weights/recording.h"
 
 namespace lightning_zero {
 
@@ -51,7 +51,7 @@ class Recorder {
  private:
   struct Recorded {
     GradientRecording::Recorded gradients;
-    ResidentWeights::Recorded weights;
+    WeightRecording::Recorded weights;
     Meetings meetings;
     std::map<std::string, int64_t> counters;
   };
@@ -59,7 +59,7 @@ class Recorder {
 
   Context& context_;
   Communicators& communicators_;
-  Weights& weights_;
+  WeightRecording weights_;
   GradientRecording gradients_;
   bool recording_ = false;
   std::map<std::string, int64_t> counters_;  // of what goes on around a recording

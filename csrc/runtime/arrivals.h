@@ -37,6 +37,9 @@ class Arrivals {
   // Returns once these have come to all ranks; on a device, that is when what is queued next on the current
   // stream begins, in a graph, too: there it means the part of the exchange that was begun last.
   virtual void wait_for(int64_t part, Reader reader) = 0;
+  // The current stream has waited for all parts of this exchange: whoever waits in a graph that is replayed
+  // next, for one of the first so many parts, need not, whether there are so many or not.
+  void wait_no_more(int64_t parts) { starts_at(first_ - parts); }
 
  protected:
   virtual void starts_at(int64_t first) {}

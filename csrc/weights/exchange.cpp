@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace lightning_zero {
 
@@ -28,6 +29,7 @@ std::vector<std::string> names_of(const std::vector<std::vector<ShardCopy*>>& pa
 void Exchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
   std::vector<std::vector<ShardCopy*>> parts;
   int64_t room = 0;
+  bool moved = false;
   for (auto* copy : copies) {
     const auto bytes = static_cast<int64_t>(copy->own.nbytes()) * context_.inside.size;
     if (parts.empty() || bytes > room) {
@@ -36,10 +38,12 @@ void Exchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
       parts.emplace_back();
     }
     room -= bytes;
-    copy->part = static_cast<int64_t>(parts.size()) - 1;
+    const auto before = std::exchange(copy->part, static_cast<int64_t>(parts.size()) - 1);
+    moved = moved || (copy->place >= 0 && copy->part != before);
     parts.back().push_back(copy);
   }
   parts_.clear();
+  cut_ += moved;
   come_ = 0;
   seen_ = {};
   first_ = first;
@@ -114,6 +118,10 @@ void Exchange::let_read(const ShardCopy& copy, Reader reader, bool of_peers) {
     return;
   if (!has_streams(context_.device)) {
     come(part);
+    if (recording_) {
+      auto& noted = recorded_[static_cast<size_t>(reader)];
+      noted = std::max(noted, part + 1);
+    }
     if (!of_peers || seen > part)
       return;
     TORCH_INTERNAL_ASSERT(arrivals, "nobody tells what peers have got");
@@ -139,6 +147,20 @@ void Exchange::let_read(const ShardCopy& copy, Reader reader, bool of_peers) {
 void Exchange::begin_recording() {
   recording_ = true;
   recorded_ = {};
+}
+
+Exchange::Recorded Exchange::end_recording() {
+  recording_ = false;
+  return {cut_, *std::max_element(recorded_.begin(), recorded_.end())};
+}
+
+// What it waits for holds other weights than when it was captured, and there may be fewer parts than that.
+void Exchange::before_replay(const Recorded& graph) {
+  auto* arrivals = comms_.arrivals();
+  if (fits(graph) || arrivals == nullptr || !has_streams(context_.device) || parts_.empty())
+    return;
+  arrivals->wait_for(planned_ - 1, Reader::CURRENT);
+  arrivals->wait_no_more(graph.parts);
 }
 
 }  // namespace lightning_zero

@@ -12,7 +12,8 @@
 //
 // Parts are cut in the order in which compiled code has read weights first. Whether all ranks have seen the
 // same order they agree on where they agree that there is something to exchange; until they have, it is that
-// of registration.
+// of registration. A graph that was captured before waits for parts that hold other weights: it is replayed
+// behind all of the next exchange, and captured anew.
 #pragma once
 
 #include <array>
@@ -43,8 +44,14 @@ class Exchange {
   // Whether graphs hold waits; otherwise all must be over before one is replayed.
   bool in_graphs() const { return comms_.arrivals() != nullptr || !has_streams(context_.device); }
 
+  // -- see [Note: captured graphs]
+  struct Recorded {
+    int64_t cut = 0, parts = 0;  // how parts were cut, and how many of them the graph waits for
+  };
   void begin_recording();
-  void end_recording() { recording_ = false; }
+  Recorded end_recording();
+  bool fits(const Recorded& graph) const { return graph.parts == 0 || graph.cut == cut_; }
+  void before_replay(const Recorded& graph);
   void close() { parts_.clear(); }
 
  private:
@@ -59,6 +66,7 @@ class Exchange {
   Communicators& comms_;
   int64_t first_ = 0, planned_ = 0;  // numbers of parts before this exchange, and how many it has
   std::vector<Pending> parts_;
+  int64_t cut_ = 0;   // another one whenever a weight that compiled code reads comes with another part
   int64_t come_ = 0;  // on a CPU: how many this rank has waited for
   Seen seen_{}, recorded_{};
   bool recording_ = false;

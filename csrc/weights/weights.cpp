@@ -90,7 +90,7 @@ void Weights::resident_start(at::TensorList resident, at::TensorList shards) {
 
 void Weights::check_plan(const std::string& digest, const std::string& plan) {
   std::unique_lock lock(context_.mutex);
-  if (recording_)
+  if (copies_.recording)
     return;  // before_replay() does this each time
   if (plans_.count(digest) == 0 && !new_plan_op_.empty()) {
     lock.unlock();  // Python waits there for the other ranks
@@ -156,32 +156,6 @@ void Weights::close() {
   first_.forget();
   copies_.close();
   access_.close();
-}
-
-// ---- recordings
-
-std::string Weights::why_not_recorded() const {
-  if (resident_.any_arriving())
-    return "weights that stay resident over a step are still on their way";
-  if (edits_.watched() > 0)
-    return "code that is not compiled holds weights";
-  return {};
-}
-
-void Weights::begin_recording() {
-  // Nothing that was launched before may be waited for inside, and nothing inside from without.
-  first_.forget();
-  resident_.begin_recording();
-  recording_ = copies_.recording = true;
-  if (host_shards_)
-    host_shards_->exchange().begin_recording();
-}
-
-ResidentWeights::Recorded Weights::end_recording() {
-  recording_ = copies_.recording = false;
-  if (host_shards_)
-    host_shards_->exchange().end_recording();
-  return resident_.end_recording();
 }
 
 }  // namespace lightning_zero

@@ -63,13 +63,11 @@ class Weights {
   ComputeCopies& copies() { return copies_; }
   Edits& edits() { return edits_; }
   ResidentWeights& resident() { return resident_; }
+  FirstGroups& first() { return first_; }
+  // Null on one host.
+  Exchange* exchange() { return host_shards_ ? &host_shards_->exchange() : nullptr; }
   size_t watched() const { return edits_.watched(); }  // by edits()
   void close();
-
-  // -- see [Note: captured graphs]. Called by who holds the lock.
-  std::string why_not_recorded() const;
-  void begin_recording();
-  ResidentWeights::Recorded end_recording();
 
  private:
   void sync_edits_if_any();
@@ -82,7 +80,6 @@ class Weights {
   FirstGroups first_;
   ResidentWeights resident_;
   Edits edits_;
-  bool recording_ = false;
   std::string new_plan_op_;
   std::set<std::string> plans_;  // digests of those that all ranks are known to have
 };

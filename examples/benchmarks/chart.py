@@ -18,13 +18,13 @@ import matplotlib.pyplot as plt  # noqa: E402  (the backend must be chosen first
 
 HERE = Path(__file__).parent
 OWN = "#4477aa"
-OTHERS = {"FSDP2": "#bbbbbb", "DeepSpeed": "#ddcc77", "one GPU alone": "#eebbaa"}
+OTHERS = {"FSDP": "#bbbbbb", "DDP": "#bbbbbb", "DeepSpeed": "#ddcc77", "one GPU alone": "#eebbaa"}
 BAR, GAP, HEAD = 1.0, 0.55, 0.85  # of bars, between rows, and for a row's name
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     count = sum(len(row["bars"]) for row in rows)
-    figure, axes = plt.subplots(figsize=(8.6, 0.6 + 0.235 * (count + len(rows) * (GAP + HEAD))), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 0.6 + 0.235 * (count + len(rows) * (GAP + HEAD))), layout="constrained")
     y = 0.0
     for row in rows:
         unit = row["bars"][0]["ms"]
@@ -39,7 +39,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axes.text(0.03, y, bar["who"], fontsize=8, va="center", color="white" if colour == OWN else "black")
             y += BAR
         y += GAP
-    axes.set(xlim=(0, 5.3), ylim=(y - GAP - 0.4, -0.6), yticks=[], xlabel="time over that of zero3_compile")
+    axes.set(xlim=(0, 6.6), ylim=(y - GAP - 0.4, -0.6), yticks=[], xlabel="time over that of zero3_compile")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(labelsize=8)
     axes.xaxis.label.set_size(8)

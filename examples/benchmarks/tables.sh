@@ -2,7 +2,9 @@
 # Runs a table's rows one after the other on two GPUs, each in processes of its own and under a limit of its own, so that one
 # row that hangs costs no other; what a row printed is in FOLDER/NAME.log, and a summary comes last. Most tables take 10 minutes.
 #
-#     bash examples/benchmarks/tables.sh starts FOLDER
+#     bash examples/benchmarks/tables.sh starts FOLDER [ROWS]
+#
+# ROWS: an extended regular expression; rows whose whole name is not like it are left out. The tables:
 #
 # bench: README's chart. checkpoints, more-checkpoints: of 6.7B. starts: to the tenth step, with caches empty and filled.
 # growth: 24 and 96 layers. hosts: two, of one GPU each. precisions, parts, checkpointed, images, lengths: models of
@@ -11,6 +13,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory or tests}
 out=$(realpath -m "${2:?a folder for logs}")
+wanted=${3:-.*}
 work=$(mktemp -d)
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -21,6 +24,7 @@ caches() { export TORCHINDUCTOR_CACHE_DIR=$work/$1/inductor XDG_CACHE_HOME=$work
 
 row() {
   local name=$1 limit=$2 begin=$SECONDS
+  [[ $name =~ ^($wanted)$ ]] || return 0
   shift 2
   rows+=("$name")
   timeout --kill-after 5 "$limit" "$@" >"$out/$name.log" 2>&1

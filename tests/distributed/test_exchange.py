@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.helpers.looks import counted, failing, look, seen
 from tests.helpers.models import Case, _regression, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, train_reference
+from tests.helpers.recut import expected, train_captured_at_once
 from tests.helpers.sharded import engine_for, sgd, single_thread, train_sharded
 from tests.ranks.pool import Ranks
 
@@ -85,6 +86,17 @@ def test_first_layers_run_before_the_last_part_has_come(ranks: Ranks, world_size
                 assert awaited[0] < parts / 2, f"{name}: {awaited} of {parts}"
                 assert awaited[LAYERS // 2] < parts, f"{name}: {awaited} of {parts}"
                 assert awaited[-1] >= parts - 1, f"{name}: {awaited} of {parts}"  # the last layer's own, right behind
+
+
+def test_graphs_that_wait_for_parts_of_before_are_captured_anew(ranks: Ranks) -> None:
+    with single_thread():
+        reference = expected(2)
+    for out, parts, dropped, replayed in ranks.run(2, train_captured_at_once, emulate_cuda_graph_model=True):
+        for what in ("losses", "grads", "params"):
+            assert_close_relative(getattr(out, what), getattr(reference, what), 1e-6, what=what)
+        assert parts[1] == parts[-1] < parts[0]
+        assert [reason.split(":")[0] for reason in dropped] == ["in step 1"]
+        assert replayed > 0
 
 
 def left_alone() -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.recut import expected, train_captured_at_once
 from tests.helpers.replays import BY_COLLECTIVE, WAYS, train
 from tests.helpers.sharded import engine_for, sgd
 from tests.ranks.pool import Ranks
@@ -66,6 +67,22 @@ def test_two_hosts_of_two_train_as_one_host_does(ranks: Ranks, transports: str, 
     chosen = BY_COLLECTIVE["weights and gradients"] if transports == "collectives" else {}
     found = ranks.run(4, on_one_host_and_on_two, "clipped", HOSTS[hosts], 2, chosen, backend="nccl", deadline=200)
     check(found, "clipped", copies=True, exchange=hosts != "a replica on each")
+
+
+def recut(options: dict[str, Any]) -> Any:
+    return train_captured_at_once(f"cuda:{torch.cuda.current_device()}", cuda_graph_model=True, **options)
+
+
+@pytest.mark.gpu(2)
+def test_graphs_wait_for_no_part_that_there_is_no_more(ranks: Ranks) -> None:
+    options = BY_COLLECTIVE["weights and gradients"] | HOSTS["a slow network"]
+    reference = expected(2)
+    for out, parts, dropped, replayed in ranks.run(2, recut, options, backend="nccl", deadline=100):
+        assert_close_relative(out.losses, reference.losses, 1e-4, what="losses")
+        assert_close_relative(out.params, reference.params, 1e-4, what="weights")
+        assert parts[1] == parts[-1] < parts[0]
+        assert len(dropped) == 1, dropped
+        assert replayed > 0
 
 
 def seconds_between_layers(gbs: float) -> tuple[float, float]:

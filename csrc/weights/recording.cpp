@@ -1,0 +1,46 @@
+#include "weights/recording.h"
+
+namespace lightning_zero {
+
+std::string WeightRecording::why_not() const {
+  if (weights_.resident().any_arriving())
+    return "weights that stay resident over a step are still on their way";
+  if (weights_.edits().watched() > 0)
+    return "code that is not compiled holds weights";
+  return {};
+}
+
+void WeightRecording::begin() {
+  // Nothing that was launched before may be waited for inside, and nothing inside from without.
+  weights_.first().forget();
+  weights_.resident().begin_recording();
+  weights_.copies().recording = true;
+  if (auto* exchange = weights_.exchange())
+    exchange->begin_recording();
+}
+
+std::string WeightRecording::finish() const {
+  if (weights_.resident().any_arriving())
+    return "weights that stay resident over a step arrive in another graph";
+  return {};
+}
+
+WeightRecording::Recorded WeightRecording::end() {
+  weights_.copies().recording = false;
+  auto* exchange = weights_.exchange();
+  return {weights_.resident().end_recording(), exchange ? exchange->end_recording() : Exchange::Recorded{}};
+}
+
+bool WeightRecording::fits(const Recorded& graph, std::set<int64_t>& gathered) const {
+  const auto* exchange = weights_.exchange();
+  return weights_.resident().finds_all(graph.resident, gathered) &&
+         (exchange == nullptr || exchange->fits(graph.exchange));
+}
+
+void WeightRecording::before_replay(const Recorded& graph) {
+  weights_.sync_peers();
+  if (auto* exchange = weights_.exchange())
+    exchange->before_replay(graph.exchange);
+}
+
+}  // namespace lightning_zero
