@@ -37,7 +37,14 @@ def write_whole(file: BinaryIO, data: memoryview) -> None:
         try:
             written += file.write(data[written:])
         except OSError as error:
-            raise OSError(error.errno, error.strerror, getattr(file, "name", None)) from error
+            raise _naming(error, getattr(file, "name", None)) from error
+
+
+def _naming(error: OSError, name: object) -> OSError:
+    if error.errno is not None:
+        return OSError(error.errno, error.strerror or os.strerror(error.errno), name)
+    said = str(error) or type(error).__name__  # a store's, which has words and no number
+    return OSError(said if name is None else f"{said}: {name!r}")
 
 
 class Disk:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,6 +81,21 @@ def test_a_full_disk_is_named(tmp_path: Path, calls: int) -> None:
 
     with pytest.raises(OSError, match="No space left on device: '/full/x'"):
         save()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("the bucket's quota is used up"), "the bucket's quota is used up: '/full/x'"),
+        (PermissionError(), "PermissionError: '/full/x'"),
+        (OSError(errno.EIO, None), f"[Errno {errno.EIO}] Input/output error: '/full/x'"),
+        (OSError(errno.EIO, "bad sector"), f"[Errno {errno.EIO}] bad sector: '/full/x'"),
+    ],
+)
+def test_a_stores_own_words_are_kept(error: OSError, said: str) -> None:
+    file: Any = SimpleNamespace(name="/full/x", write=Mock(side_effect=error))
+    with pytest.raises(OSError, match=f"^{re.escape(said)}$"):
+        disk.write_whole(file, memoryview(b"x"))
 
 
 # -- on its way to the disk
