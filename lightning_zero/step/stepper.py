@@ -27,7 +27,8 @@ from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
 from lightning_zero.step.runner import StepRunner
 from lightning_zero.step.stretches import StretchesRunner
-from lightning_zero.step.substitute import Own, Substitute
+from lightning_zero.step.substitute import Own, Shown, Substitute
+from lightning_zero.step.watch import WATCHED, Watch, needs_watching
 
 __all__ = ["OptimizerStepper"]
 
@@ -63,6 +64,8 @@ class OptimizerStepper:
         self._sharder = sharder
         self._may_be_away = host is not None  # master shards are where state is
         self._substitute = Substitute(optimizer)
+        self._optimizer = optimizer
+        self._watched = 0  # steps
         self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, narrow)
         self.why_eager = why_not_captured(optimizer, device, capture, emulate)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")
@@ -153,7 +156,14 @@ class OptimizerStepper:
         runner = self.runner = self._runner_of(layout, own)
         self._mark_written(layout, False)
         shown = runner.begin(layout, own, max_norm, skip)
-        self._substitute.show(shown, lambda own: runner.end(layout, own))
+        self._substitute.show(shown, lambda own: runner.end(layout, own), self._watch(layout, shown))
+
+    def _watch(self, layout: StepLayout, shown: Shown) -> Watch | None:
+        """What the step runs in while it is not known to treat elements one by one."""
+        if not shown.groups or self._watched == WATCHED or not needs_watching(self._optimizer):
+            return None
+        self._watched += 1
+        return Watch(self._optimizer, layout)
 
     @on_plain_tensors
     def end(self) -> bool:

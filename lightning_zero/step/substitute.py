@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class Substitute:
         self._before: Groups = []
         self._after: Callable[[Own], None] = lambda own: None
         self._hook: Any = None
+        self._around: AbstractContextManager[Any] | None = None
 
     @property
     def shown(self) -> bool:
@@ -58,9 +59,11 @@ class Substitute:
     def own(self) -> Own:
         return self._own or Own(self._optimizer.param_groups, self._optimizer.state)
 
-    def show(self, shown: Shown, after: Callable[[Own], None]) -> None:
-        """From now on until the end of the optimizer's next ``step``, or :meth:`end`, it sees this; ``after`` is then
-        called with what is its own."""
+    def show(
+        self, shown: Shown, after: Callable[[Own], None], around: AbstractContextManager[Any] | None = None
+    ) -> None:
+        """From now on until the end of the optimizer's next ``step``, or :meth:`end`, it sees this, inside of
+        ``around``; ``after`` is then called with what is its own."""
         self._own, self._shown, self._after = self.own, shown, after
         self._before = [dict(group) for group in shown.groups]
         self._optimizer.param_groups, self._optimizer.state = shown.groups, shown.state
@@ -68,6 +71,9 @@ class Substitute:
         # The user's own hooks come after this one.
         hooks: Any = self._optimizer._optimizer_step_post_hooks
         hooks.move_to_end(self._hook.id, last=False)
+        if around is not None:
+            around.__enter__()
+            self._around = around
 
     def end(self) -> bool:
         """The optimizer has its own again. Harmless when repeated; returns whether there was something to end."""
@@ -91,6 +97,9 @@ class Substitute:
     def _restore(self) -> None:
         if self._own is None:
             return
+        if self._around is not None:
+            around, self._around = self._around, None
+            around.__exit__(None, None, None)
         own, self._own = self._own, None
         self._optimizer.param_groups, self._optimizer.state = own
         for origin, now, before in zip(self._shown.origins, self._shown.groups, self._before, strict=True):

@@ -171,3 +171,49 @@ def test_optimizers_that_need_whole_parameters_are_refused_by_name(ranks: Ranks)
         assert messages["stranger"].startswith(
             "Parameter 0 of group 1 in SGD (shape (3, 2)) does not belong to the model"
         )
+
+
+class Scaled(torch.optim.Optimizer):
+    """By the norm of each gradient, or by the mean of each row, as their authors write them."""
+
+    def __init__(self, params: Any, of: str) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.of = of
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for param in (param for group in self.param_groups for param in group["params"]):
+            squared = param.grad.square()
+            size = squared.mean(-1, keepdim=True) if self.of == "rows" else param.grad.norm() ** 2
+            average = self.state[param].get("average", torch.zeros_like(size))
+            self.state[param]["average"] = average = 0.9 * average + 0.1 * size
+            param.sub_(1e-2 * param.grad / (average.sqrt() + 1e-3))
+        return loss
+
+
+class ByHand(Regression):
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+
+    def configure_optimizers(self) -> Any:
+        return Scaled(self.parameters(), self.of)
+
+
+def _by_hand() -> dict[str, str]:
+    messages = {}
+    for of in ("norms", "rows"):
+        module = ByHand(of)
+        with pytest.raises(MisconfigurationException) as refused:
+            make_trainer("eager").fit(module, make_loader("eager"))
+        messages[of] = str(refused.value)
+        close(module)
+    return messages
+
+
+def test_steps_by_hand_that_take_elements_together_are_refused(ranks: Ranks) -> None:
+    for messages in ranks.run(2, _by_hand):
+        assert messages["norms"].startswith("The step() of Scaled takes norm of a parameter")
+        assert messages["rows"].startswith("The step() of Scaled takes mean of a parameter")
+        assert all("on_before_optimizer_step" in message for message in messages.values())
