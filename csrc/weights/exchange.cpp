@@ -29,7 +29,6 @@ std::vector<std::string> names_of(const std::vector<std::vector<ShardCopy*>>& pa
 void Exchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
   std::vector<std::vector<ShardCopy*>> parts;
   int64_t room = 0;
-  bool moved = false;
   for (auto* copy : copies) {
     const auto bytes = static_cast<int64_t>(copy->own.nbytes()) * context_.inside.size;
     if (parts.empty() || bytes > room) {
@@ -39,11 +38,10 @@ void Exchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
     }
     room -= bytes;
     const auto before = std::exchange(copy->part, static_cast<int64_t>(parts.size()) - 1);
-    moved = moved || (copy->place >= 0 && copy->part != before);
+    cut_ += copy->place >= 0 && copy->part != before;
     parts.back().push_back(copy);
   }
   parts_.clear();
-  cut_ += moved;
   come_ = 0;
   seen_ = {};
   first_ = first;

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.formulas import rule_for
+from lightning_zero.optim.formulas import has_rules, rule_for
 from lightning_zero.sharding.record import ShardedParameter
 
 __all__ = ["NARROW", "ROUNDINGS", "check_narrow", "is_narrow", "narrow_names", "widen"]
@@ -55,7 +55,7 @@ def widen(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedPara
 def check_narrow(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises :class:`UnsupportedError` for an optimizer whose state, with these groups, cannot be kept so."""
     name = type(optimizer).__name__
-    if any(rule_for(optimizer, group) is None for group in groups):
+    if not has_rules(optimizer, groups):
         raise UnsupportedError(
             f"state_dtype='bf16' has what {name} keeps rounded after each step, by the formula of its update, and that "
             "is none of those that are known here (elementwise ones of torch.optim, no subclasses). "

@@ -15,10 +15,21 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.formulas import rule_for
+from lightning_zero.optim.formulas import has_rules
 from lightning_zero.sharding.refusals import on_plain_tensors
 
-__all__ = ["check_capture", "check_members", "check_offload", "check_optimizer", "zero_gradients_plainly"]
+__all__ = [
+    "INSTEAD",
+    "check_capture",
+    "check_members",
+    "check_offload",
+    "check_optimizer",
+    "is_of_torch",
+    "zero_gradients_plainly",
+]
+
+# What to do where an optimizer would train wrongly.
+INSTEAD = "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another strategy."
 
 _WHOLE = {
     "Muon": "orthogonalises whole matrices",
@@ -48,6 +59,11 @@ _WHOLE = {
 _FAMILIES = ("GaLore", "Muon", "Shampoo", "Adafactor", "DAdapt")
 
 
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is one of torch's own, not a subclass."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises :class:`UnsupportedError`, naming the optimizer and the reason, when it needs whole parameters."""
     for cls in type(optimizer).__mro__:
@@ -56,9 +72,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         if reason is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} {reason}, but each rank holds only a flat piece of every parameter, so it "
-                "would train wrongly. "
-                "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another "
-                "strategy."
+                f"would train wrongly. {INSTEAD}"
             )
 
 
@@ -74,7 +88,7 @@ def check_capture(optimizer: torch.optim.Optimizer, reason: str | None, option: 
 
 def check_offload(optimizer: torch.optim.Optimizer) -> None:
     """Raises :class:`UnsupportedError` for an optimizer whose state cannot lie on the host."""
-    if any(rule_for(optimizer, group) is None for group in optimizer.param_groups):
+    if not has_rules(optimizer, optimizer.param_groups):
         raise UnsupportedError(
             f"offload=('optimizer',) has optimizers step their parameters in parts, and whether "
             f"{type(optimizer).__name__} can do that is not known: its update rule is none of those that are known "

@@ -20,7 +20,7 @@ from lightning_zero.sharding.refusals import plainly, refuse_for, sight_of
 if TYPE_CHECKING:
     from lightning_zero.sharding.sight import Sight
 
-__all__ = ["BY_NAME", "engine_is_gone", "norms", "reduce"]
+__all__ = ["BY_NAME", "engine_is_gone", "is_of_two", "norms", "reduce"]
 
 INF = math.inf
 
@@ -75,13 +75,17 @@ class _Linked(torch.autograd.Function):
         return grad.expand(ctx.shape), None
 
 
+def is_of_two(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function that reduces otherwise takes the larger, or the smaller, of two tensors' elements."""
+    return name in ("max", "min") and isinstance(args[1] if len(args) > 1 else kwargs.get("other"), Tensor)
+
+
 def reduce(
     rule: Callable[..., Any], elementwise: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Calls ``func``, whose rule this is, on shards in sight."""
     name = func.__name__
-    second = args[1] if len(args) > 1 else kwargs.get("other")
-    if name in ("max", "min") and isinstance(second, Tensor):
+    if is_of_two(name, args, kwargs):
         return elementwise(func, args, kwargs)
     kwargs = dict(kwargs)
     sight = sight_of((*args, *kwargs.values()))

@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from lightning_zero.sharding.layout import ShardLayout
     from lightning_zero.sharding.sight import Sight
 
-__all__ = ["plainly", "rule_of"]
+__all__ = ["plainly", "rule_of", "words"]
 
 Rule = Callable[[Any, Any, dict[str, Any]], Any]
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ADMINISTRATION = _words(
+_ADMINISTRATION = words(
     "element_size stride storage_offset data_ptr is_contiguous is_floating_point is_complex is_signed is_inference "
     "is_conj is_neg is_shared is_pinned is_same_size is_set_to get_device storage untyped_storage _typed_storage "
     "__hash__ __repr__ __format__ __dir__ __setstate__ register_hook register_post_accumulate_grad_hook retain_grad "
     "backward grad share_memory_ record_stream has_names dim_order result_type can_cast promote_types broadcast_shapes "
     "_is_view increment_version _has_compatible_shallow_copy_type _amp_foreach_non_finite_check_and_unscale_"
 )
-_MEASURES = _words("size dim ndimension shape ndim")
+_MEASURES = words("size dim ndimension shape ndim")
 # Elementwise, or a view of the same elements in the same order, though no tag says so. What comes out must have the
 # shard's shape, or be flat.
-_SAME = _words(
+_SAME = words(
     "clone detach detach_ to type type_as float double half bfloat16 int long short char byte bool cpu cuda xpu "
     "contiguous alias view_as reshape_as expand_as view reshape flatten ravel copy_ fill_ fill zero_ masked_fill_ "
     "pin_memory conj resolve_conj resolve_neg requires_grad_ as_subclass multiply multiply_ subtract subtract_ divide "
@@ -55,8 +55,8 @@ _SAME = _words(
 _OPERATORS = frozenset(
     f"__{prefix}{name}__"
     for prefix in ("", "r", "i")
-    for name in _words("add sub mul truediv div floordiv mod pow and or xor lshift rshift")
-) | frozenset(f"__{name}__" for name in _words("neg pos abs invert eq ne lt le gt ge"))
+    for name in words("add sub mul truediv div floordiv mod pow and or xor lshift rshift")
+) | frozenset(f"__{name}__" for name in words("neg pos abs invert eq ne lt le gt ge"))
 # They ask each shard for its sizes some ten times, from hundreds of frames deep.
 _COMPILERS = ("torch._dynamo.", "torch._subclasses.")
 _DISABLING = "torch._dynamo.eval_frame"  # where calls of what torch.compiler.disable has decorated pass

@@ -48,6 +48,7 @@ from lightning_zero.optim.support import (
     check_members,
     check_offload,
     check_optimizer,
+    is_of_torch,
     zero_gradients_plainly,
 )
 from lightning_zero.sharding.record import ShardedParameter
@@ -166,7 +167,7 @@ class OptimizerSteps:
             optimizer.load_state_dict(state)
         # Settings come with the state. What older versions did not know torch's own optimizers add by themselves.
         lacking = sorted(set().union(*settings) - set().union(*optimizer.param_groups)) if settings else []
-        if lacking and type(optimizer).__module__.startswith("torch.optim."):
+        if lacking and is_of_torch(optimizer):
             raise ValueError(
                 f"The checkpoint's optimizer is no {type(optimizer).__name__}: its settings lack "
                 f"{', '.join(map(repr, lacking))}. Configure the optimizer as it was when the checkpoint was saved, or "

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.formulas import rule_for
-from lightning_zero.sharding.reductions import BY_NAME
+from lightning_zero.optim.formulas import has_rules
+from lightning_zero.optim.support import INSTEAD, is_of_torch
+from lightning_zero.sharding.reductions import BY_NAME, is_of_two
+from lightning_zero.sharding.rules import words
 from lightning_zero.step.layout import StepLayout
 
 __all__ = ["WATCHED", "Watch", "needs_watching"]
@@ -22,55 +25,17 @@ __all__ = ["WATCHED", "Watch", "needs_watching"]
 WATCHED = 16  # steps: each call of torch takes some microseconds longer in them
 
 # Whether all is finite, or the same, is asked by many, and decides nothing in a training that is well.
-_HARMLESS = frozenset(["all", "any", "equal", "allclose", "item", "__float__", "__int__", "__bool__", "is_nonzero"])
-_TOGETHER = (BY_NAME.keys() - _HARMLESS) | frozenset(
-    [
-        "median",
-        "nanmedian",
-        "quantile",
-        "nanquantile",
-        "sort",
-        "argsort",
-        "topk",
-        "kthvalue",
-        "argmax",
-        "argmin",
-        "cumsum",
-        "cumprod",
-        "logsumexp",
-        "softmax",
-        "log_softmax",
-        "normalize",
-        "cosine_similarity",
-        "dist",
-        "renorm",
-        "histc",
-        "matmul",
-        "mm",
-        "bmm",
-        "mv",
-        "addmm",
-        "addmv",
-        "addr",
-        "outer",
-        "inner",
-        "einsum",
-        "tensordot",
-        "linear",
-        "trace",
-        "svd",
-        "qr",
-        "__matmul__",
-        "__rmatmul__",
-    ]
+_HARMLESS = words("all any equal allclose item __float__ __int__ __bool__ is_nonzero")
+_TOGETHER = (BY_NAME.keys() - _HARMLESS) | words(
+    "median nanmedian quantile nanquantile sort argsort topk kthvalue argmax argmin cumsum cumprod logsumexp "
+    "softmax log_softmax normalize cosine_similarity dist renorm histc matmul mm bmm mv addmm addmv addr outer "
+    "inner einsum tensordot linear trace svd qr __matmul__ __rmatmul__"
 )
 
 
 def needs_watching(optimizer: torch.optim.Optimizer) -> bool:
     """Whether nobody knows that this optimizer treats elements one by one: it is neither torch's nor has a rule."""
-    if type(optimizer).__module__.startswith("torch.optim."):
-        return False
-    return any(rule_for(optimizer, group) is None for group in optimizer.param_groups)
+    return not is_of_torch(optimizer) and not has_rules(optimizer, optimizer.param_groups)
 
 
 class Watch(TorchFunctionMode):
@@ -86,24 +51,19 @@ class Watch(TorchFunctionMode):
         if torch.compiler.is_compiling():  # Dynamo follows this function, too
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name.rpartition("foreach_")[2] in _TOGETHER or name.startswith("linalg_"):  # of lists, too
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            lists = [value for value in args if isinstance(value, tuple | list)]
-            elementwise = name in ("max", "min") and len(tensors) > 1
-            tensors += [value for values in lists for value in values if isinstance(value, Tensor)]
-            if not elementwise and any(map(self._is_piece, tensors)):
-                self._refuse(name)
+        together = name.rpartition("foreach_")[2] in _TOGETHER or name.startswith("linalg_")  # of lists, too
+        if together and not is_of_two(name, args, kwargs) and any(map(self._is_piece, tree_leaves((args, kwargs)))):
+            self._refuse(name)
         return func(*args, **kwargs)
 
-    def _is_piece(self, tensor: Tensor) -> bool:
+    def _is_piece(self, value: Any) -> bool:
         # Of the module's own parameters, which are in sight, all ranks take norms together.
-        return "_zero_sight" not in tensor.__dict__ and tensor.numel() >= self._least
+        return isinstance(value, Tensor) and "_zero_sight" not in value.__dict__ and value.numel() >= self._least
 
     def _refuse(self, name: str) -> NoReturn:
         raise UnsupportedError(
             f"The step() of {self._optimizer} takes {name} of a parameter, a gradient or state. Each rank holds only a "
-            "flat piece of every parameter, and sees several of them as one, so it would train wrongly. Use an "
-            "optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another strategy. A "
+            f"flat piece of every parameter, and sees several of them as one, so it would train wrongly. {INSTEAD} A "
             "number that is only reported belongs in on_before_optimizer_step (in a loop of your own: before step()), "
             "where p.grad.norm() is of the whole gradient."
         )

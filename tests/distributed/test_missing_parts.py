@@ -15,6 +15,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native.watchdog import Watchdog
 from tests.helpers.models import Case, build, make_batches
 from tests.helpers.sharded import engine_for, sgd, train_sharded
+from tests.helpers.watched import verdict
 from tests.ranks.pool import Ranks
 
 WIDTH = 24
@@ -39,17 +40,6 @@ class Layers(Case):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
-
-
-def verdict(watchdog: Watchdog, seconds: float) -> str:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            watchdog.check()
-        except RankFailedError as error:
-            return str(error)
-        time.sleep(0.02)
-    return ""
 
 
 # Rank 3, on the second host, sends nothing. So rank 1 gets nothing, and rank 0, which reads what rank 1 gets, waits too.

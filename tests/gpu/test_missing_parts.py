@@ -7,15 +7,15 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_zero.engine import Engine
 from lightning_zero.errors import RankFailedError
 from tests.helpers.sharded import engine_for, sgd
+from tests.helpers.watched import verdict
 from tests.ranks.pool import Ranks
 
 # The watchdog ends who does not come back 4 s after it was told.
-TIMEOUT_S, HELD_S, PATIENCE_S, LATE_AT, STEPS = 6.0, 8.0, 20.0, 12, 14
+TIMEOUT_S, HELD_S, PATIENCE_S, LATE_AT = 6.0, 8.0, 20.0, 12
 
 
 def hold(seconds: float) -> None:
@@ -31,14 +31,6 @@ def hold(seconds: float) -> None:
     torch.cuda._sleep(int(cycles * seconds / (begin.elapsed_time(end) / 1e3)))
 
 
-def until_told(engine: Engine) -> None:
-    """The rank whose device was held comes back before it hears why the other one ends."""
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        engine.watchdog.check()
-        time.sleep(0.05)
-
-
 def one_device_is_held(replayed: bool) -> tuple[str, float, dict[str, int]]:
     device = f"cuda:{torch.cuda.current_device()}"
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
@@ -50,26 +42,31 @@ def one_device_is_held(replayed: bool) -> tuple[str, float, dict[str, int]]:
         "report_stall_after_s": 2.0,
     }
     with engine_for(model, "aot_eager", device=device, **options) as engine:
-        optimizer, begun = sgd(model), 0.0
+        optimizer = sgd(model)
+
+        def forward() -> Tensor:
+            with engine.train_step():
+                loss = model(torch.ones(4, 256, device=device)).square().mean()
+            loss.item()
+            return loss
+
+        for _ in range(LATE_AT):
+            forward().backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        begun = time.monotonic()
+        if engine.rank == 1:
+            hold(HELD_S)
         try:
-            for number in range(STEPS):
-                if number == LATE_AT:
-                    torch.cuda.synchronize()
-                    begun = time.monotonic()
-                    if engine.rank == 1:
-                        hold(HELD_S)
-                with engine.train_step():
-                    loss = model(torch.ones(4, 256, device=device)).square().mean()
-                loss.item()
-                if number == LATE_AT:
-                    until_told(engine)  # or collectives were queued behind it that nobody ends
-                loss.backward()
-                with engine.optimizers.stepping(optimizer):
-                    optimizer.step()
-                optimizer.zero_grad()
+            forward()
+            # The rank whose device was held comes back before it hears why the other one ends, and what it queued then
+            # would wait for collectives that nobody ends.
+            said = verdict(engine.watchdog, PATIENCE_S)
         except RankFailedError as error:
-            return str(error), time.monotonic() - begun, engine.executor.counters()
-        return "trained on", 0.0, engine.executor.counters()
+            said = str(error)
+        return said, time.monotonic() - begun, engine.executor.counters()
 
 
 @pytest.mark.gpu(2)

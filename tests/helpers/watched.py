@@ -1,7 +1,8 @@
-"""An engine whose watchdog is not patient, with a small model."""
+"""An engine whose watchdog is not patient, with a small model; and what a watchdog has to say."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
+from lightning_zero.errors import RankFailedError
+from lightning_zero.native.watchdog import Watchdog
 from tests.helpers.options import config
 
-__all__ = ["step", "watched"]
+__all__ = ["step", "verdict", "watched"]
 
 WIDTH = 64
 
@@ -53,3 +56,15 @@ def step(engine: Engine, model: nn.Module, both: bool = True) -> None:
     engine.cycle.before_backward()
     loss.backward()
     engine.cycle.after_backward()
+
+
+def verdict(watchdog: Watchdog, seconds: float) -> str:
+    """What ends this rank within so many seconds; nothing where it may go on."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            watchdog.check()
+        except RankFailedError as error:
+            return str(error)
+        time.sleep(0.02)
+    return ""

@@ -12,7 +12,7 @@ party's, or of a user's own: :func:`register_rule`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lightning_zero.optim.formulas.sgd import asgd, sgd
 from lightning_zero.optim.formulas.sign import rprop
 from lightning_zero.optim.formulas.squares import adadelta, adagrad, rmsprop
 
-__all__ = ["MakeRule", "Rule", "StateNames", "register_rule", "rule_for", "state_names"]
+__all__ = ["MakeRule", "Rule", "StateNames", "has_rules", "register_rule", "rule_for", "state_names"]
 
 MakeRule = Callable[[Mapping[str, Any]], Rule]
 
@@ -48,6 +48,11 @@ def rule_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule
     anything."""
     make = _RULES.get(type(optimizer)) or type(optimizer).__dict__.get(_ATTRIBUTE)
     return None if make is None or group.get("differentiable") else make(group)
+
+
+def has_rules(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether there is a rule for each of these groups."""
+    return all(rule_for(optimizer, group) is not None for group in groups)
 
 
 def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateNames:
