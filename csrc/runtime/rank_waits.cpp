@@ -49,6 +49,17 @@ std::vector<int64_t> not_come(const RankStatus& waiting, const std::vector<RankS
   return ranks;
 }
 
+// Ranks at whose end of a chain of waits this one is.
+std::vector<int64_t> waiting_for(int64_t rank, const std::vector<RankStatus>& all) {
+  std::vector<int64_t> ranks;
+  for (const auto& other : all) {
+    const auto ends = other.rank == rank ? std::vector<int64_t>() : culprits(other, all);
+    if (std::find(ends.begin(), ends.end(), rank) != ends.end())
+      ranks.push_back(other.rank);
+  }
+  return ranks;
+}
+
 // What to look at, where what hosts exchange does not come.
 std::string about_part(const RankStatus& mine, const std::vector<int64_t>& missing,
                        const std::vector<RankStatus>& all) {
@@ -181,6 +192,8 @@ std::string report(const std::vector<RankStatus>& all, int64_t rank, double now)
   }
   if (waits_for_part(mine))
     text += about_part(mine, missing, all);
+  if (const auto waiting = waiting_for(rank, all); !mine.waits() && !waiting.empty())
+    text += " Waiting for this rank: " + named(waiting, all) + ".";
   std::string others;
   for (const auto& other : all) {
     if (other.rank != rank)

@@ -203,12 +203,13 @@ bool Watchdog::look_at_backends(const RankStatus& mine) {
     const auto error = backend->getError();
     if (error == c10d::ErrorType::SUCCESS)
       continue;
-    end_as_told(
-        "failed",
-        "NCCL reports " +
-            std::string(error == c10d::ErrorType::TIMEOUT ? "that a collective took longer than its timeout"
-                                                          : "an error of communication") +
-            " in process group " + name + ". This is " + mine.describe(seconds_since_epoch()) + ".");
+    const auto now = seconds_since_epoch();
+    const bool late = error == c10d::ErrorType::TIMEOUT;  // all ranks live, and can be asked
+    const auto mine_and_others = late ? report(board_->statuses(mine), rank_, now) : mine.describe(now) + ".";
+    end_as_told("failed",
+                std::string("NCCL reports ") +
+                    (late ? "that a collective took longer than its timeout" : "an error of communication") +
+                    " in process group " + name + ". This is " + mine_and_others);
     return true;
   }
   return false;

@@ -180,7 +180,7 @@ def test_a_rank_that_is_late_is_named_on_every_rank_and_waited_for(found: Found)
     assert "waits in an all-gather of parameters" in waiting
     assert "rank 1: between two steps" in waiting
     assert "No progress. This is rank 1: between two steps" in slow
-    assert "rank 0: forward of training batch 2" in slow
+    assert "Waiting for this rank: rank 0. The others: rank 0: forward of training batch 2" in slow
 
 
 def patience_changes() -> tuple[str, str, str]:

@@ -92,10 +92,13 @@ class RankPool:
         """Of the running ranks, in order; empty before the first call and after a kill."""
         return [rank.process.pid for rank in self._ranks]
 
-    def run(self, fn: Callable[..., Any], /, *args: Any, deadline: float | None = None, **kwargs: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], /, *args: Any, deadline: float | None = None, last: bool = False, **kwargs: Any
+    ) -> list[Any]:
         """Run `fn(*args, **kwargs)` on every rank; the return values in rank order.
 
-        All ranks share a fresh working directory, which is gone after the call.
+        All ranks share a fresh working directory, which is gone after the call. `last`: they are killed after it, as it
+        leaves them communicators that no rank can use or leave.
         """
         __tracebackhide__ = True
         from tests.ranks import wire
@@ -122,8 +125,10 @@ class RankPool:
                 text = self._report(f"{name} took longer than {seconds:g} s", words)
                 self.kill()
                 raise RankDeadline(text)
-            met = self._ask(("settle",), self.settle_deadline)
-            if not self._settled(met):
+            met = {} if last else self._ask(("settle",), self.settle_deadline)
+            if last:
+                self.kill()
+            elif not self._settled(met):
                 head = f"{name} returned, but the barrier after it failed: unmatched collectives?"
                 text = self._report(head, met)
                 self.kill()

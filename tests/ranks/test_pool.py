@@ -197,6 +197,12 @@ def test_leftover_collective_is_noticed(pool: RankPool) -> None:
     assert pool.pids == []
 
 
+def test_what_leaves_a_collective_behind_may_be_the_last_call(pool: RankPool) -> None:
+    pool.run(leave_collective_on, 1, last=True)
+    assert not pool.pids
+    assert [result["rank"] for result in pool.run(add_up, torch.ones(2))] == [0, 1]
+
+
 def test_deadline_shows_stacks_and_leaves_nothing_running(pool: RankPool, tmp_path: Path) -> None:
     pool.run(os.getpid)
     before = pool.pids
