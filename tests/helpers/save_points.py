@@ -68,7 +68,7 @@ def observed(reach: Reach) -> Iterator[None]:
     ]
     targets += [
         (snapshot.Snapshot, "take", lambda self, items: "copy"),
-        (process.WriterProcess, "write", lambda self, order: f"order of rank {order.rank}"),
+        (process.WriterProcess, "write", lambda self, order, wrote: f"order of rank {order.rank}"),
         (outcome.Outcome, "_part", lambda self: "parting"),
     ]
     targets += [(module, "remove", lambda path: f"remove {name_of(path)}") for module in (places, folder, archive)]

@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import archive, full, telling
+from lightning_zero.checkpoint.sharded.folder import LocalFolder
 from lightning_zero.checkpoint.weights import writing
+from lightning_zero.integrations.folders import read_whole
 from tests.helpers.fabric import closing, make_fabric, network, set_up, train
 from tests.helpers.logs import stderr
 from tests.helpers.options import arguments
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
+from tests.helpers.writers import forked_writers
 from tests.ranks.pool import Ranks
 
 REPORT_S, TIMEOUT_S = 3.0, 6.0
@@ -38,7 +42,7 @@ class Slow:
 
     def __init__(self, file: Any, seconds: Callable[[int], float]) -> None:
         self._file, self._seconds, self._calls = file, seconds, 0
-        self.name, self.fileno, self.close = file.name, file.fileno, file.close
+        self.name, self.fileno, self.flush, self.close = file.name, file.fileno, file.flush, file.close
 
     def write(self, data: Any) -> int:
         self._calls += 1
@@ -95,6 +99,42 @@ def _saved(home: str) -> dict[str, tuple[str, float]]:
     return found
 
 
+class Saves(pl.Callback):
+    """During training, beside which the save then goes on."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(self.path)
+
+
+@contextmanager
+def slow_folder(seconds: Callable[[int], float]) -> Iterator[None]:
+    """Of sharded saves, on rank 1 alone."""
+    create = LocalFolder.create
+
+    def opened(self: LocalFolder, name: str) -> Any:
+        return Slow(create(self, name), seconds if dist.get_rank() else lambda call: 0.0)
+
+    with patch.object(LocalFolder, "create", opened):
+        yield
+
+
+@forked_writers()
+def _saved_beside(home: str) -> dict[str, tuple[str, float]]:
+    """Rank 0's writer has ended long before rank 1's."""
+    options = OPTIONS | {"state_dict_type": "sharded", "async_save": True}
+    trainer = make_trainer("eager", callbacks=[Saves(f"{home}/beside")], strategy=ZeroStrategy(**arguments(**options)))
+    module = Regression()
+    with slow_folder(lambda call: 1.0 if call <= 8 else 0.0):
+        found = _said(lambda call: 0.0, lambda: trainer.fit(module, make_loader("eager", steps=2)))
+    close(module)
+    assert read_whole(f"{home}/beside", None)["global_step"] == 1
+    return {"beside": found}
+
+
 def _exported(home: str) -> dict[str, tuple[str, float]]:
     _, module = _trained()
     found = {"exported": _said(slowly, lambda: lightning_zero.export_safetensors(module, home, max_shard_size="1GB"))}
@@ -127,13 +167,19 @@ def _gathered(home: str) -> dict[str, tuple[str, float]]:
 
 
 def _all(home: str) -> dict[str, tuple[str, float]]:
-    return _saved(home) | _exported(home) | _of_fabric(home) | _gathered(home)
+    return _saved_beside(home) | _saved(home) | _exported(home) | _of_fabric(home) | _gathered(home)
 
 
 @pytest.fixture(scope="module")
 def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, float]]]:
     """By rank and case, what was said, and how long it took."""
     return ranks.run(2, _all, str(tmp_path_factory.mktemp("saves")), deadline=240)
+
+
+def test_a_writer_beside_training_is_waited_for_while_it_goes_on(found: Any) -> None:
+    for text, seconds in (found["beside"] for found in found):
+        assert seconds > TIMEOUT_S, "it did not take long enough to show anything"
+        assert "No progress" not in text, text
 
 
 WRITES = {"full": "Saving", "async": "Saving", "fabric": "Saving", "exported": "Exporting weights to"}

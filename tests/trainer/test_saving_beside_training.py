@@ -106,7 +106,7 @@ def _fails(kind: str, home: str, again: bool) -> dict[str, Any]:
         if kind == "sharded" and rank == 1:
             real = WriterProcess.write
             monkeypatch.setattr(
-                WriterProcess, "write", lambda self, order: full() if "x.ckpt" in order.path else real(self, order)
+                WriterProcess, "write", lambda self, order, *a: full() if "x.ckpt" in order.path else real(self, order)
             )
         if kind == "full":
             save = BackgroundFileIO._save

@@ -3,6 +3,7 @@ the key-value store."""
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -18,19 +19,26 @@ __all__ = ["Outcome"]
 
 TO_PART_S = 10.0
 POLL_S = 0.05  # a wait in the store would keep others from it
+LOOK_S = 0.5  # between two looks at whether bytes move
 
 
 class Outcome:
     """Of one save.
 
     Args:
-        mesh: of the ranks, whose timeout is how long they wait for each other.
+        mesh: of the ranks. They wait for each other as long as bytes move on one of them, and its timeout longer.
         store: over a connection that no other thread uses.
         save: that has begun.
     """
 
     def __init__(self, mesh: Mesh, store: dist.Store, save: Save) -> None:
         self._mesh, self._store, self._save = mesh, store, save
+        self._moves, self._moved_at, self._looked_at = -1, math.inf, -math.inf
+
+    def wrote(self, count: int) -> None:
+        """This rank's writer goes on, and has written so many bytes more. By the thread that :meth:`of` runs in."""
+        self._store.add(self._key(f"bytes {self._mesh.rank}"), count)
+        self._store.add(self._key("moves"), 1)
 
     def of(self, write: Callable[[], Brief], finish: Callable[[Sequence[Brief]], None]) -> str | None:
         """Does this rank's part, and waits for the others'.
@@ -50,7 +58,7 @@ class Outcome:
         self._tell(self._mesh.rank, mine)
         if self._mesh.rank == 0:
             self._tell("end", self._end(finish))
-        found = self._wait("end")
+        found = self._wait("end", TO_PART_S)  # rank 0 gives up first, and says for whom it waited
         self._part()
         return found if isinstance(found, str) else None
 
@@ -70,6 +78,7 @@ class Outcome:
             failed = "; ".join(f"rank {rank}: {end}" for rank, end in enumerate(ends) if not isinstance(end, Brief))
             discard(self._save.folder)
             return f"Could not {self._save.what}: {failed}"
+        self.wrote(0)  # the others count from here
         try:
             finish(ranks)
         except Exception as error:
@@ -77,19 +86,34 @@ class Outcome:
             return f"Could not {self._save.what}: rank 0: {_text(error)}"
         for rank in range(self._mesh.world_size):
             self._store.delete_key(self._key(rank))
+            self._store.delete_key(self._key(f"bytes {rank}"))
         return None
 
     def _tell(self, who: object, what: object) -> None:
         self._store.set(self._key(who), pickle.dumps(what))  # type: ignore[arg-type]
 
-    def _wait(self, who: object) -> object:
+    def _wait(self, who: object, longer_s: float = 0.0) -> object:
         """What ranks have put there for each other: this program's own pickles."""
-        deadline = time.monotonic() + self._mesh.timeout_s
         while not self._store.check([self._key(who)]):
-            if time.monotonic() > deadline:
-                return f"it did not end within {self._mesh.timeout_s:.0f} s"
+            if self._unmoved_s() > self._mesh.timeout_s + longer_s:
+                return self._standing(who)
             time.sleep(POLL_S)
         return pickle.loads(self._store.get(self._key(who)))
+
+    def _unmoved_s(self) -> float:
+        """For how long no rank has told of bytes, as far as this one has seen since it began to wait: several that are
+        gone are not waited for one after the other."""
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at, before, self._moves = now, self._moves, self._store.add(self._key("moves"), 0)
+            self._moved_at = now if self._moves != before else self._moved_at
+        return now - self._moved_at
+
+    def _standing(self, who: object) -> str:
+        text = f"it has not ended, and no rank wrote anything more within the timeout of {self._mesh.timeout_s:.0f} s"
+        if not isinstance(who, int):
+            return f"Could not {self._save.what}: {text}"
+        return f"{text}; its writer was at {self._store.add(self._key(f'bytes {who}'), 0) / 2**30:.2f} GiB"
 
     def _key(self, who: object) -> str:
         return f"{self._save.save_id}/{who}"

@@ -6,11 +6,12 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import IO
 
 from lightning_zero.alone import without_lightning
-from lightning_zero.checkpoint.background.writer import Order
+from lightning_zero.checkpoint.background.writer import Order, Wrote
 from lightning_zero.checkpoint.sharded.writing import RankFiles
 from lightning_zero.errors import CheckpointError
 
@@ -25,8 +26,8 @@ class WriterProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def write(self, order: Order) -> RankFiles:
-        """Waits until it has written what is ordered.
+    def write(self, order: Order, wrote: Callable[[int], None] = lambda count: None) -> RankFiles:
+        """Waits until it has written what is ordered; ``wrote`` is told, now and then, how many bytes more are.
 
         Raises:
             CheckpointError: it could not, or died.
@@ -36,7 +37,8 @@ class WriterProcess:
         assert process.stdout is not None
         try:
             _send(order, process.stdin)
-            reply = pickle.load(process.stdout)  # from our own program
+            while isinstance(reply := pickle.load(process.stdout), Wrote):  # from our own program
+                wrote(reply.bytes)
         except (OSError, EOFError) as error:
             process.kill()
             process.wait()

@@ -123,7 +123,7 @@ class BackgroundSaver:
         def run() -> str | None:
             error: str | None = "it was interrupted"
             try:
-                error = outcome.of(lambda: self._plans.brief(self._write(order)), finish)
+                error = outcome.of(lambda: self._plans.brief(self._write(order, outcome.wrote)), finish)
             finally:
                 self._plans.confirm() if error is None else self._plans.forget()
             return error
@@ -184,10 +184,10 @@ class BackgroundSaver:
         self._snapshot.close()
         self._writer.close()
 
-    def _write(self, order: Order) -> RankFiles:
+    def _write(self, order: Order, wrote: Callable[[int], None]) -> RankFiles:
         self._writer.start()
         self._snapshot.wait()
-        return self._writer.write(order)
+        return self._writer.write(order, wrote)
 
 
 def _end(reference: weakref.ref[BackgroundSaver]) -> None:

@@ -11,7 +11,10 @@ import os
 import pickle
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -24,7 +27,9 @@ from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, write_pie
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.shared_memory import mapped
 
-__all__ = ["Order", "main", "settings"]
+__all__ = ["Order", "Wrote", "main", "settings"]
+
+TELL_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,13 @@ class Order:
     memory: Memory
     items: Sequence[Kept | Blob]
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """What comes before the reply, now and then: so many bytes more are written."""
+
+    bytes: int
 
 
 def settings() -> dict[str, Any]:
@@ -70,7 +82,8 @@ def main() -> None:
 
 
 def serve(orders: BinaryIO, replies: BinaryIO) -> None:
-    """Answers each order with a :class:`~lightning_zero.checkpoint.sharded.writing.RankFiles`, or with words."""
+    """Answers each order with a :class:`~lightning_zero.checkpoint.sharded.writing.RankFiles`, or with words; before
+    that, with :class:`Wrote` as long as bytes move."""
     known: tuple[Memory, torch.Tensor] | None = None
     while True:
         try:
@@ -82,7 +95,7 @@ def serve(orders: BinaryIO, replies: BinaryIO) -> None:
                 known = None
                 where = order.memory
                 known = where, mapped(where.path, where.identity, max(where.bytes, 1), torch.uint8)
-            reply: Any = _write(order, known[1])
+            reply: Any = _write(order, known[1], _Moves(replies))
         except Exception as error:
             reply = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         try:
@@ -92,10 +105,28 @@ def serve(orders: BinaryIO, replies: BinaryIO) -> None:
             return
 
 
-def _write(order: Order, memory: torch.Tensor) -> RankFiles:
+class _Moves:
+    """Is told of bytes, by several threads."""
+
+    def __init__(self, replies: BinaryIO) -> None:
+        self._replies, self._lock = replies, threading.Lock()
+        self._bytes, self._told = 0, time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._bytes += count
+            if (now := time.monotonic()) - self._told < TELL_EVERY_S:
+                return
+            with suppress(BrokenPipeError):  # what was begun is written to its end
+                pickle.dump(Wrote(self._bytes), self._replies)
+                self._replies.flush()
+            self._bytes, self._told = 0, now
+
+
+def _write(order: Order, memory: torch.Tensor, wrote: _Moves) -> RankFiles:
     conf.update(order.settings)
     folder = folder_at(order.path)
     if not folder.sees(order.save_id):
         raise CheckpointError(f"the folder of the save to {order.path} is gone")
     items = [item.piece(memory) if isinstance(item, Kept) else item for item in order.items]
-    return write_pieces(items, order.rank, folder.create, lambda count: None)
+    return write_pieces(items, order.rank, folder.create, wrote)

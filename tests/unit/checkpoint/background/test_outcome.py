@@ -1,0 +1,107 @@
+"""How long ranks wait for each other's writers: as long as bytes move on one of them."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.checkpoint.background import outcome
+from lightning_zero.checkpoint.background.outcome import Outcome
+from lightning_zero.checkpoint.sharded.plans import Brief
+
+TIMEOUT_S = 0.4
+
+Write = Callable[[Outcome], None]
+
+
+def _ends(
+    *writes: Write, finish_s: float = 0.0, longer_s: float = 0.3
+) -> tuple[list[str | None], list[float], list[int]]:
+    """Of ranks that write so: what went wrong, after how many seconds they know, and with how many ranks' files a
+    checkpoint was made."""
+    store, made = dist.HashStore(), []
+    save: Any = SimpleNamespace(
+        save_id="x", what="save a checkpoint to x", folder=SimpleNamespace(discard=lambda: None)
+    )
+
+    def one(rank: int) -> tuple[str | None, float]:
+        mesh: Any = SimpleNamespace(rank=rank, world_size=len(writes), timeout_s=TIMEOUT_S)
+        ours = Outcome(mesh, store, save)
+
+        def write() -> Brief:
+            writes[rank](ours)
+            return Brief.__new__(Brief)
+
+        def finish(briefs: Sequence[Brief]) -> None:
+            time.sleep(finish_s)
+            made.append(len(briefs))
+
+        begun = time.monotonic()
+        return ours.of(write, finish), time.monotonic() - begun
+
+    with (
+        patch.multiple(outcome, LOOK_S=0.05, POLL_S=0.01, TO_PART_S=longer_s),
+        ThreadPoolExecutor(len(writes)) as threads,
+    ):
+        found = list(threads.map(one, range(len(writes))))
+    return [said for said, _ in found], [seconds for _, seconds in found], made
+
+
+def _at_once(ours: Outcome) -> None:
+    pass
+
+
+def _going_on(ours: Outcome) -> None:
+    for _ in range(10):
+        time.sleep(TIMEOUT_S / 4)
+        ours.wrote(2**28)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_writer_may_take_longer_than_the_timeout_while_it_goes_on(slow: int) -> None:
+    said, seconds, made = _ends(*(_going_on if rank == slow else _at_once for rank in range(2)))
+    assert said == [None, None]
+    assert made == [2]
+    assert min(seconds) > 2 * TIMEOUT_S
+
+
+def test_where_nothing_moves_any_more_it_is_said_whose_writer_stands_and_where() -> None:
+    over = threading.Event()
+
+    def stands(ours: Outcome) -> None:
+        ours.wrote(3 * 2**29)
+        over.wait(20)
+
+    def tells(ours: Outcome) -> None:
+        threading.Timer(6 * TIMEOUT_S, over.set).start()
+
+    said, seconds, made = _ends(tells, stands, _at_once, stands)
+    stood = "it has not ended, and no rank wrote anything more within the timeout of 0 s; its writer was at 1.50 GiB"
+    assert said == [f"Could not save a checkpoint to x: rank 1: {stood}; rank 3: {stood}"] * 4
+    assert made == []
+    assert max(seconds[0], seconds[2]) < 3 * TIMEOUT_S, "one rank after the other was waited for"
+
+
+def test_the_others_do_not_wait_for_ever_for_rank_0() -> None:
+    over = threading.Event()
+    said, _, _ = _ends(
+        lambda ours: over.wait(20) and None,
+        lambda ours: threading.Timer(4 * TIMEOUT_S, over.set).start(),
+    )
+    assert said[1] == (
+        "Could not save a checkpoint to x: it has not ended, and no rank wrote anything more within the timeout of 0 s"
+    )
+
+
+def test_making_a_checkpoint_of_it_has_a_timeout_of_its_own() -> None:
+    """Of which the time is no part that the last writer took after its last block."""
+    late: Write = lambda ours: time.sleep(0.7 * TIMEOUT_S)  # noqa: E731
+    said, _, made = _ends(late, _at_once, finish_s=0.7 * TIMEOUT_S, longer_s=0.0)
+    assert said == [None, None]
+    assert made == [2]
