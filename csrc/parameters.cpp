@@ -67,7 +67,8 @@ void Parameters::guard_gradient(int64_t index) {
                       ", as self.parameters() and self.named_parameters() return it, so each rank would get "
                       "another result. Read whole weights "
                       "from their modules (self.layer.weight), or use the optimizer's weight_decay for a "
-                      "penalty on all of them.");
+                      "penalty on all of them. If a function that you compiled (torch.compile) reads its weights or calls "
+                      "its module, leave torch.compile out there.");
   });
 }
 

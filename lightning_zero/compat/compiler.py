@@ -1,8 +1,10 @@
 """The parts of torch.compile that a backend is made of."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -83,6 +85,9 @@ inductor_compile = torch._inductor.compile
 # What torch.compile(module) returns: a user's own, which is taken apart. (torch 2.11+)
 OptimizedModule = torch._dynamo.OptimizedModule
 
+# Dynamo cannot trace something, and must not break its graph there. (torch 2.11+)
+Unsupported = torch._dynamo.exc.Unsupported
+
 # A graph's code that empties its list of inputs, so that saved tensors are freed after their last use. (torch 2.11+)
 BoxedCodeGen = torch.fx.graph._BoxedCodeGen
 
@@ -142,6 +147,9 @@ ATTRIBUTES = {
     "torch._inductor.output_code.CompiledFxGraph._triton_bundle",
     # What it was made from. (torch 2.11+)
     "torch._dynamo.OptimizedModule._orig_mod",
+    # What a function was compiled from; torch.compiler.disable leaves the same mark, and one of its own. (torch 2.11+)
+    "torch._dynamo.eval_frame._torchdynamo_orig_callable",
+    "torch._dynamo.eval_frame._torchdynamo_disable",
     # The notes themselves. (torch 2.11+)
     "torch._dynamo.metrics_context.MetricsContext._metrics",
     # A mark on functions that take their inputs as a list which they empty; AOTAutograd asks for it. (torch 2.11+)
@@ -151,6 +159,14 @@ ATTRIBUTES = {
 # Where Inductor keeps what it has compiled unless TORCHINDUCTOR_CACHE_DIR says otherwise. What torch itself asks makes
 # the folder, and sets the variable, which somebody who only looks should not. (torch 2.11+)
 default_inductor_cache = cache_dir_utils.default_cache_dir
+
+
+def compiled_from(function: FunctionType) -> Callable[..., Any] | None:
+    """What ``torch.compile`` was given when it returned this function; None of any other."""
+    marks = vars(function)
+    # functools.wraps copies marks onto functions that do more.
+    copied = function.__code__.co_filename != torch._dynamo.eval_frame.__file__
+    return None if copied or "_torchdynamo_disable" in marks else marks.get("_torchdynamo_orig_callable")
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keep
 from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile import input_gradients
+from lightning_zero.compile.by_hand import refusal_of
 from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.hooks import Hooks, guarding_hooks, told_apart_by_hooks
 from lightning_zero.compile.stacks import frames_written_once
@@ -192,6 +193,8 @@ class CompiledCalls:
         try:
             yield
         except RuntimeError as error:
+            if (refusal := refusal_of(error)) is not None:
+                raise refusal from error
             if not any(words in str(error) for words in ("support double backward", "non-empty donated")):
                 raise
             which = ", ".join(self._show(name, module) for name, module in list(self.modules.items())[:4])

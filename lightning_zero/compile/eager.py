@@ -43,7 +43,8 @@ def regather_saved_weights(sharder: Sharder, rest: SavedOnHost | None = None) ->
     # Dynamo runs code that it cannot trace, as recurrent modules, and would compile what is called from there.
     @torch.compiler.disable
     def pack(tensor: Tensor) -> Tensor | _Note | Unchanged | SavedTensor:
-        index = find(tensor)
+        with plainly():  # what was compiled by hand saves shards
+            index = find(tensor)
         record = sharder.records[index] if index >= 0 else _record_of_cast(tensor, sharder)
         if record is None:
             return Unchanged.of(tensor) if rest is None else rest.pack(tensor)

@@ -8,27 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lightning_zero.compat.compiler import OptimizedModule
+from lightning_zero.integrations.compiled_functions import take_apart_functions
 
-__all__ = ["keep_compiled_names", "plain_name", "read_compiled_names", "take_apart_compiled"]
+__all__ = ["Compiled", "keep_compiled_names", "plain_name", "read_compiled_names", "take_apart_compiled"]
 
 _NAME = "_orig_mod."
 
 
-def take_apart_compiled(module: nn.Module) -> list[nn.Module]:
-    """Puts in the place of each compiled module the one that it was made from; returns these, inner ones first."""
-    found = []
+class Compiled(NamedTuple):
+    """A module that was compiled by hand.
+
+    Attributes:
+        module: the one that it was made from.
+        places: where it was compiled: the module around it, and its name there.
+        everywhere: nowhere is it plain, too (``self.fast = torch.compile(self.net)``).
+    """
+
+    module: nn.Module
+    places: list[tuple[nn.Module, str]]
+    everywhere: bool
+
+
+def take_apart_compiled(module: nn.Module) -> list[Compiled]:
+    """Puts in the place of what is compiled what it was made from; returns the modules among that, inner ones first."""
+    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    plain = set()
     for child in module.modules():
         child._compiled_call_impl = None
         for name, grandchild in list(child._modules.items()):
             if isinstance(grandchild, OptimizedModule):
                 child._modules[name] = grandchild._orig_mod
-                found.append(grandchild._orig_mod)
-    return found[::-1]
+                found.setdefault(grandchild._orig_mod, []).append((child, name))
+            else:
+                plain.add(grandchild)
+    take_apart_functions(module)
+    return [Compiled(original, places, original not in plain) for original, places in found.items()][::-1]
 
 
 def plain_name(key: str) -> str:
@@ -36,17 +55,18 @@ def plain_name(key: str) -> str:
     return key.replace(_NAME, "")
 
 
-def read_compiled_names(root: nn.Module, compiled: Iterable[nn.Module]) -> None:
+def read_compiled_names(root: nn.Module, compiled: Iterable[Compiled]) -> None:
     """Files in which other modules were compiled are read, too. Must come before hooks that look for their weights."""
-    for module in [root, *compiled]:
+    for module in [root, *(one.module for one in compiled)]:
         module.register_load_state_dict_pre_hook(_without_names)
 
 
-def keep_compiled_names(compiled: Iterable[nn.Module]) -> None:
+def keep_compiled_names(compiled: Iterable[Compiled]) -> None:
     """State dicts call what is in these modules as if they were compiled. Must come after hooks that look for their
     weights."""
-    for module in compiled:
-        module.register_state_dict_post_hook(partial(_with_names))  # torch leaves a mark on the function
+    for module, places, everywhere in compiled:
+        for owner, inner in [(module, "")] if everywhere else [(parent, f"{name}.") for parent, name in places]:
+            owner.register_state_dict_post_hook(partial(_with_names, inner))  # torch leaves a mark on the function
 
 
 def _without_names(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
@@ -54,6 +74,8 @@ def _without_names(module: nn.Module, state: dict[str, Any], prefix: str, *unuse
         state[prefix + plain_name(key[len(prefix) :])] = state.pop(key)
 
 
-def _with_names(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _with_names(inner: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    before = prefix + inner
     for key in [key for key in state if key.startswith(prefix)]:  # all of them: they keep their order
-        state[prefix + _NAME + key[len(prefix) :]] = state.pop(key)
+        named = key.startswith(before)
+        state[before + _NAME + key[len(before) :] if named else key] = state.pop(key)

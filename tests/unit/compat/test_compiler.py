@@ -1,11 +1,13 @@
 """What ``compat/compiler.py`` takes from torch still means the same."""
 
+import functools
 import inspect
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -14,7 +16,9 @@ from lightning_zero.compat.compiler import (
     BoxedCodeGen,
     CustomGraphPass,
     OptimizedModule,
+    Unsupported,
     aot_autograd,
+    compiled_from,
     default_inductor_cache,
     functorch_config,
     inductor_compile,
@@ -153,3 +157,21 @@ def test_numbers_of_a_graph_are_tensors_of_it_unless_they_are_to_stay() -> None:
                 torch.testing.assert_close(compiled(x, number), x * number)
     # Compiled for one number, then for any.
     assert stay == [False, False, False, True, False, False]
+
+
+def test_compiled_functions_know_what_they_were_made_from() -> None:
+    def plain(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return 2 * x
+
+    compiled = torch.compile(plain, backend="eager", fullgraph=True)
+
+    @functools.wraps(compiled)
+    def around(x: Tensor) -> Tensor:
+        return compiled(x) + 1
+
+    assert compiled_from(compiled) is plain
+    for other in (plain, around, torch.compiler.disable(plain)):
+        assert compiled_from(other) is None
+    with pytest.raises(Unsupported):
+        compiled(torch.ones(2))
