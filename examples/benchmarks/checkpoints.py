@@ -12,9 +12,11 @@ more after its pages were dropped. One JSON line for whatever has been measured,
 ModelParallelStrategy with its own sharded checkpoint, which writes its files to the disk, too, without checksums.
 
 `save_s` is what `trainer.save_checkpoint` takes, `there_s` until the checkpoint is there, both from the same moment.
-`stall_s` is what the batches from the save on take beyond as many median ones before it. `load_s` is from before the
-checkpoint is opened until all states are in place. `same`: sums of all weights and states, before and after. GiB of
-host (anonymous and shared memory, without page cache) and device are what rank 0 takes beyond what it had before.
+Steps are timed on the device, for which no host waits. `stall_s` is what the steps from the save until the checkpoint
+is there take beyond as many median ones after that, or before it where none come after; `wait_s`, those of the step
+with the save and the next one alone, whose optimizer waits for copies. `load_s` is from before the checkpoint is opened
+until all states are in place. `same`: sums of all weights and states, before and after. GiB of host (anonymous and
+shared memory, without page cache) and device are what rank 0 takes beyond what it had before.
 """
 
 import argparse
@@ -57,6 +59,7 @@ COLUMNS = (
     ("save_gib_s", "GiB/s"),
     ("there_s", "there, s"),
     ("stall_s", "stall, s"),
+    ("wait_s", "of it at once, s"),
     ("load_s", "load, s"),
     ("load_gib_s", "GiB/s"),
     ("load_cold_s", "cold, s"),
@@ -115,46 +118,72 @@ def total(trainer: L.Trainer) -> list[float]:
     return [float((v.to_local() if isinstance(v, DTensor) else v).double().sum()) for v in values]
 
 
-class Saves(L.Callback):
-    """Saves once, and notes when batches end."""
+def mark() -> Any:
+    """A moment of what is queued on the device, for which the host does not wait."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, path: Path, at: int) -> None:
-        self.path, self.at = path, at
-        self.ends: list[float] = []
+
+def between(begin: Any, end: Any) -> float:
+    """Seconds; the device must have passed both."""
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
+
+
+class Saves(L.Callback):
+    """Saves once, and notes when steps end."""
+
+    def __init__(self, path: Path, at: int, sums: bool) -> None:
+        self.path, self.at, self.sums = path, at, sums
+        self.marks: list[Any] = []
+        self.ends: list[float] = []  # by the host's clock
         self.begun = self.called = self.there = 0.0
+        self.aside: tuple[Any, Any] | None = None
         self.total: list[float] = []
         self.host = self.device = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        synchronise()
+        if trainer.global_step == len(self.ends):
+            return  # one of several batches of a step
         if trainer.global_step == self.at:
-            aside = time.perf_counter()
-            self.total = total(trainer)
-            synchronise()
+            if self.sums:
+                begin = mark()
+                self.total = total(trainer)
+                torch.distributed.barrier()  # a rank that is done with that earlier would wait in its save
+                self.aside = begin, mark()
             memory = Memory()
-            self.ends[-1] += time.perf_counter() - aside  # no part of the batch
             self.begun = time.perf_counter()
-            trainer.save_checkpoint(self.path)
-            synchronise()
+            trainer.save_checkpoint(self.path)  # after which copies may go on beside the next step
             self.called = time.perf_counter()
             self.host, self.device = memory.end()
         if self.begun and not self.there and self.path.exists():
             self.there = time.perf_counter()
         self.ends.append(time.perf_counter())
+        self.marks.append(mark())
 
     def told(self, gib: float) -> dict[str, Any]:
+        synchronise()
         there = self.there or time.perf_counter()
-        batches = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
-        steady = statistics.median(batches[max(0, self.at - 10) : self.at - 3])
-        late = batches[self.at - 2 :]
+        steps = [between(begin, end) for begin, end in zip(self.marks, self.marks[1:], strict=False)]
+        if self.aside is not None:
+            steps[self.at - 2] -= between(*self.aside)
+        before, late = steps[max(0, self.at - 10) : self.at - 3], steps[self.at - 2 :]
+        beside = sum(end < there for end in self.ends[self.at - 1 :]) + 1
+        after = late[beside + 1 :]
+        steady = statistics.median(after if len(after) > 5 else before)
         return {
             "gib": round(gib, 2),
             "step_ms": round(steady * 1e3, 1),
+            "before_ms": round(statistics.median(before) * 1e3, 1),
+            "beside_ms": round(statistics.median(late[2:beside]) * 1e3, 1) if beside > 4 else None,
             "save_s": round(self.called - self.begun, 3),
             "there_s": round(there - self.begun, 2),
             "save_gib_s": round(gib / (there - self.begun), 2),
-            "stall_s": round(sum(late) - steady * len(late), 3),
-            "longest_batch_s": round(max(late), 3),
+            "stall_s": round(sum(late[:beside]) - steady * beside, 3),
+            "wait_s": round(sum(late[:2]) - steady * 2, 3),
+            "first_ms": [round(step * 1e3) for step in late[:6]],
             "save_host_gib": self.host,
             "save_device_gib": self.device,
         }
@@ -196,6 +225,7 @@ def make_trainer(arguments: argparse.Namespace, steps: int, callbacks: list[L.Ca
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         precision="32-true" if fsdp2 else "bf16-mixed",
         max_steps=steps,
+        accumulate_grad_batches=arguments.accumulate,
         gradient_clip_val=1.0,
         callbacks=callbacks,
         logger=False,
@@ -219,7 +249,7 @@ def fit(arguments: argparse.Namespace, trainer: L.Trainer, source: Path | None =
 
 def run(arguments: argparse.Namespace) -> None:
     path = arguments.home / f"{arguments.run}.ckpt"
-    saves = Saves(path, arguments.at)
+    saves = Saves(path, arguments.at, arguments.run != "async")
     after = arguments.after if arguments.run == "async" else 3
     trainer = make_trainer(arguments, arguments.at + after, [saves])
     fit(arguments, trainer)
@@ -275,7 +305,7 @@ def choose_size(arguments: argparse.Namespace, disk: tuple[float, float]) -> str
 def run_row(kind: str, size: str, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
     """What the row's processes have told; they end by the deadline."""
     command = [sys.executable, __file__, "--run", kind, "--size", size, "--home", str(arguments.home)]
-    for name in ("batch", "length", "devices", "at", "after"):
+    for name in ("batch", "length", "devices", "at", "after", "accumulate"):
         command += [f"--{name}", str(getattr(arguments, name))]
     command += ["--eager"] * arguments.eager + ["--warm"] * arguments.warm
     begin, told = time.monotonic(), {}
@@ -309,7 +339,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--at", type=int, default=20, help="save after this step")
-    parser.add_argument("--after", type=int, default=100, help="batches after a save beside training")
+    parser.add_argument("--after", type=int, default=100, help="steps after a save beside training")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
     parser.add_argument("--home", type=Path, default=Path("checkpoints"), help="an empty folder, removed at the end")
     parser.add_argument("--minutes", type=float, default=5.0, help="for everything; then it ends")
     parser.add_argument("--eager", action="store_true", help="compile nothing")

@@ -49,7 +49,8 @@ case $table in
     if [ "$table" = checkpoints ]; then
       row compared 540 "${save[@]}" --rows sharded,fsdp2 --minutes 8.9
     else
-      row full-async 560 "${save[@]}" --rows async,full --after 250 --minutes 9.2
+      row full 260 "${save[@]}" --rows full --minutes 4.2
+      row async 210 "${save[@]}" --rows async --accumulate 4 --at 8 --after 36 --minutes 3.3
     fi
     ;;
   starts)
