@@ -108,6 +108,8 @@ void Reducer::reduce(int64_t index, const at::Tensor& grad, bool borrow) {
     return;
   join();
   const auto position = layout_.place(index, backward_.next_launch);
+  if (position.bucket < 0 && !record.trainable())
+    return;  // switched off between forward and backward: torch accumulates no such gradient, either
   TORCH_CHECK(
       position.bucket >= 0, "lightning_zero: a gradient arrived for ", record.name,
       ", whose requires_grad was switched on during this backward pass. Change requires_grad between steps.");

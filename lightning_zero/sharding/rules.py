@@ -39,7 +39,8 @@ _ADMINISTRATION = words(
     "is_conj is_neg is_shared is_pinned is_same_size is_set_to get_device storage untyped_storage _typed_storage "
     "__hash__ __repr__ __format__ __dir__ __setstate__ register_hook register_post_accumulate_grad_hook retain_grad "
     "backward grad share_memory_ record_stream has_names dim_order result_type can_cast promote_types broadcast_shapes "
-    "_is_view increment_version _has_compatible_shallow_copy_type _amp_foreach_non_finite_check_and_unscale_"
+    "_is_view requires_grad_ increment_version _has_compatible_shallow_copy_type "
+    "_amp_foreach_non_finite_check_and_unscale_"
 )
 _MEASURES = words("size dim ndimension shape ndim")
 # Elementwise, or a view of the same elements in the same order, though no tag says so. What comes out must have the
@@ -47,7 +48,7 @@ _MEASURES = words("size dim ndimension shape ndim")
 _SAME = words(
     "clone detach detach_ to type type_as float double half bfloat16 int long short char byte bool cpu cuda xpu "
     "contiguous alias view_as reshape_as expand_as view reshape flatten ravel copy_ fill_ fill zero_ masked_fill_ "
-    "pin_memory conj resolve_conj resolve_neg requires_grad_ as_subclass multiply multiply_ subtract subtract_ divide "
+    "pin_memory conj resolve_conj resolve_neg as_subclass multiply multiply_ subtract subtract_ divide "
     "divide_ negative negative_ absolute absolute_ greater greater_equal less less_equal not_equal arctan2 fix "
     "floor_divide isclose isreal zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full "
     "new_tensor"

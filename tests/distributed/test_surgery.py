@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lightning_zero import unshard
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.integrations.explain import explain
 from lightning_zero.sharding.refusals import plainly
 from tests.ranks.pool import Ranks
 
@@ -258,14 +260,53 @@ def refuses_replaced() -> None:
         with pytest.raises(ValueError, match=r"'0\.weight' was given another tensor.*lightning_zero\.unshard"):
             model.half()  # at once
         model[0].weight = nn.Parameter(torch.zeros(4, 6))
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=words) as caught:
             model(x)
+        for _ in range(2):
+            explain(caught.value, engine)
+        assert caught.value.__notes__ == ["lightning_zero: replaced since the model was sharded: '0.weight'."]
         with pytest.raises(ValueError, match=words), engine.train_step():
             model(x)
 
 
 def test_a_parameter_that_was_replaced_is_an_error_when_it_is_read(ranks: Ranks) -> None:
     ranks.run(1, refuses_replaced)
+
+
+def assigns_what_was_read() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with sharded(model) as (engine,):
+        with pytest.raises(TypeError) as caught:
+            model[1].weight = model[0].weight
+        explain(caught.value, engine)
+        assert re.search(
+            r"module\.weight, is a plain tensor.* Tie weights before .*__init__", caught.value.__notes__[0]
+        )
+        with pytest.raises(RuntimeError) as frozen, engine.train_step():
+            model[1].weight.requires_grad = False
+        explain(frozen.value, engine)
+        assert "by module.requires_grad_(False) or on what module.parameters() returns" in frozen.value.__notes__[0]
+        other = TypeError("something else")
+        explain(other, engine)
+        assert not hasattr(other, "__notes__")
+
+
+def test_a_weight_that_is_read_and_assigned_or_frozen_says_what_to_do_instead(ranks: Ranks) -> None:
+    ranks.run(1, assigns_what_was_read)
+
+
+def changes_flags() -> None:
+    model = nn.Linear(6, 4)
+    with sharded(model):
+        before = [param._version for param in model.parameters()]
+        assert model.requires_grad_(False) is model
+        assert [param.requires_grad for param in model.parameters()] == [False, False]
+        assert next(model.parameters()).requires_grad_() is next(model.parameters())
+        assert [param._version for param in model.parameters()] == before
+
+
+def test_requires_grad_is_no_edit(ranks: Ranks) -> None:
+    ranks.run(1, changes_flags)
 
 
 def removes_bias() -> None:

@@ -14,6 +14,7 @@ from tests.helpers.oracle import Reference, assert_close_relative, train_referen
 from tests.helpers.sharded import (
     EAGER,
     adamw,
+    case_loss,
     engine_for,
     sgd,
     train_case,
@@ -245,6 +246,31 @@ def test_freezing_and_thawing_in_mid_training(
     expected = train_plain(model, batches, optimizer, world=world_size, before_batch=change)
     compare(out, expected)
     assert {len(grads) for grads in expected.grads} != {4}
+
+
+def number(model: Any, index: int) -> None:
+    model.number = index
+
+
+def loss_of_what_is_frozen_then(model: Any, batch: Batch) -> Tensor:
+    """In every other step, as where a GAN's optimizer is toggled between a forward and its backward."""
+    model.requires_grad_(True)
+    loss = case_loss(model, batch)
+    model.second.requires_grad_(model.number % 2 == 0)
+    return loss
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(1, EAGER), (2, EAGER), (2, "aot_eager")])
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(
+    ranks: Ranks, world_size: int, backend: str
+) -> None:
+    options: Any = {"loss_fn": loss_of_what_is_frozen_then, "before_batch": number}
+    out, _ = ranks.run(world_size, train_case, LoRA, backend, STEPS, SAMPLES, sgd, **options)[0]
+    model = build(LoRA)
+    expected = train_plain(model, make_batches(LoRA, STEPS, SAMPLES), sgd(model), world=world_size, **options)
+    compare(out, expected)
+    first = len(list(model.first.parameters()))
+    assert [len(grads) for grads in expected.grads] == STEPS // 2 * [len(list(model.parameters())), first]
 
 
 def frozen_costs() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.integrations.explain import explain
 from lightning_zero.report.other_sharding import other_sharding
 from lightning_zero.report.running import running
 from lightning_zero.report.start import StartClock
@@ -126,7 +127,7 @@ class Loop:
 
     def drop(self, error: BaseException) -> None:
         """After an exception: what is half done is dropped, and the next step begins anew."""
-        self.engine.memory.explain(error)
+        explain(error, self.engine)
         self._awaited = False
         self.engine.cycle.reset()
 

@@ -28,6 +28,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.arguments import chosen, taking
+from lightning_zero.integrations.explain import explain
 from lightning_zero.integrations.inspection import Inspection
 from lightning_zero.integrations.precision import computing_in
 from lightning_zero.integrations.processes import nccl_lets_errors_show
@@ -362,7 +363,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if self._startup is not None:
             self._startup.fail(exception)
         if self._engine is not None:
-            self._engine.memory.explain(exception)
+            explain(exception, self._engine)
             self._engine.watchdog.fail(exception)
             self._engine.cycle.tidy_up()
 
