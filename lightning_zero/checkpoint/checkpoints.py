@@ -4,7 +4,7 @@ folders that ranks write and read together."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,8 +27,9 @@ from lightning_zero.checkpoint.sharded.plans import Plans
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.checkpoint.sharded.writing import packed
-from lightning_zero.checkpoint.telling import Show, Telling, untold
+from lightning_zero.checkpoint.telling import Show, Telling, TellingFor, untold
 from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.unseen import Unseen
 from lightning_zero.errors import CheckpointError
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.sharding.record import ShardedParameter
@@ -146,6 +147,17 @@ class Checkpoints:
         bar = None if self.show is None else self.show(what, total)
         return Telling(what, done, self._tell, bar, total, self._moved)
 
+    @contextmanager
+    def telling_for(self, what: str) -> Iterator[None]:
+        """Surrounds code that does ``what`` and tells nothing, or only for a part of it."""
+        moved = self._moved
+        try:
+            with TellingFor(what, moved) as telling:
+                self._moved = telling.inside
+                yield
+        finally:
+            self._moved = moved
+
     # -- folders
 
     def save(
@@ -181,10 +193,17 @@ class Checkpoints:
             place = self.saver.save(path, state, rest)
         else:
             self.saver.finish()
-            with self.telling(f"Saving {path}", "written", bytes_of(state, self.together.rank)) as wrote:
+            with self._telling_of_save(path, bytes_of(state, self.together.rank)) as wrote:
                 place = save_sharded(path, state, rest, self.together, wrote, self._plans)
         if mark is not None and not again:
             self._last = SavedState(mark, place, fingerprint(state, self.together.rank), self._writes)
+
+    @contextmanager
+    def _telling_of_save(self, path: str | Path, total: int) -> Iterator[Telling]:
+        wrote = self.telling(f"Saving {path}", "written", total)
+        # Stores tell nothing of copies, and of what they upload when a file is closed.
+        with wrote, Unseen(lambda count: wrote(0)) if "://" in str(path) else nullcontext():
+            yield wrote
 
     def _save_again(self, last: SavedState, path: str | Path, state: Mapping[str, Any], rest: Any) -> bool:
         """False where the state is another one, or its files cannot be linked."""

@@ -19,6 +19,7 @@ from lightning_zero.checkpoint.places import INCOMPLETE
 from lightning_zero.checkpoint.replaceable import refuse_others
 from lightning_zero.checkpoint.sharded.folder import settle
 from lightning_zero.checkpoint.sharded.hashed import HashedFile
+from lightning_zero.checkpoint.unseen import Unseen
 
 __all__ = ["write_elsewhere"]
 
@@ -38,11 +39,16 @@ def write_elsewhere(
         value: what ``torch.save`` takes.
         url: as fsspec takes it.
         save: writes it into an open file.
-        wrote: is told how many bytes more are written.
+        wrote: is told how many bytes more are written; of none, from another thread, while others' code takes them on.
 
     Raises:
         CheckpointError: a folder of something else stands there.
     """
+    with Unseen(lambda count: wrote(0)):
+        _write(value, url, save, wrote)
+
+
+def _write(value: Any, url: str, save: Callable[[Any, BinaryIO], None], wrote: Callable[[int], None]) -> None:
     # An object of its own: in a transaction all that anybody opens on it is held back, and loggers write, too.
     fs, place = located(url, skip_instance_cache=True)
     place = place.rstrip("/")

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Bar", "Show", "Telling", "untold"]
+from lightning_zero.checkpoint.unseen import Unseen
+
+__all__ = ["Bar", "Show", "Telling", "TellingFor", "untold"]
 
 EVERY_S, MOVED_EVERY_S = 10.0, 0.5
 
@@ -86,6 +88,42 @@ class Telling:
             with self._lock:  # a thread may be late
                 self._moved("")
                 self._moved = None
+
+
+class TellingFor:
+    """Tells others that code goes on that tells nothing, as far as that is seen from outside, until its context ends.
+
+    Args:
+        what: it does, as in ``"saving run/last.ckpt by UsersIO"``.
+        moved: as of :class:`Telling`.
+    """
+
+    def __init__(self, what: str, moved: Callable[[str], None]) -> None:
+        self._what, self._moved = what, moved
+        self._inside = ""
+        self._bytes = 0
+        self._unseen = Unseen(self._handed_on)
+
+    def inside(self, how_far: str) -> None:
+        """``moved`` for what it calls that does tell, whose words say more."""
+        self._inside = how_far
+        self._moved(how_far or self._how_far())
+
+    def _handed_on(self, count: int) -> None:
+        self._bytes = count
+        self._moved(self._inside or self._how_far())
+
+    def _how_far(self) -> str:
+        return f"{self._what} (this process has handed on {self._bytes / 2**30:.2f} GiB meanwhile)"
+
+    def __enter__(self) -> TellingFor:
+        self._moved(self._how_far())
+        self._unseen.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._unseen.__exit__()
+        self._moved("")
 
 
 def untold(total: int) -> Telling:

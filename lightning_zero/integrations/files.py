@@ -34,7 +34,7 @@ from lightning_zero.compat.lightning_private import WrappingCheckpointIO
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.mapped import take_small
 
-__all__ = ["BackgroundFileIO", "FileIO", "load_file", "named", "naming", "told_by"]
+__all__ = ["BackgroundFileIO", "FileIO", "load_file", "named", "naming", "told_by", "told_for"]
 
 COPIES = ("state_dict", "optimizer_states")
 CUT = (*COPIES, "current_model_state")  # of a Trainer's: ranks take parts; the last is of Lightning's averages
@@ -98,7 +98,8 @@ class BackgroundFileIO(FileIO):
         _write(checkpoint, path, self._wrote)
 
     def _wrote(self, count: int) -> None:
-        self._written += count  # in one thread
+        if count:  # in one thread; that it goes on, another one says, too
+            self._written += count
         self._moves += 1
 
     @override
@@ -246,6 +247,19 @@ def _load_elsewhere(io: CheckpointIO, url: str, weights_only: bool | None, ranks
     ranks.each(what, compare)
     ranks.each(what, read)
     return found[1]
+
+
+def told_for(
+    io: CheckpointIO, what: str, telling_for: Callable[[str], AbstractContextManager[None]]
+) -> AbstractContextManager[None]:
+    """Surrounds what ``io`` does, ``what`` in words: ``telling_for`` tells of it, unless it is ours, and tells."""
+    if type(io) in (FileIO, BackgroundFileIO):
+        return nullcontext()
+    names, inside = [type(io).__name__], io
+    while isinstance(inside, WrappingCheckpointIO) and inside.checkpoint_io is not None:
+        inside = inside.checkpoint_io
+        names.append(type(inside).__name__)
+    return telling_for(f"{what} by {' around '.join(names)}")
 
 
 @contextmanager

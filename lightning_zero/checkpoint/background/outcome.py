@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_zero.checkpoint.sharded.plans import Brief
 from lightning_zero.checkpoint.sharded.saving import Save, discard
+from lightning_zero.checkpoint.unseen import Unseen
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
 
@@ -36,7 +37,7 @@ class Outcome:
         self._moves, self._moved_at, self._looked_at = -1, math.inf, -math.inf
 
     def wrote(self, count: int) -> None:
-        """This rank's writer goes on, and has written so many bytes more. By the thread that :meth:`of` runs in."""
+        """This rank's writer goes on, and has written so many bytes more. Not by two threads at once."""
         self._store.add(self._key(f"bytes {self._mesh.rank}"), count)
         self._store.add(self._key("moves"), 1)
 
@@ -80,7 +81,8 @@ class Outcome:
             return f"Could not {self._save.what}: {failed}"
         self.wrote(0)  # the others count from here
         try:
-            finish(ranks)
+            with Unseen(lambda count: self.wrote(0)):  # it may copy all of it
+                finish(ranks)
         except Exception as error:
             discard(self._save.folder)
             return f"Could not {self._save.what}: rank 0: {_text(error)}"

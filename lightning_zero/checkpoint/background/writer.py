@@ -24,6 +24,7 @@ from fsspec.config import conf
 from lightning_zero.checkpoint.background.snapshot import Kept, Memory
 from lightning_zero.checkpoint.sharded.folder import folder_at
 from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, write_pieces
+from lightning_zero.checkpoint.unseen import Unseen
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.shared_memory import mapped
 
@@ -129,4 +130,5 @@ def _write(order: Order, memory: torch.Tensor, wrote: _Moves) -> RankFiles:
     if not folder.sees(order.save_id):
         raise CheckpointError(f"the folder of the save to {order.path} is gone")
     items = [item.piece(memory) if isinstance(item, Kept) else item for item in order.items]
-    return write_pieces(items, order.rank, folder.create, wrote)
+    with Unseen(lambda count: wrote(0)):  # a store may upload when a file is closed, and tells nobody
+        return write_pieces(items, order.rank, folder.create, wrote)

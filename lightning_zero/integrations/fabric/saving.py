@@ -22,7 +22,7 @@ from lightning_zero.compat.lightning_private import convert_state
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.fabric.module import unwrapped
-from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file, told_by
+from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file, told_by, told_for
 from lightning_zero.integrations.folders import parted, read_together, read_whole
 
 __all__ = ["Saving"]
@@ -133,9 +133,13 @@ class Saving(ParallelStrategy):
             return
         with self._telling():
             checkpoints.together.first(
-                f"save the checkpoint {path}",
-                lambda: self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options),
+                f"save the checkpoint {path}", lambda: self._write(checkpoints, checkpoint, path, storage_options)
             )
+
+    def _write(self, checkpoints: Checkpoints, checkpoint: Any, path: str | Path, storage_options: Any | None) -> None:
+        io = self.checkpoint_io
+        with told_for(io, f"saving {path}", checkpoints.telling_for):
+            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def _telling(self) -> AbstractContextManager[None]:
         """Inside, what takes long is told of."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lightning_zero.compat.lightning_private import WrappingCheckpointIO, optimi
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file, told_by
+from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file, told_by, told_for
 from lightning_zero.integrations.folders import as_trainers, parted, read_together
 from lightning_zero.integrations.trainer.bars import bars_of
 from lightning_zero.integrations.trainer.finding import named_by_word, newest_first
@@ -154,14 +154,19 @@ class Saving(ParallelStrategy):
             checkpoints.show = None
 
     def _write(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
         io = self.checkpoint_io
-        if self._runs():
-            return
-        if isinstance(io, BackgroundFileIO):
-            io.finish()
-        elif isinstance(io, AsyncCheckpointIO):
-            io.teardown()  # which waits; the next save starts it anew
+        with self._telling_for(f"saving {path}"):
+            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            if self._runs():
+                return
+            if isinstance(io, BackgroundFileIO):
+                io.finish()
+            elif isinstance(io, AsyncCheckpointIO):
+                io.teardown()  # which waits; the next save starts it anew
+
+    def _telling_for(self, what: str) -> AbstractContextManager[None]:
+        """Surrounds what a user's own may do, which tells nobody."""
+        return told_for(self.checkpoint_io, what, self._require_engine().checkpoints.telling_for)
 
     def _saved_twice(self, path: str, checkpoint: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:
         """Which callback with ``save_last=True`` saves after which step, and whether for the second time: first it
@@ -224,7 +229,11 @@ class Saving(ParallelStrategy):
             return
         checkpoints.saver.finish()
         with self._telling():
-            checkpoints.together.first("save the last checkpoint", self.checkpoint_io.teardown)
+            checkpoints.together.first("save the last checkpoint", self._tear_down)
+
+    def _tear_down(self) -> None:
+        with self._telling_for("saving the last checkpoint"):
+            self.checkpoint_io.teardown()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from lightning_zero.checkpoint import unseen
 from lightning_zero.checkpoint.background import outcome
 from lightning_zero.checkpoint.background.outcome import Outcome
 from lightning_zero.checkpoint.sharded.plans import Brief
@@ -21,7 +23,7 @@ Write = Callable[[Outcome], None]
 
 
 def _ends(
-    *writes: Write, finish_s: float = 0.0, longer_s: float = 0.3
+    *writes: Write, finish: Callable[[], object] = lambda: None, longer_s: float = 0.3
 ) -> tuple[list[str | None], list[float], list[int]]:
     """Of ranks that write so: what went wrong, after how many seconds they know, and with how many ranks' files a
     checkpoint was made."""
@@ -38,12 +40,12 @@ def _ends(
             writes[rank](ours)
             return Brief.__new__(Brief)
 
-        def finish(briefs: Sequence[Brief]) -> None:
-            time.sleep(finish_s)
+        def make(briefs: Sequence[Brief]) -> None:
+            finish()
             made.append(len(briefs))
 
         begun = time.monotonic()
-        return ours.of(write, finish), time.monotonic() - begun
+        return ours.of(write, make), time.monotonic() - begun
 
     with (
         patch.multiple(outcome, LOOK_S=0.05, POLL_S=0.01, TO_PART_S=longer_s),
@@ -102,6 +104,22 @@ def test_the_others_do_not_wait_for_ever_for_rank_0() -> None:
 def test_making_a_checkpoint_of_it_has_a_timeout_of_its_own() -> None:
     """Of which the time is no part that the last writer took after its last block."""
     late: Write = lambda ours: time.sleep(0.7 * TIMEOUT_S)  # noqa: E731
-    said, _, made = _ends(late, _at_once, finish_s=0.7 * TIMEOUT_S, longer_s=0.0)
+    said, _, made = _ends(late, _at_once, finish=lambda: time.sleep(0.7 * TIMEOUT_S), longer_s=0.0)
     assert said == [None, None]
     assert made == [2]
+
+
+def test_it_may_take_longer_while_it_copies(tmp_path: Path) -> None:
+    """As where a store does not rename what was written beside its place."""
+
+    def copies() -> None:
+        with open(tmp_path / "x", "wb", buffering=0) as file:
+            for _ in range(15):
+                file.write(bytes(1 << 20))
+                time.sleep(TIMEOUT_S / 5)
+
+    with patch.object(unseen, "LOOK_S", 0.05):
+        said, seconds, made = _ends(_at_once, _at_once, finish=copies)
+    assert said == [None, None]
+    assert made == [2]
+    assert min(seconds) > 2 * TIMEOUT_S
