@@ -104,6 +104,16 @@ def test_what_is_built_needs_no_compiler_and_does_not_mind_another(tmp_path: Pat
     assert not second.calls()
 
 
+def test_only_a_compiler_of_gnu_is_told_how_much_memory_it_may_fill(tmp_path: Path) -> None:
+    gnu, other = Compiler(tmp_path, version="Free Software Foundation"), Compiler(tmp_path)
+    build(tmp_path / "gnu", f"'{gnu.path}'")
+    build(tmp_path / "other", other.path)
+    units = [call for call in gnu.calls() if " -c " in call]
+    assert units
+    assert all("--param ggc-min-heapsize=" in call for call in units)
+    assert not any("--param" in call for call in other.calls())
+
+
 def test_a_compiler_may_have_a_launcher_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Compiler(tmp_path)
     launcher = tmp_path / "a launcher"
