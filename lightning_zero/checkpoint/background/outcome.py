@@ -112,9 +112,11 @@ class Outcome:
         return now - self._moved_at
 
     def _standing(self, who: object) -> str:
+        if not isinstance(who, int):  # for whom rank 0 waits, where it cannot say so itself, or what it does
+            ranks = [rank for rank in range(self._mesh.world_size) if not self._store.check([self._key(rank)])]
+            why = "; ".join(f"rank {rank}: {self._standing(rank)}" for rank in ranks)
+            return f"Could not {self._save.what}: {why or 'rank 0 has all files, and makes no checkpoint of them'}"
         text = f"it has not ended, and no rank wrote anything more within the timeout of {self._mesh.timeout_s:.0f} s"
-        if not isinstance(who, int):
-            return f"Could not {self._save.what}: {text}"
         return f"{text}; its writer was at {self._store.add(self._key(f'bytes {who}'), 0) / 2**30:.2f} GiB"
 
     def _key(self, who: object) -> str:

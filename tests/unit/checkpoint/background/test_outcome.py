@@ -97,8 +97,14 @@ def test_the_others_do_not_wait_for_ever_for_rank_0() -> None:
         lambda ours: threading.Timer(4 * TIMEOUT_S, over.set).start(),
     )
     assert said[1] == (
-        "Could not save a checkpoint to x: it has not ended, and no rank wrote anything more within the timeout of 0 s"
+        "Could not save a checkpoint to x: rank 0: it has not ended, and no rank wrote anything more within the "
+        "timeout of 0 s; its writer was at 0.00 GiB"
     )
+
+
+def test_that_rank_0_makes_no_checkpoint_of_the_files_is_said() -> None:
+    said, _, _ = _ends(_at_once, _at_once, finish=lambda: time.sleep(4 * TIMEOUT_S))
+    assert said[1] == "Could not save a checkpoint to x: rank 0 has all files, and makes no checkpoint of them"
 
 
 def test_making_a_checkpoint_of_it_has_a_timeout_of_its_own() -> None:
