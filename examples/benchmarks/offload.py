@@ -1,26 +1,30 @@
-"""What it costs to keep the optimizer's state, or activations, on the host; on one GPU, prints one JSON line per
-measurement.
+"""What it costs to keep the optimizer's state, or activations, on the host; on one GPU or several of a host, prints one
+JSON line per measurement.
 
     python examples/benchmarks/offload.py --sizes 1b,3b --accumulate 1,8
     python examples/benchmarks/offload.py --sizes 7b --ways offload     # what does not fit without
+    python examples/benchmarks/offload.py --devices 2 --sizes 7b --ways device,offload,fsdp2
+    python examples/benchmarks/offload.py --devices 2 --sizes 13b,18b --ways all,fsdp2 --accumulate 1 --steps 3 --warm 5
     python examples/benchmarks/offload.py --ways device,activations,all_activations,budget,checkpointed \
         --accumulate 1 --batch 4 --length 4096 --limit 120              # activations of long batches
 
-Trains a plain Llama-like decoder: float32 masters, bfloat16 compute, AdamW, clipping at 1.0, a loop in plain PyTorch
-over one rank, for each way in a process of its own. `device` keeps all on the GPU; `offload` is
-`offload=("optimizer",)`; `eager` the same with `cuda_graph_step=False`; `fsdp2` is `fully_shard` with
-`CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU. `activations` is `offload=("activations",)`,
-which takes what hides behind compute, and `all_activations` all that are large; beside them `budget` is
-`activation_memory_budget=0.5`, and `checkpointed` `torch.utils.checkpoint` around each block. `step_ms` is the whole
-step, `optimizer_ms` the part from the last backward's end, both medians by the device's clock. `peak_gib` is of the
-whole device, sampled; `activations_gib` is what leaves in a step. `duplex_gb_s` is what pinned copies of 64 MiB reach
-in each direction while both go on, measured in the same process after training. `exposed_ms` is `optimizer_ms` less
-that of `device`, and `over_bytes` what it is of the time that the state's bytes take at that bandwidth.
+Trains a plain Llama-like decoder: float32 masters, bfloat16 compute, AdamW, clipping at 1.0, a loop in plain PyTorch,
+for each way in processes of its own. `device` keeps all on the GPU; `offload` is `offload=("optimizer",)`; `all` that
+and the masters, `("optimizer", "parameters")`; `eager` is `offload` with `cuda_graph_step=False`; `fsdp2` is
+`fully_shard` with `CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU. `activations` is
+`offload=("activations",)`, which takes what hides behind compute, and `all_activations` all that are large; beside them
+`budget` is `activation_memory_budget=0.5`, and `checkpointed` `torch.utils.checkpoint` around each block. `step_ms` is
+the whole step, `optimizer_ms` the part from the last backward's end, both medians by the device's clock. `peak_gib` is
+of the whole device, sampled; `activations_gib` is what leaves in a step. `duplex_gb_s` is what pinned copies of 64 MiB
+reach in each direction while both go on, on all ranks at once, measured in the same process after training.
+`exposed_ms` is `optimizer_ms` less that of `device`, and `over_bytes` what it is of the time that the state's bytes
+take at that bandwidth.
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,10 +40,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.bench.decoder import SIZES, VOCABULARY, Decoder
+from lightning_zero.bench.draws import quick_draws
 
-SIZES = SIZES | {"3b": (2560, 32, 20, 6912)}
+SIZES = SIZES | {"3b": (2560, 32, 20, 6912), "13b": (5120, 40, 40, 13824), "18b": (6144, 40, 48, 16384)}
 ACTIVATIONS = ("activations", "all_activations", "budget", "checkpointed")
-WAYS = ("device", "offload", "eager", "fsdp2", *ACTIVATIONS)
+OFFLOAD = {
+    "offload": ("optimizer",),
+    "all": ("optimizer", "parameters"),
+    "eager": ("optimizer",),
+    "activations": ("activations",),
+    "all_activations": ("activations",),
+}
+WAYS = ("device", "offload", "all", "eager", "fsdp2", *ACTIVATIONS)
 GIB = 2**30
 Forward = Callable[[Tensor], Tensor]
 
@@ -50,22 +62,21 @@ class Ours:
     def __init__(self, size: str, way: str) -> None:
         from lightning_zero import Engine, EngineConfig, Tuning
 
-        optimizer, activations = way in ("offload", "eager"), way in ("activations", "all_activations")
         self.engine = Engine(
-            torch.device("cuda", 0),
+            torch.device("cuda", torch.cuda.current_device()),
             EngineConfig(
                 compute_dtype=torch.bfloat16,
                 reduce_dtype="bf16",
-                offload=("optimizer",) * optimizer + ("activations",) * activations,
+                offload=OFFLOAD.get(way, ()),
                 activation_memory_budget=0.5 if way == "budget" else 1.0,
                 tuning=Tuning(
                     cuda_graph_step=way != "eager",
                     offload_activations_mb=float("inf") if way == "all_activations" else None,
                 ),
             ),
-            report=lambda line: print(line, file=sys.stderr, flush=True),
+            report=lambda line: print(line, file=sys.stderr, flush=True) if dist.get_rank() == 0 else None,
         )
-        with self.engine.construction():
+        with self.engine.construction(), quick_draws():
             self.model = Decoder(*SIZES[size])
         if way == "checkpointed":
             for block in self.model.blocks:
@@ -108,7 +119,8 @@ class FullyShard:
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
             "offload_policy": CPUOffloadPolicy(),
         }
-        self.model = Decoder(*SIZES[size])
+        with quick_draws():
+            self.model = Decoder(*SIZES[size])
         for block in self.model.blocks:
             block.compile()
             fully_shard(block, **policies)
@@ -140,11 +152,11 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 @contextmanager
 def device_peak(found: dict[str, float]) -> Iterator[None]:
     """Of the whole device, looked at a few hundred times per second."""
-    over = threading.Event()
+    over, device = threading.Event(), torch.cuda.current_device()
 
     def watch() -> None:
         while not over.wait(0.003):
-            free, total = torch.cuda.mem_get_info(0)
+            free, total = torch.cuda.mem_get_info(device)
             found["peak_gib"] = max(found.get("peak_gib", 0.0), round((total - free) / GIB, 2))
 
     thread = threading.Thread(target=watch)
@@ -160,12 +172,14 @@ def duplex_bandwidth(piece: int = 64 << 20, pieces: int = 64) -> float:
     """Bytes per second in each direction, while both go on."""
     from lightning_zero.offload.memory import HostMemory
 
-    memory = HostMemory(torch.device("cuda", 0))
+    memory = HostMemory(torch.device("cuda", torch.cuda.current_device()))
     hosts = [memory.empty(8 * piece, torch.uint8).split(piece) for _ in range(2)]
     devices = [torch.empty(piece, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     seconds = []
     for _ in range(4):
+        dist.barrier()
+        torch.cuda.synchronize()
         begin, ends = torch.cuda.Event(enable_timing=True), []
         begin.record()
         for out, stream in enumerate(streams):
@@ -212,9 +226,10 @@ def train(way: Any, accumulate: int, steps: int, warm: int, batch: tuple[int, in
 
 def measure(arguments: argparse.Namespace) -> None:
     """One way, in this process."""
-    torch.cuda.set_device(0)
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    alone = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False) if arguments.devices == 1 else None
+    one: dict[str, Any] = {"store": alone, "rank": 0, "world_size": 1} if alone else {}
+    dist.init_process_group("cpu:gloo,cuda:nccl", **one)
     torch.manual_seed(0)
     size, name = arguments.sizes, arguments.ways
     way = (FullyShard if name == "fsdp2" else Ours)(size, name)
@@ -234,12 +249,15 @@ def measure(arguments: argparse.Namespace) -> None:
             "tokens": f"{one['accumulate']}x{batch[0]}x{batch[1]}",
             **one,
             "host_gib": round(host / GIB, 2),
-            "state_bytes": 8 * elements,
+            "state_bytes": (12 if name == "all" else 8) * elements // arguments.devices,  # of a rank
             "duplex_gb_s": round(bandwidth / 1e9, 2),
+            "devices": arguments.devices,
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
         }
-        print(json.dumps(result), flush=True)
+        if dist.get_rank() == 0:
+            print(json.dumps(result), flush=True)
+    dist.barrier()
     os._exit(0)  # nothing is left to do that is worth the time
 
 
@@ -247,7 +265,7 @@ def compare(lines: list[dict[str, Any]]) -> None:
     """Sets what is offloaded beside what is not."""
     plain = {(one["size"], one["accumulate"]): one for one in lines if one["way"] == "device"}
     for one in lines:
-        if one["way"] not in ("offload", "eager", *ACTIVATIONS):
+        if one["way"] not in OFFLOAD and one["way"] not in ACTIVATIONS:
             continue
         beside = plain.get((one["size"], one["accumulate"]))
         if one["way"] in ACTIVATIONS:
@@ -279,6 +297,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="1b", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--ways", default="device,offload,eager", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--accumulate", default="1,8", help="micro-batches in a step")
+    parser.add_argument("--devices", type=int, default=1, help="of this host")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=12)
@@ -290,17 +309,24 @@ def main() -> None:
         measure(arguments)
         return
     lines = []
-    same = [f"--{name}={getattr(arguments, name)}" for name in ("accumulate", "batch", "length", "steps", "warm")]
+    names = ("accumulate", "devices", "batch", "length", "steps", "warm")
+    same = [f"--{name}={getattr(arguments, name)}" for name in names]
+    python = [sys.executable]
+    if arguments.devices > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.devices}"]
     for size in arguments.sizes.split(","):
         for way in arguments.ways.split(","):
-            command = [sys.executable, __file__, "--alone", f"--sizes={size}", f"--ways={way}", *same]
+            command = [*python, __file__, "--alone", f"--sizes={size}", f"--ways={way}", *same]
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            process = subprocess.Popen(command, start_new_session=True, **pipes)
             try:
-                ended = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit)
+                out, errors = process.communicate(timeout=arguments.limit)
             except subprocess.TimeoutExpired:
-                print(f"{size} {way}: not over after {arguments.limit:g} s", flush=True)
-                continue
-            found = [line for line in ended.stdout.splitlines() if line.startswith('{"size"')]
-            print("\n".join(found) or f"{size} {way}: {ended.stderr.strip()[-600:]}", flush=True)
+                os.killpg(process.pid, signal.SIGKILL)  # ranks that torchrun has started among them
+                out, errors = process.communicate()
+                errors = f"not over after {arguments.limit:g} s. {errors}"
+            found = [line for line in out.splitlines() if line.startswith('{"size"')]
+            print("\n".join(found) or f"{size} {way}: {errors.strip()[-3000:]}", flush=True)
             lines += map(json.loads, found)
     compare(lines)
 

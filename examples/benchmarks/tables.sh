@@ -8,10 +8,11 @@
 #
 # bench: README's chart. checkpoints, more-checkpoints: of 6.7B. starts: to the tenth step, with caches empty and filled.
 # growth: 24 and 96 layers. hosts: two, of one GPU each. precisions, parts, checkpointed, images, lengths: models of
-# models.py, beside peers. memory: budgets. tests: those of tests/gpu that take two GPUs or a machine to themselves.
+# models.py, beside peers. memory: budgets. offload: of 6.7B, and the largest. stages: 1 and 2, beside peers. tests:
+# those of tests/gpu that take two GPUs or a machine to themselves.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory or tests}
+table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory, offload, stages or tests}
 out=$(realpath -m "${2:?a folder for logs}")
 wanted=${3:-.*}
 work=$(mktemp -d)
@@ -107,6 +108,21 @@ case $table in
     build
     row five-models 420 python3 examples/benchmarks/plan_check.py
     row sweep 400 python3 examples/benchmarks/memory_sweep.py t5_base --memory 14 --total 380
+    ;;
+  offload)
+    build
+    host=(python3 examples/benchmarks/offload.py --devices 2)
+    row offload 440 "${host[@]}" --sizes 7b --ways device,offload,fsdp2 --accumulate 1,8 --steps 5 --warm 6 --limit 145
+    row largest 110 "${host[@]}" --sizes 13b --ways all --accumulate 1 --steps 3 --warm 5 --limit 105
+    ;;
+  stages)
+    build
+    for size in 350m 1b; do
+      few=(--size "$size" --batch 2 --length 2048 --steps 36 --warm 15)
+      for stage in 1 2; do steps "$size-stage-$stage" 75 "${few[@]}" --option "stage=$stage"; done
+      steps "$size-ddp" 90 "${few[@]}" --strategy ddp_compile
+      steps "$size-fsdp2-no-reshard" 60 "${few[@]}" --strategy fsdp2 --no-reshard
+    done
     ;;
   tests)
     build
