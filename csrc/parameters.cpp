@@ -62,13 +62,14 @@ void Parameters::guard_gradient(int64_t index) {
   // The parameter owns the hook, so it must not be owned by it.
   const auto* impl = record.param.unsafeGetTensorImpl();
   record.param.register_hook([impl, name = record.name](const at::Tensor& grad) {
-    TORCH_CHECK_VALUE(!grad.defined() || !ShardTable::instance().contains(impl->data()),
-                      "lightning_zero: the training step computed with this rank's shard of ", name,
-                      ", as self.parameters() and self.named_parameters() return it, so each rank would get "
-                      "another result. Read whole weights "
-                      "from their modules (self.layer.weight), or use the optimizer's weight_decay for a "
-                      "penalty on all of them. If a function that you compiled (torch.compile) reads its weights or calls "
-                      "its module, leave torch.compile out there.");
+    TORCH_CHECK_VALUE(
+        !grad.defined() || !ShardTable::instance().contains(impl->data()),
+        "lightning_zero: the training step computed with this rank's shard of ", name,
+        ", as self.parameters() and self.named_parameters() return it, so each rank would get "
+        "another result. Read whole weights "
+        "from their modules (self.layer.weight), or use the optimizer's weight_decay for a "
+        "penalty on all of them. If a function that you compiled (torch.compile) reads its weights or calls "
+        "its module, leave torch.compile out there.");
   });
 }
 
