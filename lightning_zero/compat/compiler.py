@@ -147,9 +147,6 @@ ATTRIBUTES = {
     "torch._inductor.output_code.CompiledFxGraph._triton_bundle",
     # What it was made from. (torch 2.11+)
     "torch._dynamo.OptimizedModule._orig_mod",
-    # What a function was compiled from; torch.compiler.disable leaves the same mark, and one of its own. (torch 2.11+)
-    "torch._dynamo.eval_frame._torchdynamo_orig_callable",
-    "torch._dynamo.eval_frame._torchdynamo_disable",
     # The notes themselves. (torch 2.11+)
     "torch._dynamo.metrics_context.MetricsContext._metrics",
     # A mark on functions that take their inputs as a list which they empty; AOTAutograd asks for it. (torch 2.11+)
@@ -163,6 +160,7 @@ default_inductor_cache = cache_dir_utils.default_cache_dir
 
 def compiled_from(function: FunctionType) -> Callable[..., Any] | None:
     """What ``torch.compile`` was given when it returned this function; None of any other."""
+    # torch.compiler.disable leaves the same mark, and one of its own. (torch 2.11+)
     marks = vars(function)
     # functools.wraps copies marks onto functions that do more.
     copied = function.__code__.co_filename != torch._dynamo.eval_frame.__file__
