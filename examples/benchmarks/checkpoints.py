@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from lightning_zero.bench.clock import Clock
 from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
 from lightning_zero.bench.peers import zero_strategy
 from lightning_zero.engine import engine_of
@@ -118,41 +119,24 @@ def total(trainer: L.Trainer) -> list[float]:
     return [float((v.to_local() if isinstance(v, DTensor) else v).double().sum()) for v in values]
 
 
-def mark() -> Any:
-    """A moment of what is queued on the device, for which the host does not wait."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def between(begin: Any, end: Any) -> float:
-    """Seconds; the device must have passed both."""
-    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
-
-
-class Saves(L.Callback):
-    """Saves once, and notes when steps end."""
+class Saves(Clock):
+    """Saves once; of all steps it is known when they end."""
 
     def __init__(self, path: Path, at: int, sums: bool) -> None:
+        super().__init__(warm=0)
         self.path, self.at, self.sums = path, at, sums
-        self.marks: list[Any] = []
-        self.ends: list[float] = []  # by the host's clock
         self.begun = self.called = self.there = 0.0
         self.aside: tuple[Any, Any] | None = None
         self.total: list[float] = []
         self.host = self.device = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == len(self.ends):
-            return  # one of several batches of a step
-        if trainer.global_step == self.at:
+        if trainer.global_step == self.at and not self.begun:  # the last of several batches of the step
             if self.sums:
-                begin = mark()
+                begin = self.mark()
                 self.total = total(trainer)
                 torch.distributed.barrier()  # a rank that is done with that earlier would wait in its save
-                self.aside = begin, mark()
+                self.aside = begin, self.mark()
             memory = Memory()
             self.begun = time.perf_counter()
             trainer.save_checkpoint(self.path)  # after which copies may go on beside the next step
@@ -160,17 +144,15 @@ class Saves(L.Callback):
             self.host, self.device = memory.end()
         if self.begun and not self.there and self.path.exists():
             self.there = time.perf_counter()
-        self.ends.append(time.perf_counter())
-        self.marks.append(mark())
+        super().on_train_batch_end(trainer, *args)
 
-    def told(self, gib: float) -> dict[str, Any]:
-        synchronise()
+    def found(self, gib: float) -> dict[str, Any]:
+        steps = [milliseconds / 1e3 for milliseconds in self.milliseconds()]
         there = self.there or time.perf_counter()
-        steps = [between(begin, end) for begin, end in zip(self.marks, self.marks[1:], strict=False)]
         if self.aside is not None:
-            steps[self.at - 2] -= between(*self.aside)
+            steps[self.at - 2] -= self.between(*self.aside) / 1e3
         before, late = steps[max(0, self.at - 10) : self.at - 3], steps[self.at - 2 :]
-        beside = sum(end < there for end in self.ends[self.at - 1 :]) + 1
+        beside = sum(end < there for end in self.told[self.at - 1 :]) + 1
         after = late[beside + 1 :]
         steady = statistics.median(after if len(after) > 5 else before)
         return {
@@ -255,7 +237,7 @@ def run(arguments: argparse.Namespace) -> None:
     fit(arguments, trainer)
     files = [file for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
     gib = sum(file.stat().st_size for file in files) / GIB
-    tell(arguments, saves.told(gib))
+    tell(arguments, saves.found(gib))
     before = saves.total
     del saves  # Lightning gives callbacks the module's `log`, and with it all that the module has on the device
     loads = ("load",) if arguments.warm else ("load", "load_cold")

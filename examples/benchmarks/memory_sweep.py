@@ -42,14 +42,20 @@ def command(model: str, options: dict[str, Any], memory: float | None, steps: in
     return found if memory is None else [*found, f"--memory={memory}"]
 
 
+def output_of(command: Sequence[str], seconds: float, errors: int | None = None) -> tuple[str, str, bool]:
+    """What a command printed by its end, or until the seconds were over, to stdout and, where ``errors`` is
+    ``subprocess.PIPE``, to stderr; and whether it ended by itself."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+    try:
+        return *process.communicate(timeout=seconds), True
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # compilers and ranks among them
+        return *process.communicate(), False
+
+
 def trained(command: Sequence[str], seconds: float) -> dict[str, Any] | None:
     """What a training measured by its end, or until the seconds were over; None where that is nothing."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        out, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # compilers among them
-        out, _ = process.communicate()
+    out, _, _ = output_of(command, seconds)
     lines = [line for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
     return json.loads(lines[-1]) if lines else None
 

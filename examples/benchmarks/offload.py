@@ -24,7 +24,6 @@ take at that bandwidth.
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from memory_sweep import output_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -317,16 +317,10 @@ def main() -> None:
     for size in arguments.sizes.split(","):
         for way in arguments.ways.split(","):
             command = [*python, __file__, "--alone", f"--sizes={size}", f"--ways={way}", *same]
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            process = subprocess.Popen(command, start_new_session=True, **pipes)
-            try:
-                out, errors = process.communicate(timeout=arguments.limit)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # ranks that torchrun has started among them
-                out, errors = process.communicate()
-                errors = f"not over after {arguments.limit:g} s. {errors}"
+            out, errors, over = output_of(command, arguments.limit, subprocess.PIPE)
             found = [line for line in out.splitlines() if line.startswith('{"size"')]
-            print("\n".join(found) or f"{size} {way}: {errors.strip()[-3000:]}", flush=True)
+            why = errors.strip()[-3000:] if over else f"not over after {arguments.limit:g} s"
+            print("\n".join(found) or f"{size} {way}: {why}", flush=True)
             lines += map(json.loads, found)
     compare(lines)
 

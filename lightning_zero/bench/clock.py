@@ -66,15 +66,17 @@ class Clock(pl.Callback):
         event.record()
         return event
 
+    @staticmethod
+    def between(begin: Any, end: Any) -> float:
+        """Milliseconds from one mark to another; the device must have passed both."""
+        return float(begin.elapsed_time(end) if isinstance(begin, torch.cuda.Event) else 1e3 * (end - begin))
+
     def milliseconds(self) -> list[float]:
         """Of the steps after warm-up; the first one of them, before which the device was waited for, left out."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         steady = self.marks[self.warm :]
-        return [
-            a.elapsed_time(b) if isinstance(a, torch.cuda.Event) else 1e3 * (b - a)
-            for a, b in zip(steady, steady[1:], strict=False)
-        ]
+        return [self.between(a, b) for a, b in zip(steady, steady[1:], strict=False)]
 
     def leads(self) -> list[float]:
         """Milliseconds by which the device came later to the end of each such step than the host did, which queues it:

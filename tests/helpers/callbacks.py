@@ -1,4 +1,5 @@
-"""A callback and a logger that keep what they see of a training, and a schedule for ``PassSchedule``."""
+"""A callback and a logger that keep what they see of a training, one that saves, and a schedule for
+``PassSchedule``."""
 
 from typing import Any
 
@@ -31,6 +32,17 @@ class Lines(Logger):
 
 # Without these passes no graph runs.
 MINIMAL = ["split_gathers", "hand_over_gradients", "announce_plan"]
+
+
+class SavesAfter(Callback):
+    """Saves after that step, during training, beside which the save may go on."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
 
 
 class Count(Callback):

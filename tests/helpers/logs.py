@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["logged", "stderr"]
+__all__ = ["logged", "said_by", "stderr"]
 
 
 @contextmanager
@@ -39,3 +41,11 @@ def stderr() -> Iterator[Path]:
         finally:
             os.dup2(before, 2)
             os.close(before)
+
+
+def said_by(job: Callable[[], Any]) -> tuple[str, float]:
+    """What this process wrote to its standard error meanwhile, and how many seconds that was."""
+    with stderr() as said:
+        begun = time.monotonic()
+        job()
+        return said.read_text(), time.monotonic() - begun

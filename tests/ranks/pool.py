@@ -125,10 +125,9 @@ class RankPool:
                 text = self._report(f"{name} took longer than {seconds:g} s", words)
                 self.kill()
                 raise RankDeadline(text)
-            met = {} if last else self._ask(("settle",), self.settle_deadline)
             if last:
                 self.kill()
-            elif not self._settled(met):
+            elif not self._settled(met := self._ask(("settle",), self.settle_deadline)):
                 head = f"{name} returned, but the barrier after it failed: unmatched collectives?"
                 text = self._report(head, met)
                 self.kill()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
@@ -21,8 +20,9 @@ from lightning_zero.checkpoint import archive, full, telling
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
 from lightning_zero.checkpoint.weights import writing
 from lightning_zero.integrations.folders import read_whole
+from tests.helpers.callbacks import SavesAfter
 from tests.helpers.fabric import closing, make_fabric, network, set_up, train
-from tests.helpers.logs import stderr
+from tests.helpers.logs import said_by
 from tests.helpers.options import arguments
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
@@ -79,10 +79,8 @@ def _trained(**options: Any) -> tuple[Any, Any]:
 
 def _said(seconds: Callable[[int], float], save: Callable[[], Any]) -> tuple[str, float]:
     """Meanwhile, and how long that was."""
-    with stderr() as said, slow_disk(seconds), patch.object(telling, "EVERY_S", 1.0):
-        begun = time.monotonic()
-        save()
-        return said.read_text(), time.monotonic() - begun
+    with slow_disk(seconds), patch.object(telling, "EVERY_S", 1.0):
+        return said_by(save)
 
 
 def _saved(home: str) -> dict[str, tuple[str, float]]:
@@ -97,17 +95,6 @@ def _saved(home: str) -> dict[str, tuple[str, float]]:
         close(module)
     assert Path(f"{home}/full.ckpt").stat().st_size == Path(f"{home}/async.ckpt").stat().st_size
     return found
-
-
-class Saves(pl.Callback):
-    """During training, beside which the save then goes on."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 1:
-            trainer.save_checkpoint(self.path)
 
 
 @contextmanager
@@ -126,7 +113,9 @@ def slow_folder(seconds: Callable[[int], float]) -> Iterator[None]:
 def _saved_beside(home: str) -> dict[str, tuple[str, float]]:
     """Rank 0's writer has ended long before rank 1's."""
     options = OPTIONS | {"state_dict_type": "sharded", "async_save": True}
-    trainer = make_trainer("eager", callbacks=[Saves(f"{home}/beside")], strategy=ZeroStrategy(**arguments(**options)))
+    trainer = make_trainer(
+        "eager", callbacks=[SavesAfter(1, f"{home}/beside")], strategy=ZeroStrategy(**arguments(**options))
+    )
     module = Regression()
     with slow_folder(lambda call: 1.0 if call <= 8 else 0.0):
         found = _said(lambda call: 0.0, lambda: trainer.fit(module, make_loader("eager", steps=2)))

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_zero import CheckpointError, ZeroStrategy
 from lightning_zero.checkpoint.background.process import WriterProcess
 from lightning_zero.integrations.files import BackgroundFileIO, FileIO
+from tests.helpers.callbacks import SavesAfter
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.saved import MODULES, resume, uninterrupted_fit
@@ -25,17 +26,6 @@ from tests.helpers.writers import forked_writers
 from tests.ranks.pool import Ranks
 
 KINDS = ["sharded", "full"]
-
-
-class Stopped(pl.Callback):
-    """Holds writers back until the next optimizer step is over, so that a snapshot that is no copy shows."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 4:
-            trainer.save_checkpoint(self.where)
 
 
 def _slowly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +45,7 @@ def _train(kind: str, name: str, path: str, plugin: bool) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as monkeypatch, forked_writers() if plugin else nullcontext():
         _slowly(monkeypatch)
         module = MODULES[name]()
-        trainer = make_trainer("eager", state_dict_type=kind, max_epochs=2, callbacks=[Stopped(path)], **options)
+        trainer = make_trainer("eager", state_dict_type=kind, max_epochs=2, callbacks=[SavesAfter(4, path)], **options)
         trainer.fit(module, make_loader("eager"))
         there = os.path.exists(path)
     state = whole_state(module)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileOpener
@@ -19,9 +18,10 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_zero import ZeroStrategy
+from tests.helpers.callbacks import SavesAfter
 from tests.helpers.elsewhere import mount
 from tests.helpers.fabric import closing, make_fabric, network, set_up, train
-from tests.helpers.logs import stderr
+from tests.helpers.logs import said_by
 from tests.helpers.options import arguments
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
@@ -63,34 +63,18 @@ class Mine(TorchCheckpointIO):
         self._work(f"{path}.spool")
 
 
-class Saves(pl.Callback):
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 1:
-            trainer.save_checkpoint(self._path)
-
-
-def _said(save: Callable[[], Any]) -> Found:
-    with stderr() as said:
-        begun = time.monotonic()
-        save()
-        return said.read_text(), time.monotonic() - begun
-
-
 def _of_trainer(path: str, in_fit: bool = False, **options: Any) -> Found:
     given = {key: options.pop(key) for key in ("plugins",) if key in options}
-    callbacks = [Saves(path)] if in_fit else []
+    callbacks = [SavesAfter(1, path)] if in_fit else []
     strategy = ZeroStrategy(**arguments(**OPTIONS | options))
     trainer = make_trainer("eager", callbacks=callbacks, strategy=strategy, **given)
     module = Regression()
     if in_fit:
-        found = _said(lambda: trainer.fit(module, make_loader("eager", steps=2)))
+        found = said_by(lambda: trainer.fit(module, make_loader("eager", steps=2)))
     else:
         trainer.fit(module, make_loader("eager", steps=2))
         dist.barrier()
-        found = _said(lambda: trainer.save_checkpoint(path))
+        found = said_by(lambda: trainer.save_checkpoint(path))
     close(module)
     return found
 
@@ -117,7 +101,7 @@ def _of_fabric(home: str) -> Found:
     with closing(model):
         train(fabric, model, optimizer, 2)
         content = {"model": model, "optimizer": optimizer}
-        return _said(lambda: fabric.save(f"{home}/x", content))
+        return said_by(lambda: fabric.save(f"{home}/x", content))
 
 
 @forked_writers()
