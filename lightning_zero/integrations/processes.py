@@ -113,13 +113,17 @@ class Processes:
             decorator.rank = self.global_rank  # type: ignore[attr-defined]
 
     def barrier(self, name: str | None = None) -> None:
-        if not torch.distributed.is_initialized():
+        if not torch.distributed.is_initialized() or self._have_met(name):
             return
         with self._waiting(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's"):
             if torch.distributed.get_backend() == "nccl":
                 torch.distributed.barrier(device_ids=[self.root_device.index])
             else:
                 torch.distributed.barrier()
+
+    def _have_met(self, barrier: str | None) -> bool:
+        """Whether all ranks have just met anyway."""
+        return False
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         """Surrounds a collective of all ranks that is called ``what``."""
@@ -130,5 +134,9 @@ class Processes:
             return obj
         objects = [obj]
         with self._waiting("a broadcast of Lightning's"):
-            torch.distributed.broadcast_object_list(objects, src, group=_group.WORLD)
+            torch.distributed.broadcast_object_list(objects, src, group=self._group_of_objects())
         return objects[0]
+
+    def _group_of_objects(self) -> Any:
+        """All ranks, for what lies on the host."""
+        return _group.WORLD

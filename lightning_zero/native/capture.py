@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_zero.compat import cuda
+from lightning_zero.native.collector import no_collector
 
 __all__ = ["capturing", "fit_for_capture"]
 
@@ -29,7 +29,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """What is queued inside, on the current stream, goes to ``graph``, and what is allocated comes from ``pool``."""
     # What has failed on the device is raised here: a graph whose capture fails to begin ends the process.
     torch.cuda.synchronize()
-    with _no_collector():
+    with no_collector():  # it would free graphs and events, which this thread may not while it captures
         # Other threads, such as NCCL's watchdog, go on: hence the error mode.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -68,15 +68,3 @@ def _is_lost() -> bool:
     except RuntimeError as error:
         return "captur" not in str(error)
     return False
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Freeing a graph or an event, as the collector may, is not allowed while this thread captures."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

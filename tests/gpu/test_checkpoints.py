@@ -77,3 +77,40 @@ BESIDE = SHARDED | {"async_save": True}
 def test_what_is_saved_is_what_was_there(ranks: Ranks, tmp_path: Path, options: dict[str, Any], precision: str) -> None:
     found = ranks.run(2, _fit, str(tmp_path), options, precision, backend="nccl", deadline=300)
     assert found[0] == len(SAVED) * 24 * 2
+
+
+class SavesAhead(pl.Callback):
+    """Gives the device two seconds of work, and then saves."""
+
+    def __init__(self, home: str) -> None:
+        self.path, self.waited = f"{home}/ahead.ckpt", True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        if trainer.global_step == SAVED[0]:
+            torch.cuda._sleep(4_000_000_000)
+            trainer.save_checkpoint(self.path)
+            self.waited = torch.cuda.current_stream().query()
+
+
+def _ahead(home: str) -> bool:
+    data = TensorDataset(torch.randn(STEPS * 4, WIDTH))
+    saves, module = SavesAhead(home), Model()
+    trainer = pl.Trainer(
+        strategy=ZeroStrategy(**BESIDE),
+        **gpus_of_ranks(),
+        precision="bf16-mixed",
+        use_distributed_sampler=False,
+        callbacks=[saves],
+        max_steps=SAVED[0] + 2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False)))
+    close(module)
+    return saves.waited
+
+
+def test_a_save_beside_training_does_not_wait_for_what_the_device_was_given(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, _ahead, str(tmp_path), backend="nccl", deadline=200) == [False, False]

@@ -1,5 +1,6 @@
 """``async_save=True``: what is saved is what was there when it was asked for, and errors surface."""
 
+import gc
 import os
 import time
 import warnings
@@ -69,6 +70,50 @@ def test_training_goes_on_as_from_the_moment_of_the_save(ranks: Ranks, tmp_path:
         for resumed in ranks.run(world_size, resume, "eager", name, [path]):
             assert_close_relative(resumed[path][0], wanted[0], RTOL)
             assert_close_relative(resumed[path][1], wanted[1], 5 * RTOL)
+
+
+class _Collected(pl.Callback):
+    """Before which batches Python looked at all objects, and whether it might have while a checkpoint was made."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.batch, self.all_looked_at, self.may_in_save = path, 0, [], [gc.isenabled()]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.batch += 1
+
+    def look(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            self.all_looked_at.append(self.batch)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.batch == 11:
+            trainer.save_checkpoint(self.path)
+            self.may_in_save.append(gc.isenabled())
+
+    def on_save_checkpoint(self, *args: Any) -> None:
+        self.may_in_save.append(gc.isenabled())
+
+
+def _collects(kind: str, path: str, beside: bool) -> tuple[bool, list[bool]]:
+    callback, module = _Collected(path), Regression()
+    trainer = make_trainer("eager", state_dict_type=kind, async_save=beside, max_epochs=6, callbacks=[callback])
+    gc.callbacks.append(callback.look)
+    try:
+        trainer.fit(module, make_loader("eager"))
+    finally:
+        gc.callbacks.remove(callback.look)
+    close(module)
+    assert callback.batch > 11
+    return 11 in callback.all_looked_at, callback.may_in_save
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_python_looks_for_garbage_when_the_start_is_over_and_not_in_a_save(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    """Of all objects, that takes longer than the save."""
+    assert ranks.run(1, _collects, kind, str(tmp_path / "x.ckpt"), True) == [(True, [True, False, True])]
+    assert ranks.run(1, _collects, kind, str(tmp_path / "y.ckpt"), False) == [(False, [True, True, True])]
 
 
 @forked_writers()

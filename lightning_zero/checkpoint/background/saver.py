@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
 from lightning_zero.checkpoint.background.writer import Order, settings
 from lightning_zero.checkpoint.sharded.contents import flattened, items_of
 from lightning_zero.checkpoint.sharded.plans import Brief, Plans
-from lightning_zero.checkpoint.sharded.saving import begin_save, discarding, finish_save, paths_of
+from lightning_zero.checkpoint.sharded.saving import begin_save, finish_save, paths_of
 from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, packed
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
@@ -96,7 +96,6 @@ class BackgroundSaver:
             CheckpointError: on every rank: the one before has failed, or this one could not begin.
         """
         self.finish()
-        save = begin_save(path, self._together)
         flat: dict[str, Any] = {}
         kept: list[Kept | Blob] = []
         rests: list[bytes] = []
@@ -108,8 +107,7 @@ class BackgroundSaver:
             kept.extend(self._snapshot.take(items_of(flat, self._mesh.rank)))
             rests.append(packed(rest) if self._mesh.rank == 0 else b"")
 
-        with discarding(save.folder, self._together):
-            self._together.each(save.what, copy)
+        save = begin_save(path, self._together, copy)
         order = Order(save.path, save.save_id, self._mesh.rank, self._snapshot.memory, kept, settings())
         if self._store is None:
             self._store = self._mesh.store("checkpoints").clone()  # type: ignore[attr-defined]

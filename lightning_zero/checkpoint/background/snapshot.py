@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.background.runs import Run, in_memory, laid_out
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece
 from lightning_zero.sharding.shared_memory import Claim, mapped
 
 __all__ = ["Kept", "Memory", "Snapshot"]
 
-ALIGNMENT = 64  # bytes
+COPY_BYTES = 256 << 20  # others want to copy, too
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,18 @@ class Kept:
     shape: torch.Size
     box: Box
     dtype: torch.dtype
+    strides: tuple[int, ...]
     offset: int
 
     def piece(self, memory: Tensor) -> Piece:
         """Of the 1-D uint8 ``memory``: a view."""
         count = self.box.numel * self.dtype.itemsize
-        values = memory[self.offset : self.offset + count].view(self.dtype).view(self.box.sizes)
+        values = memory[self.offset : self.offset + count].view(self.dtype).as_strided(self.box.sizes, self.strides)
         return Piece(self.keys, self.shape, self.box, values)
 
 
-def _now(item: Piece | Blob) -> Piece | Blob:
-    """With values that nobody changes before a copy has been made of them."""
-    return replace(item, values=item.values.clone()) if isinstance(item, Piece) and not item.guarded else item
+def _kept(piece: Piece, values: Tensor, offset: int) -> Kept:
+    return Kept(piece.keys, piece.shape, piece.box, values.dtype, values.stride(), offset)
 
 
 class Snapshot:
@@ -87,31 +88,28 @@ class Snapshot:
         """
         self.wait()
         items = list(items)
-        offsets, end = [], 0
-        for item in items:
-            offsets.append(end)
-            end += -(-item.bytes // ALIGNMENT) * ALIGNMENT if isinstance(item, Piece) else 0
+        pieces = [item for item in items if isinstance(item, Piece)]
+        values = [in_memory(piece.values) for piece in pieces]
+        runs, offsets, end = laid_out(values, [piece.guarded for piece in pieces])
         self.reserve(end)
-        if self._stream is not None:  # the copies will be made later than now
-            items = [_now(item) for item in items]
-        kept: list[Kept | Blob] = []
         if self._stream is None:
-            kept += [self._keep(item, offset) for item, offset in zip(items, offsets, strict=True)]
-            return kept
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            kept += [self._keep(item, offset) for item, offset in zip(items, offsets, strict=True)]
-            self._copied = torch.cuda.Event()
-            self._copied.record(self._stream)
-        self._held = [item.values for item in items if isinstance(item, Piece)]
-        return kept
+            self._copy(runs)
+        else:  # the copies will be made later than now
+            runs = [run if run.guarded else replace(run, memory=run.memory.clone()) for run in runs]
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._copy(runs)
+                self._copied = torch.cuda.Event()
+                self._copied.record(self._stream)
+            self._held = [run.memory for run in runs]
+        placed = zip(values, offsets, strict=True)
+        return [_kept(item, *next(placed)) if isinstance(item, Piece) else item for item in items]
 
-    def _keep(self, item: Piece | Blob, offset: int) -> Kept | Blob:
-        if isinstance(item, Blob):
-            return item
-        kept = Kept(item.keys, item.shape, item.box, item.values.dtype, offset)
-        kept.piece(self._memory).values.copy_(item.values.detach(), non_blocking=True)
-        return kept
+    def _copy(self, runs: Iterable[Run]) -> None:
+        for run in runs:
+            for begin in range(0, run.memory.numel(), COPY_BYTES):
+                part = run.memory[begin : begin + COPY_BYTES]
+                self._memory[run.offset + begin :][: part.numel()].copy_(part, non_blocking=True)
 
     def before_writing(self) -> None:
         """What comes next on the current stream comes after the copies. Harmless when repeated."""

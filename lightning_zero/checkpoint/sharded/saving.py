@@ -54,22 +54,42 @@ class Save:
     what: str
 
 
-def begin_save(path: str | Path, together: Together) -> Save:
-    """Makes the folder, beside ``path``. Collective.
+def begin_save(path: str | Path, together: Together, prepare: Callable[[], object]) -> Save:
+    """Makes the folder, beside ``path``. Collective: ranks meet twice, for which training waits.
+
+    Args:
+        path: rank 0's counts.
+        together: the ranks.
+        prepare: this rank's part that must not fail, or all do; once it sees the folder.
 
     Raises:
         CheckpointError: on every rank.
     """
-    # as rank 0 understands it: another rank may be in another folder, which a relative one is relative to
-    mine = f"{SAVED_BY}{uuid.uuid4().hex}"
-    place, save_id = together.first(f"save a checkpoint to {path}", lambda: (full_path(path), mine))
-    what = f"save a checkpoint to {place}"
+    save_id = f"{SAVED_BY}{uuid.uuid4().hex}"
     folders: list[Folder] = []
-    together.each(what, lambda: folders.append(folder_at(place)))
+
+    def begin() -> tuple[str, str]:
+        # as rank 0 understands it: another rank may be in another folder, which a relative one is relative to
+        place = full_path(path)
+        folders.append(folder_at(place))
+        folders[0].begin(save_id)
+        return place, save_id
+
+    def follow() -> None:
+        if together.rank:
+            folders.append(folder_at(place))
+        if not shows(lambda: folders[0].sees(save_id)):
+            raise CheckpointError(
+                f"this rank does not see the folder that rank 0 has made at {place}. Sharded checkpoints need a place "
+                "that all hosts share; give one, or save with state_dict_type='full'."
+            )
+        prepare()
+
+    with discarding(folders, together):
+        place, save_id = together.first(f"save a checkpoint to {path}", begin)
+        what = f"save a checkpoint to {place}"
+        together.each(what, follow)
     [folder] = folders
-    with discarding(folder, together):
-        together.first(what, lambda: folder.begin(save_id))
-        together.each(what, lambda: _look(folder, save_id, place))
     return Save(place, save_id, folder, what)
 
 
@@ -100,12 +120,11 @@ def save_sharded(
         CheckpointError: on every rank, when one could not do its part; what stood at ``path`` is still there.
     """
     plans = Plans() if plans is None else plans
-    save = begin_save(path, together)
+    planned: list[tuple[dict[str, Any], list[Any]]] = []
+    save = begin_save(path, together, lambda: planned.append(_planned(state, together.rank)))
+    [(flat, items)] = planned
     try:
-        with discarding(save.folder, together):
-            planned: list[tuple[dict[str, Any], list[Any]]] = []
-            together.each(save.what, lambda: planned.append(_planned(state, together.rank)))
-            [(flat, items)] = planned
+        with discarding([save.folder], together):
             briefs = together.each(
                 save.what, lambda: plans.brief(write_pieces(items, together.rank, save.folder.create, wrote))
             )
@@ -118,12 +137,12 @@ def save_sharded(
 
 
 @contextmanager
-def discarding(folder: Folder, together: Together) -> Iterator[None]:
+def discarding(folders: Sequence[Folder], together: Together) -> Iterator[None]:
     """Whatever fails meanwhile leaves nothing of what has been written."""
     try:
         yield
     except BaseException:
-        if together.rank == 0:
+        for folder in folders if together.rank == 0 else ():
             discard(folder)
         raise
 
@@ -169,11 +188,3 @@ def write_file(folder: Folder, name: str, data: bytes) -> FileSum:
     with HashedFile(folder.create(name)) as file:
         file.write(data)
     return file.sum
-
-
-def _look(folder: Folder, save_id: str, path: str) -> None:
-    if not shows(lambda: folder.sees(save_id)):
-        raise CheckpointError(
-            f"this rank does not see the folder that rank 0 has made at {path}. Sharded checkpoints need a place that "
-            "all hosts share; give one, or save with state_dict_type='full'."
-        )

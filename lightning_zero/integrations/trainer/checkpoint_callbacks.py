@@ -35,4 +35,4 @@ def _exists(callback: Any, filepath: str | Path, trainer: pl.Trainer) -> bool:
     if not getattr(strategy, "saves_beside", False):
         return False
     taken = trainer.is_global_zero and full_path(filepath) == strategy.saving_to()
-    return bool(strategy.reduce_boolean_decision(taken, all=False))
+    return bool(strategy.broadcast(taken))

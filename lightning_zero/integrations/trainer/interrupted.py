@@ -9,11 +9,14 @@ nothing is saved, a line says why, and the exception goes its way.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_zero.native.collector import no_collector
 
 __all__ = ["save_together_after_exceptions"]
 
@@ -28,7 +31,10 @@ def save_together_after_exceptions(trainer: pl.Trainer) -> None:
 
 
 def _save(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-    if not trainer.interrupted or _all_came(trainer):
+    if trainer.interrupted and not _all_came(trainer):
+        return
+    # A save makes so many small objects that Python would look for garbage, for some 0.3 s of a training that waits.
+    with no_collector() if getattr(trainer.strategy, "saves_beside", False) else nullcontext():
         type(trainer).save_checkpoint(trainer, *args, **kwargs)
 
 

@@ -140,7 +140,15 @@ class Saving(ParallelStrategy):
             mark, again = self._saved_twice(str(filepath), checkpoint)
             state, rest = parted(checkpoint)
             with self._telling():
-                engine.checkpoints.save(filepath, state, rest, self.saves_beside and self._runs(), mark, again)
+                engine.checkpoints.save(filepath, state, rest, self._saves_now_beside, mark, again)
+
+    def _have_met(self, barrier: str | None) -> bool:
+        # A save beside training; and behind a barrier the host has waited for all that its device was given.
+        return barrier == "Trainer.save_checkpoint" and self._sharding is not None and self._saves_now_beside
+
+    @property
+    def _saves_now_beside(self) -> bool:
+        return self.saves_beside and self._runs()
 
     @contextmanager
     def _telling(self, engine: Engine | None = None) -> Iterator[None]:

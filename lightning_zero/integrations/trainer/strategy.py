@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -136,6 +137,13 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             return nullcontext()
         self._engine.sharder.access.done_writing()  # whoever comes last may want to read what this rank has written
         return self._engine.watchdog.waiting(what, Lane.WORLD)
+
+    @override
+    def _group_of_objects(self) -> Any:
+        mesh = None if self._engine is None else self._engine.mesh
+        if mesh is None or mesh.world_size != self.world_size:
+            return super()._group_of_objects()
+        return mesh.control_group  # by way of a device, the host would wait for all that it was given
 
     def _ask_for_sigterms(self, start: Start) -> None:
         engine = self._require_engine()
@@ -291,7 +299,12 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
-        self._show_start(self._start.batch())
+        lines = self._start.batch()
+        if lines and self.saves_beside:
+            # What the start has made is looked at now; else the first save's many small objects would have Python look
+            # at all there is in the midst of it, or soon after, which takes some 0.5 s.
+            gc.collect()
+        self._show_start(lines)
         with self.precision_plugin.train_step_context(), self._require_engine().train_step():
             return self.lightning_module.training_step(*args, **kwargs)
 

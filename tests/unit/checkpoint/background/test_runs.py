@@ -1,0 +1,97 @@
+"""What a snapshot copies at once, and that it holds what was there."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.background import snapshot
+from lightning_zero.checkpoint.background.runs import ALIGNMENT, Run, in_memory, laid_out
+from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
+from lightning_zero.checkpoint.sharded.boxes import Box
+from lightning_zero.checkpoint.sharded.writing import Blob, Piece
+
+
+def _arena() -> Tensor:
+    return torch.arange(4096, dtype=torch.float32)
+
+
+def _runs(*values: Tensor, guarded: Any = None) -> tuple[list[Run], list[int], int]:
+    return laid_out([in_memory(value) for value in values], guarded or [True] * len(values))
+
+
+def test_neighbours_are_one_run_in_whatever_order_they_come() -> None:
+    arena = _arena()
+    runs, offsets, size = _runs(arena[3000:], arena[:1000].view(10, 100), arena[1000:3000])
+    assert [run.memory.numel() for run in runs] == [arena.nbytes]
+    assert runs[0].memory.data_ptr() == arena.data_ptr()
+    assert offsets == [12000, 0, 4000]
+    assert size == arena.nbytes
+
+
+def test_other_memory_and_what_is_far_away_are_runs_of_their_own() -> None:
+    arena, other = _arena(), torch.zeros(3)
+    runs, offsets, size = _runs(arena[:10], arena[20:30], arena[2000:2010], other)
+    assert sorted(run.memory.numel() for run in runs) == [12, 40, 120]
+    assert offsets[1] - offsets[0] == 80
+    assert all(run.offset % ALIGNMENT == 0 for run in runs)
+    assert size == 3 * 64 + 64  # of which the longest takes two
+
+
+def test_what_may_change_at_any_time_is_no_part_of_a_run_that_may_not() -> None:
+    arena = _arena()
+    runs, _, _ = _runs(arena[:16], arena[16:32], arena[32:48], guarded=[True, False, True])
+    assert [(run.memory.numel(), run.guarded) for run in runs] == [(64, False), (192, True)]
+
+
+def _of_torch() -> Iterator[tuple[str, Tensor]]:
+    arena = _arena()
+    yield "in the midst of memory", arena[7:19].view(3, 4)
+    yield "in an order of its own", arena[128:188].view(3, 4, 5).permute(2, 0, 1)
+    yield "a column", arena.view(64, 64)[:, 3]
+    yield "expanded", arena[5:6].expand(3, 4)
+    yield "the same twice", arena[7:19].view(4, 3)
+    yield "halves of it", arena[1:9].view(torch.bfloat16)
+    yield "conjugated", torch.randn(4, 3, dtype=torch.complex64).conj()
+    yield "negated", torch.randn(4, dtype=torch.complex64).conj().imag
+    yield "of no dimension", torch.tensor(7, dtype=torch.int64)
+    yield "empty", torch.empty(0, 5)
+    yield "flags", torch.tensor([True, False, True])
+    yield "of double precision, behind three bytes", torch.arange(5, dtype=torch.float64)
+
+
+def _piece(name: str, value: Tensor, guarded: bool) -> Piece:
+    return Piece((name,), value.shape, Box((0,) * value.dim(), tuple(value.shape)), value, guarded)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_snapshot_holds_what_was_there(guarded: bool) -> None:
+    values = dict(_of_torch())
+    expected = {name: value.clone().resolve_conj().resolve_neg() for name, value in values.items()}
+    taken = Snapshot(torch.device("cpu"))
+    items = [Blob(("blob",), b"abc"), *(_piece(name, value, guarded) for name, value in values.items())]
+    with patch.object(snapshot, "COPY_BYTES", 100):  # pieces lie over the seams
+        kept = taken.take(items)
+    assert kept[0] is items[0]
+    for value in values.values():
+        if value.numel() and not value.is_conj() and not value.is_neg():
+            value.copy_(torch.zeros_like(value)) if value.stride()[:1] != (0,) else None
+    for name, item in zip(values, kept[1:], strict=True):
+        assert isinstance(item, Kept)
+        found = item.piece(taken._memory).values
+        assert found.dtype == expected[name].dtype, name
+        assert torch.equal(found, expected[name]), name
+    taken.close()
+
+
+def test_a_model_of_many_pieces_takes_few_copies() -> None:
+    arena = _arena()
+    taken, copies = Snapshot(torch.device("cpu")), []
+    pieces = [_piece(f"{n}", arena[n : n + 1], True) for n in range(len(arena))]
+    with patch.object(Snapshot, "_copy", lambda self, runs: copies.extend(runs)):
+        taken.take(pieces)
+    taken.close()
+    assert len(copies) == 1
