@@ -32,7 +32,7 @@ with warnings.catch_warnings():
         triton_bundler,
     )
     from torch._inductor.fx_passes import replace_random
-    from torch._inductor.runtime import cache_dir_utils
+    from torch._inductor.runtime import cache_dir_utils, triton_compat
 
 # Makes a backend of a partitioner and a compiler for each half: the way of "aot_eager". (torch 2.11+)
 aot_autograd = common.aot_autograd
@@ -125,6 +125,9 @@ AsyncCompile = async_compile.AsyncCompile
 
 # Starts the processes that compile kernels, which Inductor does when it is first called. (torch 2.11+)
 maybe_warm_pool = async_compile.maybe_warm_pool
+
+# A sum of all of Triton's files, made once in a process, which each of Inductor's caches asks for. (torch 2.11+)
+triton_key = triton_compat.triton_key
 
 # Collects the kernels that have been waited for, which are kept with a compiled graph. (torch 2.11+)
 TritonBundler = triton_bundler.TritonBundler

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import inductor_compile
+from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.offload.ring import Ring
 from lightning_zero.optim.clip import clip_factor
 from lightning_zero.optim.formulas import Rule, rule_for
@@ -242,7 +244,11 @@ def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
     # By the second option no multiplication is fused with an addition: which ones are would depend on the kernel, and
     # stretches of other sizes, or of other members, would round otherwise than the whole segment.
     options = {"triton.autotune_pointwise": False, "emulate_precision_casts": True}
-    compiled: Any = inductor_compile(graph, list(arguments), options=options)
+    # Inductor's caches know a graph again where sizes might be symbols; here they are numbers.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    compiled: Any = inductor_compile(
+        graph, [mode.from_tensor(a, static_shapes=True) for a in arguments], options=options
+    )
     return lambda *inputs: dict(zip(names, compiled(*inputs), strict=True))
 
 

@@ -1,12 +1,14 @@
 """A copy of what a rank is about to save, in memory that its writer process maps, too, and that is used again.
 
 On a GPU the copies go on a stream of their own, beside the next forward and backward; whoever writes shards next waits
-for them on the device (:meth:`Snapshot.before_writing`), and the host never does.
+for them on the device (:meth:`Snapshot.before_writing`), and the host does not. What is offloaded lies on the host, and
+is copied by threads, for which the host waits there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +22,7 @@ from lightning_zero.sharding.shared_memory import Claim, mapped
 __all__ = ["Kept", "Memory", "Snapshot"]
 
 COPY_BYTES = 256 << 20  # others want to copy, too
+COPIERS = 4  # threads
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,14 @@ class Snapshot:
 
     Args:
         device: on which the values live.
+        beside: whether those on the host are copied beside what comes next, too; None: where the device is another.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, beside: bool | None = None) -> None:
         self._device = device
+        self._beside = device.type != "cpu" if beside is None else beside
+        self._threads: ThreadPoolExecutor | None = None
+        self._copying: list[Future[Tensor]] = []  # by them
         self._claim: Claim | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -92,39 +99,61 @@ class Snapshot:
         values = [in_memory(piece.values) for piece in pieces]
         runs, offsets, end = laid_out(values, [piece.guarded for piece in pieces])
         self.reserve(end)
-        if self._stream is None:
-            self._copy(runs)
-        else:  # the copies will be made later than now
+        if self._beside:
             runs = [run if run.guarded else replace(run, memory=run.memory.clone()) for run in runs]
+        there = [run for run in runs if run.memory.device.type != "cpu"]
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                self._copy(runs)
+                for target, part in self._copies(there):
+                    target.copy_(part, non_blocking=True)
                 self._copied = torch.cuda.Event()
                 self._copied.record(self._stream)
-            self._held = [run.memory for run in runs]
+            self._held = [run.memory for run in there]
+        for target, part in self._copies(run for run in runs if run.memory.device.type == "cpu"):
+            if self._beside:
+                self._threads = self._threads or ThreadPoolExecutor(COPIERS, "lightning_zero-snapshot")
+                self._copying.append(self._threads.submit(target.copy_, part))
+            else:
+                target.copy_(part)
         placed = zip(values, offsets, strict=True)
         return [_kept(item, *next(placed)) if isinstance(item, Piece) else item for item in items]
 
-    def _copy(self, runs: Iterable[Run]) -> None:
+    def _copies(self, runs: Iterable[Run]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where to, and what."""
         for run in runs:
             for begin in range(0, run.memory.numel(), COPY_BYTES):
                 part = run.memory[begin : begin + COPY_BYTES]
-                self._memory[run.offset + begin :][: part.numel()].copy_(part, non_blocking=True)
+                yield self._memory[run.offset + begin :][: part.numel()], part
 
     def before_writing(self) -> None:
-        """What comes next on the current stream comes after the copies. Harmless when repeated."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        """What comes next, on this thread and on the current stream, comes after the copies. Harmless when repeated."""
+        wait(self._copying)
+        copied = self._copied  # another thread waits, too, and forgets it
+        if copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied)
 
     def wait(self) -> None:
-        """Until all copies are in the memory; the host waits."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._copied, self._held = None, []
+        """Until all copies are in the memory; the host waits.
+
+        Raises:
+            RuntimeError: one was not made.
+        """
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()
+            wait(self._copying)
+            for copy in self._copying:
+                copy.result()
+        finally:
+            self._copied, self._copying, self._held = None, [], []
 
     def close(self) -> None:
         """Gives the memory back."""
         self.wait()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
         self._release()
 
     def reserve(self, count: int) -> None:

@@ -1,5 +1,7 @@
 """When the processes that compile kernels are started."""
 
+from queue import Queue
+from threading import get_ident
 from unittest.mock import Mock
 
 import pytest
@@ -21,7 +23,11 @@ from lightning_zero.config import CompileConfig
 def test_workers_are_started_where_kernels_will_be_compiled(
     monkeypatch: pytest.MonkeyPatch, config: CompileConfig, device: str, times: int
 ) -> None:
-    start = Mock()
+    start, summed = Mock(), Queue[int]()
     monkeypatch.setattr(workers, "maybe_warm_pool", start)
+    monkeypatch.setattr(workers, "triton_key", lambda: summed.put(get_ident()))
     workers.start_workers(config, torch.device(device))
     assert start.call_count == times
+    for _ in range(times):
+        assert summed.get(timeout=10) != get_ident(), "in a thread of its own, beside what comes next"
+    assert summed.empty()

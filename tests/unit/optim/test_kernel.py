@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from lightning_zero.optim.kernel import StepKernel
 from lightning_zero.optim.segments import Segment
@@ -24,7 +25,7 @@ MAKES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 class Pair:
     """A plain optimizer after its first step, and a kernel that goes on from there for two members at once."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, compile: bool = False) -> None:
         torch.manual_seed(5)
         self.param = torch.nn.Parameter(torch.randn(12))
         self.optimizer = MAKES[name]([self.param])
@@ -37,7 +38,7 @@ class Pair:
         self.segment = Segment(0, [], flat, torch.zeros(12), self.counts, own)
         groups = self.optimizer.param_groups
         assert StepKernel.covers(self.optimizer, groups, [self.segment])
-        self.kernel = StepKernel(self.optimizer, groups, [self.segment], CPU, False)
+        self.kernel = StepKernel(self.optimizer, groups, [self.segment], CPU, compile)
         self.squared = torch.zeros(())
 
     def step(self, max_norm: float | None = None) -> None:
@@ -116,3 +117,16 @@ def test_a_state_that_lacks_a_number_is_not_covered() -> None:
     without: dict[str, Any] = {key: value for key, value in pair.counts.items() if key != "mu_product"}
     segment = Segment(0, [], pair.segment.param, pair.segment.grad, without, pair.segment.state)
     assert not StepKernel.covers(pair.optimizer, pair.optimizer.param_groups, [segment])
+
+
+def test_a_compiled_update_is_found_again_in_inductors_caches() -> None:
+    found = []
+    for _ in range(2):
+        counters.clear()
+        pair = Pair("AdamW", compile=True)
+        pair.run()
+        pair.step()
+        torch.testing.assert_close(pair.segment.param.detach(), pair.param.detach(), rtol=1e-6, atol=1e-7)
+        found.append(dict(counters["inductor"]))
+    assert found[1]["fxgraph_cache_hit"]
+    assert not {"fxgraph_cache_miss", "fxgraph_cache_bypass"} & found[1].keys()

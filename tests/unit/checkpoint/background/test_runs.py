@@ -1,6 +1,8 @@
 """What a snapshot copies at once, and that it holds what was there."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -67,18 +69,22 @@ def _piece(name: str, value: Tensor, guarded: bool) -> Piece:
     return Piece((name,), value.shape, Box((0,) * value.dim(), tuple(value.shape)), value, guarded)
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("guarded", [False, True])
-def test_a_snapshot_holds_what_was_there(guarded: bool) -> None:
+def test_a_snapshot_holds_what_was_there(guarded: bool, beside: bool) -> None:
     values = dict(_of_torch())
     expected = {name: value.clone().resolve_conj().resolve_neg() for name, value in values.items()}
-    taken = Snapshot(torch.device("cpu"))
+    taken = Snapshot(torch.device("cpu"), beside)
     items = [Blob(("blob",), b"abc"), *(_piece(name, value, guarded) for name, value in values.items())]
     with patch.object(snapshot, "COPY_BYTES", 100):  # pieces lie over the seams
         kept = taken.take(items)
     assert kept[0] is items[0]
+    if guarded:
+        taken.before_writing()
     for value in values.values():
         if value.numel() and not value.is_conj() and not value.is_neg():
             value.copy_(torch.zeros_like(value)) if value.stride()[:1] != (0,) else None
+    taken.wait()
     for name, item in zip(values, kept[1:], strict=True):
         assert isinstance(item, Kept)
         found = item.piece(taken._memory).values
@@ -89,9 +95,46 @@ def test_a_snapshot_holds_what_was_there(guarded: bool) -> None:
 
 def test_a_model_of_many_pieces_takes_few_copies() -> None:
     arena = _arena()
-    taken, copies = Snapshot(torch.device("cpu")), []
-    pieces = [_piece(f"{n}", arena[n : n + 1], True) for n in range(len(arena))]
-    with patch.object(Snapshot, "_copy", lambda self, runs: copies.extend(runs)):
-        taken.take(pieces)
+    taken, copies = Snapshot(torch.device("cpu")), list[tuple[Tensor, Tensor]]()
+    real = taken._copies
+    with patch.object(taken, "_copies", lambda runs: copies.extend(real(runs)) or []):
+        taken.take([_piece(f"{n}", arena[n : n + 1], True) for n in range(len(arena))])
     taken.close()
     assert len(copies) == 1
+
+
+class _Later(ThreadPoolExecutor):
+    """Begins when it is told to."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(1)
+        self.now = threading.Event()
+        super().submit(self.now.wait, 20)
+
+
+def test_who_writes_waits_for_copies_on_the_host_and_the_save_does_not() -> None:
+    arena = _arena()
+    taken, pool = Snapshot(torch.device("cpu"), beside=True), _Later()
+    with patch.object(snapshot, "ThreadPoolExecutor", lambda *args: pool):
+        [kept] = taken.take([_piece("x", arena, True)])
+    assert isinstance(kept, Kept)
+    assert not kept.piece(taken._memory).values.any(), "nothing was copied yet"
+    threading.Timer(0.2, pool.now.set).start()
+    taken.before_writing()
+    arena.zero_()
+    assert torch.equal(kept.piece(taken._memory).values, _arena())
+    taken.close()
+
+
+def test_a_copy_that_fails_is_an_error_of_this_save_alone() -> None:
+    taken = Snapshot(torch.device("cpu"), beside=True)
+    with patch.object(taken, "_copies", lambda runs: [(torch.zeros(3), torch.zeros(4))]):
+        taken.take([_piece("x", _arena(), True)])
+    taken.before_writing()
+    with pytest.raises(RuntimeError, match="size"):
+        taken.wait()
+    [kept] = taken.take([_piece("x", _arena(), True)])
+    taken.wait()
+    assert isinstance(kept, Kept)
+    assert torch.equal(kept.piece(taken._memory).values, _arena())
+    taken.close()
