@@ -128,7 +128,16 @@ class Saves(Clock):
         self.begun = self.called = self.there = 0.0
         self.aside: tuple[Any, Any] | None = None
         self.total: list[float] = []
+        self.looks: list[tuple[int, float]] = []  # of Python at all objects: how many steps behind the save, seconds
+        self.look_begun = 0.0
+        gc.callbacks.append(self.look)
         self.host = self.device = 0.0
+
+    def look(self, phase: str, of: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if of["generation"] == 2 and self.begun and phase == "stop":
+            self.looks.append((len(self.told) - self.at, round(now - self.look_begun, 3)))
+        self.look_begun = now
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == self.at and not self.begun:  # the last of several batches of the step
@@ -147,6 +156,7 @@ class Saves(Clock):
         super().on_train_batch_end(trainer, *args)
 
     def found(self, gib: float) -> dict[str, Any]:
+        gc.callbacks.remove(self.look)
         steps = [milliseconds / 1e3 for milliseconds in self.milliseconds()]
         there = self.there or time.perf_counter()
         if self.aside is not None:
@@ -166,6 +176,7 @@ class Saves(Clock):
             "stall_s": round(sum(late[:beside]) - steady * beside, 3),
             "wait_s": round(sum(late[:2]) - steady * 2, 3),
             "first_ms": [round(step * 1e3) for step in late[:6]],
+            "looks": self.looks,
             "save_host_gib": self.host,
             "save_device_gib": self.device,
         }
