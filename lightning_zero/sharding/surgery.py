@@ -74,8 +74,8 @@ def _weight_property(name: str) -> property:
             with DisableTorchFunction():
                 if not (self._zero_resident or self._zero_orders):  # of most modules
                     return torch.ops.lightning_zero.gather(param, shape, param.dtype)
-                resident: Tensor | None = self._zero_resident.get(name)
-                order: tuple[int, ...] | None = self._zero_orders.get(name)
+                resident: Tensor | None = (self._zero_resident or {}).get(name)
+                order: tuple[int, ...] | None = (self._zero_orders or {}).get(name)
                 stored = shape if order is None else [shape[dim] for dim in order]
                 weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, resident)
                 return weight if order is None else weight.permute(inverse(order))
@@ -204,8 +204,9 @@ def _subclass(original: type, names: tuple[str, ...], cache: ClassCache) -> type
     members.update(
         _zero_original_class=original,
         _zero_cache=cache,
-        _zero_resident={},
-        _zero_orders={},
+        # No dicts: torch 2.11's Dynamo compares, in each step, that those of any two weights are the same object.
+        _zero_resident=None,
+        _zero_orders=None,
         __module__=original.__module__,
         __qualname__=original.__qualname__,
         __doc__=original.__doc__,

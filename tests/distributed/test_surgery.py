@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import guards
 
 from lightning_zero import unshard
 from lightning_zero.config import EngineConfig
@@ -173,6 +175,27 @@ def reads_recurrent() -> None:
             time.sleep(0.05)
             engine.executor.weights.sync_edits()
         assert engine.executor.counters()["watched_weights"] == 0
+
+
+def _compared() -> list[str]:
+    """What compiled code compares by identity in each step, of a model of several layers."""
+    parts: list[str] = []
+    real = guards.build_guard_function
+    model = nn.Sequential(*(Block() for _ in range(4)))
+
+    def build(code: list[str], *rest: Any) -> Any:
+        parts.extend(code)
+        return real(code, *rest)
+
+    with sharded(model), patch.object(guards, "build_guard_function", build):
+        torch.compile(lambda x: model(x), backend="eager", fullgraph=True)(torch.ones(2, 6))
+    return parts
+
+
+def test_what_layers_share_is_not_compared_for_each_two_weights(ranks: Ranks) -> None:
+    """As torch 2.11 did with objects that all modules of a class share: in Python, in each step."""
+    [parts] = ranks.run(1, _compared)
+    assert not [part for part in parts if "_zero_" in part]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
