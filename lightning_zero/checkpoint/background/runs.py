@@ -61,8 +61,10 @@ def laid_out(values: Sequence[Tensor], guarded: Sequence[bool]) -> tuple[list[Ru
     for numbers in _neighbours(values, begins, guarded):
         first = begins[numbers[0]] // ALIGNMENT * ALIGNMENT
         count = max(begins[number] + values[number].nbytes for number in numbers) - first
-        memory = torch.empty(0, dtype=torch.uint8, device=values[numbers[0]].device)
-        memory.set_(values[numbers[0]].untyped_storage(), first, (count,))  # type: ignore[call-overload]
+        # What numpy or another process has lent several times has a storage each, some shorter than the run.
+        storage = max((values[number].untyped_storage() for number in numbers), key=lambda storage: storage.nbytes())
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        memory.set_(storage, first, (count,))  # type: ignore[call-overload]
         runs.append(Run(memory, end, guarded[numbers[0]]))
         for number in numbers:
             offsets[number] = end + begins[number] - first

@@ -101,8 +101,10 @@ class Snapshot:
         self.reserve(end)
         if self._beside:
             runs = [run if run.guarded else replace(run, memory=run.memory.clone()) for run in runs]
-        there = [run for run in runs if run.memory.device.type != "cpu"]
+        there, here = [], runs  # without a stream what lies elsewhere is copied like what lies here
         if self._stream is not None:
+            there = [run for run in runs if run.memory.device.type != "cpu"]
+            here = [run for run in runs if run.memory.device.type == "cpu"]
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 for target, part in self._copies(there):
@@ -110,7 +112,7 @@ class Snapshot:
                 self._copied = torch.cuda.Event()
                 self._copied.record(self._stream)
             self._held = [run.memory for run in there]
-        for target, part in self._copies(run for run in runs if run.memory.device.type == "cpu"):
+        for target, part in self._copies(here):
             if self._beside:
                 self._threads = self._threads or ThreadPoolExecutor(COPIERS, "lightning_zero-snapshot")
                 self._copying.append(self._threads.submit(target.copy_, part))

@@ -93,6 +93,32 @@ def test_a_snapshot_holds_what_was_there(guarded: bool, beside: bool) -> None:
     taken.close()
 
 
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_storages_that_share_memory_may_have_different_sizes(guarded: bool, beside: bool) -> None:
+    """A run longer than its first value's storage would have resized that."""
+    lent = _arena().numpy()
+    values = [torch.from_numpy(lent[:10]), torch.from_numpy(lent), torch.from_numpy(lent[:20])]
+    taken = Snapshot(torch.device("cpu"), beside)
+    kept = taken.take([_piece(f"{n}", value, guarded) for n, value in enumerate(values)])
+    taken.wait()
+    for item, value in zip(kept, values, strict=True):
+        assert isinstance(item, Kept)
+        assert torch.equal(item.piece(taken._memory).values, value)
+    taken.close()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_what_lies_where_nothing_can_be_copied_from_is_an_error(guarded: bool, beside: bool) -> None:
+    """What the memory held before would have been saved."""
+    taken = Snapshot(torch.device("cpu"), beside)
+    with pytest.raises(NotImplementedError, match="meta"):
+        taken.take([_piece("x", torch.empty(3, device="meta"), guarded)])
+        taken.wait()
+    taken.close()
+
+
 def test_a_model_of_many_pieces_takes_few_copies() -> None:
     arena = _arena()
     taken, copies = Snapshot(torch.device("cpu")), list[tuple[Tensor, Tensor]]()
