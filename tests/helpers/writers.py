@@ -1,73 +1,73 @@
-"""Writer processes that are forks of their ranks: one that is started anew imports torch, which takes longer than all
-that a test has it write. Those of tests/trainer/test_saving_beside_training.py and test_sigterm.py are as users have them."""
+"""Writer processes that come out of a nursery: one that is started anew imports torch, which takes longer than all that
+a test has it write. Those of tests/trainer/test_saving_beside_training.py and test_sigterm.py are as users have them.
+
+No rank forks its own: ranks have threads, and now and then such a fork died (SIGSEGV), or would have stood still, when
+it came to what only these threads could have ended. So a writer knows nothing of what a test has patched in its rank.
+"""
 
 from __future__ import annotations
 
-import faulthandler
 import os
+import pickle
 import signal
 import subprocess
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from lightning_zero.checkpoint.background import process, writer
+from tests.ranks import nursery
 
 __all__ = ["forked_writers"]
 
-HIGHEST_FD = 4096
+INSIDE = "TESTS_INSIDE_WRITERS"
+DEADLINE_S = 60.0
+
+Inside = Callable[[], AbstractContextManager[object]]
 
 
-class Forked:
+class Forked(nursery.Forked):
     """The part of subprocess.Popen that the rank's side uses."""
 
-    def __init__(self, command: list[str], stdin: int, stdout: int, env: dict[str, str]) -> None:
+    def __init__(self, environ: dict[str, str]) -> None:
         orders, ours = os.pipe()
         answers, theirs = os.pipe()
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            os.close(orders)
-            os.close(theirs)
-            self.stdin, self.stdout = os.fdopen(ours, "wb"), os.fdopen(answers, "rb")
-            return
-        try:
-            os.dup2(orders, 0)
-            os.dup2(theirs, 1)
-            os.closerange(3, HIGHEST_FD)  # a rank's sockets must close when it dies
-            sys.stdin = os.fdopen(0)
-            faulthandler.enable(
-                2
-            )  # a crash says where: forks of ranks with threads may die of what others need not fear
-            writer.main()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
+        link = nursery.Connected.to(Path(os.environ[nursery.OWN]), DEADLINE_S)
+        child = link.run(__name__, environ, os.getcwd(), theirs, 2, orders)
+        super().__init__(link, child.pid)
+        os.close(orders)
+        os.close(theirs)
+        self.stdin, self.stdout = os.fdopen(ours, "wb"), os.fdopen(answers, "rb")
 
     def poll(self) -> int | None:
-        return self._reap(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        return self._reap(0)
+        if super().poll() is not None:
+            self.nursery.close()
+        return self.returncode
 
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
-    def _reap(self, how: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, how)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
+
+def _start(inside: tuple[Inside, ...], command: list[str], stdin: int, stdout: int, env: dict[str, str]) -> Forked:
+    return Forked(env | {INSIDE: pickle.dumps(inside).hex()})
 
 
 @contextmanager
-def forked_writers() -> Iterator[None]:
-    stands_in: Any = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
+def forked_writers(*inside: Inside) -> Iterator[None]:
+    """inside: make contexts in which each writer works"""
+    stands_in: Any = SimpleNamespace(Popen=partial(_start, inside), PIPE=subprocess.PIPE)
     with patch.object(process, "subprocess", stands_in):
         yield
+
+
+def main() -> None:
+    with ExitStack() as stack:
+        for make in pickle.loads(bytes.fromhex(os.environ[INSIDE])):
+            stack.enter_context(make())
+        writer.main()
+    os._exit(0)

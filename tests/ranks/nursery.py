@@ -33,6 +33,7 @@ ROOM = 1 << 20  # bytes; an environment fits
 COLD = "TESTS_NURSERY_COLD"  # set where nothing may be compiled before a fork
 CHILD = object()
 SERVED = "TESTS_NURSERIES"  # folder of those that are served, whose sockets have the numbers of their ranks
+OWN = "TESTS_NURSERY"  # socket of the one that a rank came from
 
 
 class Forked:
@@ -61,19 +62,18 @@ class Forked:
 
 
 class Connected:
-    """pytest's side of a nursery that somebody else has started."""
+    """One side of a nursery that somebody else has started, or that this process has; ``path``: of its socket."""
 
-    def __init__(self, link: socket.socket, log: Any, deadline: float) -> None:
-        self.link, self.log = link, log
+    def __init__(self, path: Path, link: socket.socket, log: Any, deadline: float) -> None:
+        self.path, self.link, self.log = path, link, log
         self.link.settimeout(deadline)
         self._asking = threading.Lock()
 
     @classmethod
     def to(cls, path: Path, deadline: float) -> Connected:
-        """``path``: of its socket."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.connect(str(path))
-        return cls(link, open(path.with_suffix(".log"), "rb"), deadline)  # noqa: SIM115 - as long as the connection
+        return cls(path, link, open(path.with_suffix(".log"), "rb"), deadline)  # noqa: SIM115 - as long as the connection
 
     @property
     def usable(self) -> bool:
@@ -97,11 +97,11 @@ class Connected:
         return self.log.read().decode(errors="replace")
 
     def fork(self, arguments: list[str], environ: dict[str, str], cwd: str, link: int, log: int) -> Forked:
-        return Forked(self, self.ask("fork", arguments, environ, cwd, fds=(link, log)))
+        return Forked(self, self.ask("fork", arguments, environ | {OWN: str(self.path)}, cwd, fds=(link, log)))
 
-    def run(self, module: str, environ: dict[str, str], cwd: str, out: int, err: int) -> Forked:
+    def run(self, module: str, environ: dict[str, str], cwd: str, out: int, err: int, *stdin: int) -> Forked:
         """``module.main()`` in a process of its own that ends as ``python -m module`` does."""
-        return Forked(self, self.ask("run", module, environ, cwd, fds=(out, err)))
+        return Forked(self, self.ask("run", module, environ, cwd, fds=(out, err, *stdin)))
 
     def close(self) -> None:
         """Ends the ranks that were forked through this connection."""
@@ -112,19 +112,18 @@ class Connected:
 class Nursery(Connected):
     """Starts the process at once, and waits for it with the first rank that it asks for.
 
-    served: path of a socket by which other processes reach it, too
+    path: of a socket by which other processes reach it, too
     """
 
     def __init__(
-        self, environ: dict[str, str], cwd: str, preload: tuple[str, ...], deadline: float, served: Path | None = None
+        self, environ: dict[str, str], cwd: str, preload: tuple[str, ...], deadline: float, path: Path
     ) -> None:
-        log = open(served.with_suffix(".log"), "w+b") if served else tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        log = open(path.with_suffix(".log"), "w+b")  # noqa: SIM115 - as long as the process
         link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        super().__init__(link, log, deadline)
+        super().__init__(path, link, log, deadline)
         door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if served:
-            door.bind(str(served))
-            door.listen()
+        door.bind(str(path))
+        door.listen()
         command = [sys.executable, "-m", "tests.ranks.nursery", str(theirs.fileno()), str(door.fileno())]
         with theirs, door:
             self.process = subprocess.Popen(
@@ -156,11 +155,16 @@ _making = threading.Lock()
 
 def serve(environs: dict[int, dict[str, str]], cwd: str, preload: tuple[str, ...], deadline: float) -> None:
     """Starts nurseries of these ranks for the processes that this one starts, until it ends."""
-    folder = Path(tempfile.mkdtemp(prefix="nurseries-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = _folder()
     for rank, environ in environs.items():
         _nurseries[rank, preload] = Nursery(environ, cwd, preload, deadline, folder / _name(rank, preload))
     os.environ[SERVED] = str(folder)
+
+
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="nurseries-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _name(rank: int, preload: tuple[str, ...]) -> str:
@@ -172,7 +176,7 @@ def _made(rank: int, environ: dict[str, str], cwd: str, preload: tuple[str, ...]
     if path.exists():
         with suppress(ConnectionError):  # it is gone
             return Connected.to(path, deadline)
-    return Nursery(environ, cwd, preload, deadline)
+    return Nursery(environ, cwd, preload, deadline, _folder() / _name(rank, preload))
 
 
 def shared(rank: int, environ: dict[str, str], cwd: str, preload: tuple[str, ...], deadline: float) -> Connected:
@@ -278,8 +282,7 @@ def answer_all(first: socket.socket, door: socket.socket) -> None:
     children: dict[socket.socket, set[int]] = {first: set()}
     with selectors.DefaultSelector() as waiting:
         waiting.register(first, selectors.EVENT_READ)
-        if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            waiting.register(door, selectors.EVENT_READ)
+        waiting.register(door, selectors.EVENT_READ)
         while True:
             for key, _ in waiting.select():
                 link: Any = key.fileobj
@@ -290,7 +293,7 @@ def answer_all(first: socket.socket, door: socket.socket) -> None:
                     continue
                 question, fds = b"", []
                 with suppress(ConnectionError):  # it is closed
-                    question, fds, _, _ = socket.recv_fds(link, ROOM, 2)
+                    question, fds, _, _ = socket.recv_fds(link, ROOM, 3)
                 if question:
                     answer = answer_to(pickle.loads(question), fds, [*children, door], children[link])
                     if answer is CHILD:
@@ -316,9 +319,12 @@ def answer_to(question: tuple[Any, ...], fds: list[int], own: list[socket.socket
     elif what == "run":
         module, environ, cwd = body
         parent = os.getpid()
-        pid = divide(own, fds, environ, cwd, *fds)
+        out, err, *stdin = fds
+        pid = divide(own, fds, environ, cwd, out, err)
         if not pid:
             worker.die_with(parent)
+            for fd in stdin:
+                os.dup2(fd, 0)
             for fd in fds:
                 os.close(fd)
             importlib.import_module(module).main()

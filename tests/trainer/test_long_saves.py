@@ -3,10 +3,12 @@ do not, who writes is named, with what it writes."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -103,13 +105,17 @@ def slow_folder(seconds: Callable[[int], float]) -> Iterator[None]:
     create = LocalFolder.create
 
     def opened(self: LocalFolder, name: str) -> Any:
-        return Slow(create(self, name), seconds if dist.get_rank() else lambda call: 0.0)
+        return Slow(create(self, name), seconds if int(os.environ["RANK"]) else lambda call: 0.0)
 
     with patch.object(LocalFolder, "create", opened):
         yield
 
 
-@forked_writers()
+def _at_first(call: int) -> float:
+    return 1.0 if call <= 8 else 0.0
+
+
+@forked_writers(partial(slow_folder, _at_first))
 def _saved_beside(home: str) -> dict[str, tuple[str, float]]:
     """Rank 0's writer has ended long before rank 1's."""
     options = OPTIONS | {"state_dict_type": "sharded", "async_save": True}
@@ -117,7 +123,7 @@ def _saved_beside(home: str) -> dict[str, tuple[str, float]]:
         "eager", callbacks=[SavesAfter(1, f"{home}/beside")], strategy=ZeroStrategy(**arguments(**options))
     )
     module = Regression()
-    with slow_folder(lambda call: 1.0 if call <= 8 else 0.0):
+    with slow_folder(_at_first):
         found = _said(lambda call: 0.0, lambda: trainer.fit(module, make_loader("eager", steps=2)))
     close(module)
     assert read_whole(f"{home}/beside", None)["global_step"] == 1

@@ -234,6 +234,7 @@ def _named_alike(kind: str, home: str) -> dict[str, Any]:
         )
         trainer.fit(module, make_loader("eager"))
         found = sorted(p.name for p in Path(home).iterdir())
+        torch.distributed.barrier()  # or another rank finds what comes next
         trainer.save_checkpoint(f"{home}/after")
         there = os.path.exists(f"{home}/after")
     state = whole_state(module)

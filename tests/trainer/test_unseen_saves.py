@@ -4,9 +4,12 @@ process; where none do, that is what is said."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -104,19 +107,24 @@ def _of_fabric(home: str) -> Found:
         return said_by(lambda: fabric.save(f"{home}/x", content))
 
 
-@forked_writers()
-def _at_a_url(home: str, rank: int = 0, **options: Any) -> Found:
-    """Of that rank's files one is slow."""
+@contextmanager
+def _slow_to_close(home: str, rank: int) -> Iterator[None]:
+    """At the URL, one file of that rank's."""
     mount(home)
     original, left = LocalFileOpener.close, ["one"]
 
     def close_file(file: Any) -> None:
         original(file)
-        if left and dist.get_rank() == rank:
+        if left and int(os.environ["RANK"]) == rank:
             left.clear()
             uploads(f"{home}/spool")
 
     with patch.object(LocalFileOpener, "close", close_file):
+        yield
+
+
+def _at_a_url(home: str, rank: int = 0, **options: Any) -> Found:
+    with _slow_to_close(home, rank), forked_writers(partial(_slow_to_close, home, rank)):
         return _of_trainer("mounted://x/y", **options)
 
 
