@@ -33,7 +33,10 @@ Inside = Callable[[], AbstractContextManager[object]]
 class Forked(nursery.Forked):
     """The part of subprocess.Popen that the rank's side uses."""
 
-    def __init__(self, environ: dict[str, str]) -> None:
+    def __init__(
+        self, inside: tuple[Inside, ...], command: list[str], stdin: int, stdout: int, env: dict[str, str]
+    ) -> None:
+        environ = env | {INSIDE: pickle.dumps(inside).hex()}
         orders, ours = os.pipe()
         answers, theirs = os.pipe()
         link = nursery.Connected.to(Path(os.environ[nursery.OWN]), DEADLINE_S)
@@ -53,14 +56,10 @@ class Forked(nursery.Forked):
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _start(inside: tuple[Inside, ...], command: list[str], stdin: int, stdout: int, env: dict[str, str]) -> Forked:
-    return Forked(env | {INSIDE: pickle.dumps(inside).hex()})
-
-
 @contextmanager
 def forked_writers(*inside: Inside) -> Iterator[None]:
     """inside: make contexts in which each writer works"""
-    stands_in: Any = SimpleNamespace(Popen=partial(_start, inside), PIPE=subprocess.PIPE)
+    stands_in: Any = SimpleNamespace(Popen=partial(Forked, inside), PIPE=subprocess.PIPE)
     with patch.object(process, "subprocess", stands_in):
         yield
 

@@ -217,8 +217,8 @@ def warm_up() -> None:
     tqdm.tqdm.monitor_interval = patience
 
 
-def divide(own: list[socket.socket], fds: list[int], environ: dict[str, str], cwd: str, out: int, err: int) -> int:
-    """Forks; 0 in the child, which has a session, a folder, an environment and outputs of its own."""
+def divide(own: list[socket.socket], fds: list[int], environ: dict[str, str], cwd: str, streams: dict[int, int]) -> int:
+    """Forks; 0 in the child, which has a session, a folder and an environment of its own, and ``streams``, by number."""
     ready, in_session = os.pipe()
     pid = os.fork()
     if pid:
@@ -232,7 +232,7 @@ def divide(own: list[socket.socket], fds: list[int], environ: dict[str, str], cw
     os.close(in_session)
     for link in own:
         link.close()
-    for fd, to in ((out, 1), (err, 2)):
+    for to, fd in streams.items():
         os.dup2(fd, to)
     os.chdir(cwd)
     os.environ.clear()
@@ -243,7 +243,7 @@ def divide(own: list[socket.socket], fds: list[int], environ: dict[str, str], cw
 def fork(own: list[socket.socket], fds: list[int], arguments: list[str], environ: dict[str, str], cwd: str) -> int:
     link, log = fds
     parent = os.getpid()
-    pid = divide(own, fds, environ, cwd, log, log)
+    pid = divide(own, fds, environ, cwd, {1: log, 2: log})
     if pid:
         return pid
     try:
@@ -319,12 +319,9 @@ def answer_to(question: tuple[Any, ...], fds: list[int], own: list[socket.socket
     elif what == "run":
         module, environ, cwd = body
         parent = os.getpid()
-        out, err, *stdin = fds
-        pid = divide(own, fds, environ, cwd, out, err)
+        pid = divide(own, fds, environ, cwd, dict(zip((1, 2, 0), fds, strict=False)))  # who reads nothing gives no 0
         if not pid:
             worker.die_with(parent)
-            for fd in stdin:
-                os.dup2(fd, 0)
             for fd in fds:
                 os.close(fd)
             importlib.import_module(module).main()
