@@ -92,7 +92,7 @@ class Engine(NotCopied):
         self.session = CompileSession(self.config, mesh, self.executor, self.watchdog, self.peers, skip_modules, report)
         if observe is not None:
             self.session.progress.observe(observe)
-        ready, report = self.session.budget.settled, self.session.progress.report
+        ready, report = self.session.budget.may_capture, self.session.progress.report
         fit_for_capture(device)
         impossible = self.peers.why_not_replayed(self.executor)
         self.replays = Replays(self.executor, device, self.config, ready, self._lasting, report, impossible)

@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -53,6 +54,7 @@ OFFLOAD = {
 }
 WAYS = ("device", "offload", "all", "eager", "fsdp2", *ACTIVATIONS)
 GIB = 2**30
+SAID = "raised: "
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -306,11 +308,17 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="measure the one way in this process")
     arguments = parser.parse_args()
     if arguments.alone:
-        measure(arguments)
+        try:
+            measure(arguments)
+        except Exception:  # or what torchrun says of its processes is all that anybody would read
+            print(f"{SAID}{json.dumps(traceback.format_exc()[-1500:])}", flush=True)
+            os._exit(1)
         return
     lines = []
     names = ("accumulate", "devices", "batch", "length", "steps", "warm")
     same = [f"--{name}={getattr(arguments, name)}" for name in names]
+    # torchrun gives each process one thread unless told: what FSDP2 steps on the CPU would take as many times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // arguments.devices))
     python = [sys.executable]
     if arguments.devices > 1:
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.devices}"]
@@ -319,7 +327,8 @@ def main() -> None:
             command = [*python, __file__, "--alone", f"--sizes={size}", f"--ways={way}", *same]
             out, errors, over = output_of(command, arguments.limit, subprocess.PIPE)
             found = [line for line in out.splitlines() if line.startswith('{"size"')]
-            why = errors.strip()[-3000:] if over else f"not over after {arguments.limit:g} s"
+            raised = [json.loads(line.removeprefix(SAID)) for line in out.splitlines() if line.startswith(SAID)]
+            why = (raised or [errors.strip()[-3000:]])[0] if over else f"not over after {arguments.limit:g} s"
             print("\n".join(found) or f"{size} {way}: {why}", flush=True)
             lines += map(json.loads, found)
     compare(lines)

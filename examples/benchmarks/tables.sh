@@ -112,7 +112,8 @@ case $table in
   offload)
     build
     host=(python3 examples/benchmarks/offload.py --devices 2)
-    row offload 440 "${host[@]}" --sizes 7b --ways device,offload,fsdp2 --accumulate 1,8 --steps 5 --warm 6 --limit 145
+    row offload 265 "${host[@]}" --sizes 7b --ways device,offload --accumulate 1,8 --steps 5 --warm 6 --limit 130
+    row fsdp2 155 "${host[@]}" --sizes 7b --ways fsdp2 --accumulate 1,8 --steps 3 --warm 2 --limit 150
     row largest 110 "${host[@]}" --sizes 13b --ways all --accumulate 1 --steps 3 --warm 5 --limit 105
     ;;
   stages)

@@ -4,10 +4,13 @@ from typing import Any
 
 import torch
 
-# Ends what a capture that failed has begun; torch leaves the allocator in it. (torch 2.11+)
+# What this thread allocates from now on comes from a pool, such as that of graphs to come. (torch 2.11+)
+begin_allocate_to_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
+
+# Ends what a capture that failed has begun, in which torch leaves the allocator; and the above. (torch 2.11+)
 end_allocate_to_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
 
-# Gives the pool of a capture that failed back. (torch 2.11+)
+# Gives the pool of a capture that failed back, and the hold on it that the above is. (torch 2.11+)
 release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
 
 # cuBLAS keeps a workspace for each stream for as long as torch lives, and closing a graph would not give its own back.

@@ -4,15 +4,16 @@ spent by plan.
 Training starts with little kept. Where there is a limit, the first step, which runs eagerly, is held within it (see
 ``first_step.py``) and looked at before anything is compiled: what would not fit is planned away. Once no rank has
 compiled anything for a few optimizer steps, the ranks agree on what the fullest of them has left, and everything is
-compiled once more if that changes anything. Afterwards it is looked whether the limit was held: where it was not, what
-the allocator keeps is given back, and where that does not help, it is planned and compiled once more, and that is all.
+compiled once more if that changes anything. Then nothing is captured for replays before a step has shown what these
+would take. Afterwards it is looked whether the limit was held: where it was not, what the allocator keeps is given
+back, and where that does not help, it is planned and compiled once more. Where replays would pass the limit, or do, and
+no plan helps, there are none: a limit is a promise, and replays are not.
 Ranks meet before passes, which are collective anyway, and never while one of them compiles: whatever they have
 compiled, and when, they have all taken as many steps.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,16 +24,27 @@ from lightning_zero.budget.facts import Chosen, Facts, Freedom
 from lightning_zero.budget.items import ACTIVATIONS, WEIGHTS, carried_out
 from lightning_zero.budget.options import as_set, freedom
 from lightning_zero.budget.plan import MemoryPlan, advised, decide
+from lightning_zero.compile.after_failure import after_failure
 from lightning_zero.compile.cache import CacheLimit
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.compile.course import Course, Decided
 from lightning_zero.compile.first_step import FirstStep
-from lightning_zero.compile.known import MASTERS, Agreed, Known, after_first_step, before_training, measured
+from lightning_zero.compile.known import (
+    MASTERS,
+    Agreed,
+    Known,
+    after_first_step,
+    before_training,
+    measured,
+    room_once_replayed,
+)
 from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.measuring import Measuring
 from lightning_zero.compile.outside import Outside
 from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.replaying import NoReplays, Replaying
 from lightning_zero.compile.shares import another_fits, saved_share
+from lightning_zero.compile.telling import Telling, option
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.config.text import gib
 from lightning_zero.native import Executor
@@ -43,6 +55,8 @@ __all__ = ["MeasuredBudget"]
 MEASURED_STEPS = 3
 # Where every other batch has a new length, compiling may go on for long.
 MOST_STEPS = 40
+# Of these the last one shows what is outside of compiled code.
+FORESEEN_STEPS = 2
 # Code runs a few times before it is captured; what captures hold is seen after that.
 WATCHED_STEPS = 6
 # Of activations that are saved in addition, so much more is left free: one H200's peak grew by 1.4 GiB for 0.8 of them.
@@ -61,7 +75,7 @@ class MeasuredBudget:
 
     Attributes:
         known: what others than the compiler know.
-        captured: tells whether what is compiled will be replayed, from memory of its own; whoever knows sets it.
+        replays: what is compiled, from memory of its own; whoever knows them sets it.
         apply: is told the options, with what was chosen in their places, and all that was chosen, for what does not
             compile; likewise.
         accumulates: tells whether micro-batches have been announced whose gradients could wait; likewise.
@@ -73,14 +87,14 @@ class MeasuredBudget:
     def __init__(
         self, progress: Progress, plans: PlanBook, executor: Executor, group: dist.ProcessGroup, gauge: MemoryGauge
     ) -> None:
-        self._progress = progress
+        self._telling = Telling(progress.report, group)
         self._plans = plans
         self._group = group
         self._gauge = gauge
         self._measuring = Measuring(progress, plans, executor, gauge)
         self.cache = CacheLimit(gauge, progress.report)
         self.known = Known()
-        self.captured: Callable[[], bool] = lambda: False
+        self.replays: Replaying = NoReplays()
         self.apply: Callable[[EngineConfig, Chosen], None] = lambda config, chosen: None
         self.accumulates: Callable[[], bool] = lambda: False
         self.plan: MemoryPlan | None = None
@@ -108,6 +122,10 @@ class MeasuredBudget:
     def settled(self) -> bool:
         """Whether nothing is going to be compiled again for a budget."""
         return self._course.done or not self._wanted
+
+    def may_capture(self) -> bool:
+        """Whether what is compiled now is what stays, and its replays would be within the limit, if there is one."""
+        return self.settled() and (not self._course.watching or self._course.foreseen)
 
     def now(self, config: EngineConfig) -> Chosen:
         """How memory is spent."""
@@ -170,13 +188,15 @@ class MeasuredBudget:
         Collective, if an optimizer has stepped since the last time, and before the second pass."""
         auto = config.compile and config.resident_mb == "auto"
         self._wanted = config.memory is not None or auto
+        self.outside.of_each = config.memory is not None and self.replays.enabled and self._gauge.exists
         if self.settled() and not self._course.watching:
             return None
         if not self._gauge.exists:
-            self._blind(config, auto)
+            self._course.done = True
+            self._telling.no_device(config, auto)
             return None
         self._measuring.compiles = config.compile
-        self._measuring.captures = config.memory is not None and self.captured() and not self._course.watching
+        self._measuring.captures = self.outside.of_each and not self._course.foreseen
         early = None if self._course.looked or config.memory is None else self._look(config)
         stepped = self._measuring.pass_begins()
         if early is not None or not stepped:
@@ -188,21 +208,9 @@ class MeasuredBudget:
             return None
         self._course.done = True
         if quiet.steps < MEASURED_STEPS:
-            what, instead = ("nothing", "") if config.memory is not None else ("no parameters", "Set resident_mb")
-            self._progress.report(
-                f"{_option(config)} keeps {what}: in {MOST_STEPS} steps there were never {MEASURED_STEPS} in a row in "
-                f"which compiled code ran and nothing was compiled. {instead or 'What is planned stays'} to keep some."
-            )
+            self._telling.never_quiet(config, MOST_STEPS, MEASURED_STEPS)
             return None
         return self._decide(config, quiet)
-
-    def _blind(self, config: EngineConfig, auto: bool) -> None:
-        self._course.done = True
-        why = "this device does not tell how much memory it has"
-        if auto:
-            self._progress.report(f"reshard_after_forward='auto' keeps no parameters: {why}.")
-        if config.memory == "auto":
-            self._progress.report(f"memory='auto' changes nothing: {why}. Give a number of GiB.")
 
     # -- deciding
 
@@ -218,8 +226,8 @@ class MeasuredBudget:
         (most,) = self._least(limit - shown.memory.taken)
         self._course.first_peak = int(limit - most)
         if shown.left:
-            self._progress.report(
-                f"{_option(config)}: {gib(shown.left)} GiB of what the first step, which ran eagerly, saved for its "
+            self._telling.report(
+                f"{option(config)}: {gib(shown.left)} GiB of what the first step, which ran eagerly, saved for its "
                 "backward were on the host meanwhile."
             )
         room, saved, pass_s = self._least(facts.limit - facts.peak, -facts.activations, -facts.speed.pass_s)
@@ -246,29 +254,30 @@ class MeasuredBudget:
     def _agreed(self, config: EngineConfig) -> Agreed:
         quiet = self._measuring.quiet
         memory = quiet.memory
-        room = took = 0.0
+        room = took = replayed = 0.0
         if memory is not None:
-            room = limit_of(config.memory, memory.total) - memory.taken
+            limit = limit_of(config.memory, memory.total)
+            room, replayed = limit - memory.taken, room_once_replayed(limit, memory, quiet.outside)
             took = memory.allocated - memory.resident
-        most = quiet.traffic, quiet.saved, took, quiet.pass_s, quiet.passes, quiet.outside
-        steps, room, *rest = self._least(quiet.steps, room, *(-n for n in most))
-        return Agreed(steps, room, *(-n for n in rest))
+        most = quiet.traffic, quiet.saved, took, quiet.pass_s, quiet.passes
+        steps, room, replayed, *rest = self._least(quiet.steps, room, replayed, *(-n for n in most))
+        return Agreed(steps, room, replayed, *(-n for n in rest))
 
     def _decide(self, config: EngineConfig, quiet: Agreed) -> Decided | None:
         memory, now = self._measuring.quiet.memory, self.now(config)
         assert memory is not None
         limited, until_step = config.memory is not None, now.until == "step"
         known = self.known if self.accumulates() else replace(self.known, gradients=0)
-        facts = measured(known, limit_of(config.memory, memory.total), quiet, limited and self.captured(), now)
+        facts = measured(known, limit_of(config.memory, memory.total), quiet, limited and self.replays.enabled, now)
         if not limited:  # a budget for weights alone, however many these are
             weights = max(quiet.room, 0.0) if until_step else quiet.traffic / 2
             facts = replace(facts, weights=weights, speed=replace(facts.speed, passes=1.0))
         if limited:
-            self._course.facts, self._course.traffic, self._course.watching = facts, quiet.traffic, True
+            self._course.facts, self._course.traffic, self._course.room = facts, quiet.traffic, quiet.room
             return self._spend(facts, config, quiet.traffic)
         plan = decide(facts, freedom(config, self.known.may_leave))
         fits, share = self._another_fits(plan.chosen, quiet.traffic, config), self._share(plan.chosen, quiet.traffic)
-        self._report(quiet.room, now.until, fits)
+        self._telling.budget(memory, quiet.room, now.until, fits)
         self._now = plan.chosen if fits else None
         return Decided(plan.chosen, share) if fits else None
 
@@ -281,6 +290,8 @@ class MeasuredBudget:
             plan = self._decided(facts, free, later=(WEIGHTS,))
         self.plan, self._now = plan, plan.chosen
         self._show(config)
+        self._course.watching, self._course.emptied = True, False
+        self._course.foreseen = not self.replays.enabled or (plan.fits and plan.chosen == now)
         self._measuring.again()
         again = fits or (plan.chosen.activation_memory_budget, plan.chosen.weights) != (
             now.activation_memory_budget,
@@ -304,6 +315,8 @@ class MeasuredBudget:
 
     def _watch(self, config: EngineConfig, quiet: Agreed) -> Decided | None:
         """Whether what was planned is held; once, what holds instead."""
+        if not self._course.foreseen:
+            return self._foresee(config, quiet)
         if quiet.steps < WATCHED_STEPS and self._measuring.steps < MOST_STEPS:
             return None
         self._course.watching = False
@@ -318,82 +331,70 @@ class MeasuredBudget:
             self._measuring.again()
             return None
         self.plan = plan = replace(self.plan, measured=int(limit - quiet.room))
-        self._progress.report(
-            f"{_option(config)}: the peak is {gib(plan.steady)} GiB, of {gib(limit)}; {gib(plan.peak)} were expected."
+        self._telling.report(
+            f"{option(config)}: the peak is {gib(plan.steady)} GiB, of {gib(limit)}; {gib(plan.peak)} were expected."
         )
         if quiet.room >= 0:
             return None
-        if not self._course.replanned and self._course.facts is not None:
-            self._course.replanned = True
-            self._course.facts = carried_out(self._course.facts, plan.chosen, plan.steady)
-            if decide(self._course.facts, freedom(config, self.known.may_leave)).chosen != plan.chosen:
-                self._course.watching, self._course.emptied = True, False
-                return self._spend(self._course.facts, config, self._course.traffic)
+        if self._another(config, plan.steady):
+            assert self._course.facts is not None
+            return self._spend(self._course.facts, config, self._course.traffic)
+        if (self._course.room or -1.0) >= 0 and self._declines(config, -quiet.room):
+            self._course.watching = True
+            return None
         if self._course.facts is not None:
             facts, free = self._course.facts, freedom(config, self.known.may_leave)
             facts = carried_out(facts, plan.chosen, plan.steady)
             self.plan = plan = advised(plan, facts, free, self.known.before)
-        self._warn(f"{_option(config)} is not held: {gib(-quiet.room)} GiB more are taken. {plan.instead()}")
+        self._telling.warn(f"{option(config)} is not held: {gib(-quiet.room)} GiB more are taken. {plan.instead()}")
         return None
 
+    def _foresee(self, config: EngineConfig, quiet: Agreed) -> Decided | None:
+        """Before anything is captured: whether replays would pass the limit; what holds instead."""
+        looked = quiet.steps >= FORESEEN_STEPS
+        if not looked and self._measuring.steps < MOST_STEPS:
+            return None
+        self._course.foreseen = True
+        if not looked:
+            return None
+        self._course.room = quiet.room
+        if quiet.replayed < 0 and self.plan is not None:
+            if self._another(config, self.plan.limit - quiet.replayed):
+                assert self._course.facts is not None
+                return self._spend(self._course.facts, config, self._course.traffic)
+            if quiet.room >= 0:
+                self._declines(config, -quiet.replayed)
+        return None
+
+    def _another(self, config: EngineConfig, peak: float) -> bool:
+        """Whether a plan that knows what this one's peak is would be another. Once."""
+        if self._course.replanned or self._course.facts is None or self.plan is None:
+            return False
+        self._course.replanned = True
+        self._course.facts = carried_out(self._course.facts, self.plan.chosen, peak)
+        return decide(self._course.facts, freedom(config, self.known.may_leave)).chosen != self.plan.chosen
+
+    def _declines(self, config: EngineConfig, missing: float) -> bool:
+        """Whether nothing is replayed any more, so that the limit is held."""
+        declined = self.replays.decline(f"that would take {gib(missing)} GiB more than {option(config)}")
+        if declined:
+            self._measuring.again()
+        return declined
+
     def next_plan(self, config: EngineConfig, requested: int) -> MemoryPlan | None:
-        """After this rank's device had no memory for so many bytes: what would fit, by this rank's numbers alone; where
-        nothing fits in the limit that is set, within the device. None where the device does not tell."""
+        """After this rank's device had no memory for so many bytes: what would fit, by this rank's numbers alone. None
+        where the device does not tell."""
         if not self._gauge.exists:
             return None
-        memory, now = self._gauge.read(), self.now(config)
-        limit = limit_of(config.memory if config.memory is not None else "auto", memory.total)
         stepped = self._measuring.stepped or self._measuring.steps > 0
-        states = 0 if "optimizer" in now.offload else self.known.states
-        to_come = min(states, 0 if stepped else self.known.to_come)
-        took = max(memory.allocated - self.known.fixed - (states - to_come), 0)
-        peak = max(memory.taken, memory.total - requested) + requested + to_come
-        quiet = Agreed(room=limit - peak, took=took)
-        facts = measured(self.known, limit, quiet, False, now)
-        free = freedom(replace(config, memory="auto"), (*self.known.may_leave, *self.known.before))
-        later = () if now.weights else (WEIGHTS,)
-        facts = replace(facts, source="estimated", weights=now.weights)
-        within = decide(facts, free, later)
-        beyond = within if within.fits else decide(replace(facts, limit=limit_of("auto", memory.total)), free, later)
-        return beyond if beyond.fits else within
-
-    # -- telling
-
-    def _report(self, budget: float, until: str, fits: bool) -> None:
-        memory = self._measuring.quiet.memory
-        assert memory is not None
-        how_long = "until the optimizer steps" if until == "step" else "from forward to backward"
-        done = f"keeping weights {how_long} within that; compiling once more" if fits else "no further weight fits in"
-        self._progress.report(
-            f"reshard_after_forward='auto': {gib(memory.reserved)} GiB reserved at the peak of {MEASURED_STEPS} "
-            f"steps and {gib(memory.others)} GiB taken by others, of {gib(memory.total)}; {gib(max(budget, 0.0))} "
-            f"left on every rank; {done}."
-        )
+        return after_failure(self.known, config, self._gauge.read(), self.now(config), stepped, requested)
 
     def _show(self, config: EngineConfig) -> None:
         assert self.plan is not None
-        self._progress.report(str(self.plan))
-        first = not self._course.told_first and (self.plan.first_step or 0) > self.plan.limit
-        self._course.told_first |= first
-        if first or self.plan.steady > self.plan.limit:
-            self._warn(
-                f"{_option(config)} cannot be held: {gib(self.plan.missing)} GiB more are needed "
-                f"({self.plan.in_words()}). {self.plan.instead()}"
-            )
-
-    def _warn(self, line: str) -> None:
-        if self._first_rank():
-            warnings.warn(line, stacklevel=2)
-
-    def _first_rank(self) -> bool:
-        return dist.get_rank(self._group) == 0
+        self._course.told_first |= self._telling.plan(self.plan, config, self._course.told_first)
 
     def _least(self, *values: float) -> list[float]:
         """Of all ranks."""
         least = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
         return least.tolist()
-
-
-def _option(config: EngineConfig) -> str:
-    return f"memory={config.memory!r}" if config.memory is not None else "reshard_after_forward='auto'"

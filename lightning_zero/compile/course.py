@@ -33,6 +33,8 @@ class Course:
         first_peak: of that one, on the fullest rank; None until then.
         told_first: that it was too much.
         watching: whether what was planned is held.
+        foreseen: whether it will be once all is replayed was looked at.
+        room: that there was then, without replays; None where nobody looked.
         emptied: what the allocator kept was given back since.
         replanned: since it was not held.
         facts: that the last plan within a limit was made from.
@@ -44,6 +46,8 @@ class Course:
     first_peak: int | None = None
     told_first: bool = False
     watching: bool = False
+    foreseen: bool = False
+    room: float | None = None
     emptied: bool = False
     replanned: bool = False
     facts: Facts | None = None

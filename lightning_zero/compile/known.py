@@ -10,7 +10,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.profiling.headroom import DeviceMemory, limit_of
 
-__all__ = ["MASTERS", "Agreed", "Known", "after_first_step", "before_training", "measured"]
+__all__ = ["MASTERS", "Agreed", "Known", "after_first_step", "before_training", "measured", "room_once_replayed"]
 
 # Of what an eager step takes beside what was there, so much is saved for backward; the rest are temporary tensors.
 EAGER_SAVED = 0.8
@@ -111,29 +111,39 @@ class Agreed:
     Attributes:
         steps: that were measured.
         room: bytes between the peak and the limit; below 0 where there is none.
+        replayed: likewise, once the step is replayed, as far as that can be foreseen.
         traffic: bytes gathered in a pass.
         saved: bytes that a forward left for its backward; 0 where nobody knows.
         took: bytes that a step took at its peak, beside what was there between steps.
         pass_s: seconds of a pass.
         passes: of them in a step.
-        outside: bytes that a step takes in addition once it is replayed.
     """
 
     steps: float = 0.0
     room: float = 0.0
+    replayed: float = 0.0
     traffic: float = 0.0
     saved: float = 0.0
     took: float = 0.0
     pass_s: float = 0.0
     passes: float = 1.0
-    outside: float = 0.0
+
+
+def room_once_replayed(limit: float, memory: DeviceMemory, outside: float) -> float:
+    """Bytes between the peak of a step that is replayed and the limit. What the allocator keeps beside tensors now is
+    given back before a capture, whose own memory is one piece with few gaps.
+
+    Args:
+        memory: at the peak of a step that runs.
+        outside: bytes that a step takes in addition once it is replayed.
+    """
+    return limit - memory.others - memory.allocated - GAPS * (memory.allocated - memory.resident) - outside
 
 
 def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Chosen) -> Facts:
     """Compiled steps have run, and none was compiled in them. ``captured``: they will be replayed, from memory that has
     gaps and serves nothing else."""
-    peak = limit - quiet.room + captured * (GAPS * quiet.took + quiet.outside)
-    facts = known.facts("measured", limit, peak, now)
+    facts = known.facts("measured", limit, limit - (quiet.replayed if captured else quiet.room), now)
     whole = known.whole if now.until == "step" or quiet.passes >= 2 else quiet.traffic / 2
     whole = whole if known.gather_s else 0.0  # one rank has nothing to gather
     return replace(

@@ -110,7 +110,7 @@ class CompileSession:
         """Makes the compiler, whose graphs ``replays`` wraps. Measures transfers, on all ranks together, where the
         options need that."""
         self._replays = replays
-        self.budget.captured = lambda: replays.enabled
+        self.budget.replays = replays
         self._new_compiler(self.config.compiled)
 
     def check(self, config: EngineConfig) -> None:
@@ -162,10 +162,11 @@ class CompileSession:
         def lasting() -> Iterable[Tensor]:
             return () if (held := replays()) is None else held.lasting()
 
-        def watched(compiled: Callable[..., Any]) -> Callable[..., Any]:
-            return wrap(outside.watched(compiled, lasting))
+        def called(compiled: Callable[..., Any]) -> Callable[..., Any]:
+            watched = outside.watched(compiled, lasting)
+            return wrap(watched, watched.takes)
 
-        self._compiler = Compiler(context, self._selection, self.plans, self.progress, watched)
+        self._compiler = Compiler(context, self._selection, self.plans, self.progress, called)
         self._arguments = self._compiler.arguments()
 
     def _context(self, config: CompileConfig) -> PassContext:

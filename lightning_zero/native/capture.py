@@ -13,7 +13,7 @@ import torch
 from lightning_zero.compat import cuda
 from lightning_zero.native.collector import no_collector
 
-__all__ = ["capturing", "fit_for_capture"]
+__all__ = ["capturing", "fit_for_capture", "in_one_piece"]
 
 
 def fit_for_capture(device: torch.device) -> None:
@@ -39,6 +39,29 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
                 _end(graph, pool)
             raise
         _end(graph, pool)
+
+
+@contextmanager
+def in_one_piece(pool: Any, device: torch.device, nbytes: int) -> Iterator[None]:
+    """What is captured inside, on the current stream and into ``pool``, finds so much memory in one piece there, which
+    no graph holds yet. Nothing happens where ``nbytes`` is 0.
+
+    A pool that grows as it is asked cannot put neighbours together that came one by one: what a forward has let go of
+    stays too small for what its backward asks for, and nothing can be given back amid a capture. 0.3 GiB of tensors
+    took 1.1 so."""
+    if not nbytes:
+        yield
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    cuda.begin_allocate_to_pool(index, pool)
+    try:
+        try:
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+        finally:
+            cuda.end_allocate_to_pool(index, pool)
+        yield
+    finally:
+        cuda.release_pool(index, pool)
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:

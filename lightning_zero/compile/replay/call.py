@@ -49,10 +49,12 @@ class Key:
 
 
 class Call:
-    """Called with flat inputs: tensors, and sizes where these vary."""
+    """Called with flat inputs: tensors, and sizes where these vary. ``takes``: tells what a run has in tensors at most,
+    in bytes, as far as that was looked at."""
 
-    def __init__(self, compiled: Compiled, replays: weakref.ref[Replays]) -> None:
+    def __init__(self, compiled: Compiled, replays: weakref.ref[Replays], takes: Callable[[], int] = lambda: 0) -> None:
         self._compiled = compiled
+        self._takes = takes
         self._replays = replays
         self._variants: dict[Key, Variant] = {}  # the one that was used last comes last
         self._replayed: dict[Key, int] = {}
@@ -189,9 +191,11 @@ class Call:
     def _captured(self, replays: Replays, args: Sequence[Any], key: Key, segment: int) -> Variant:
         # Calls in one place never wait for their backward at the same time, so they can share memory.
         beside: Pair | None = next((v.pair for other, v in self._variants.items() if other.place == key.place), None)
+        takes = self._takes()
 
         def capture(inputs: Sequence[Any], copied: Sequence[Tensor]) -> Pair:
-            return replays.capture(Job(self._compiled, inputs, copied, replays.executor, key.adding, beside, segment))
+            job = Job(self._compiled, inputs, copied, replays.executor, key.adding, beside, segment, takes)
+            return replays.capture(job)
 
         try:
             return Variant(args, replays.lasting(), replays.executor.gradients, capture)

@@ -4,7 +4,7 @@ any device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
-from lightning_zero.native.capture import capturing
+from lightning_zero.native.capture import capturing, in_one_piece
 from lightning_zero.offload.blocks import Held
 
 __all__ = ["CapturedPair", "EmulatedPair", "Job", "Pair"]
@@ -31,6 +31,7 @@ class Job:
         adding: whether gradients will usually be added to those that are there.
         beside: another pair that never runs at the same time.
         segment: the gradients that its backward brings, as the executor numbers them; -1 where nobody knows.
+        takes: bytes that a run had in tensors at most; 0 where nobody has looked.
     """
 
     compiled: Callable[..., Any]
@@ -40,6 +41,7 @@ class Job:
     adding: bool
     beside: Pair | None
     segment: int = -1
+    takes: int = 0
 
     def held(self) -> Held:
         """Memory of the host for what is captured: another pair's, that never runs at the same time."""
@@ -126,16 +128,17 @@ def _started(executor: Executor, number: int) -> None:
 
 
 class _Graph:
-    """One of the two CUDA graphs, and its entries in the executor's books. Captures what ``run`` queues."""
+    """One of the two CUDA graphs, and its entries in the executor's books. Captures what ``run`` queues; ``prepare``
+    comes before, once the books have begun."""
 
-    def __init__(self, job: Job, pool: Any, run: Callable[[], None], backward: bool) -> None:
+    def __init__(
+        self, job: Job, pool: Any, run: Callable[[], None], backward: bool, prepare: Callable[[], None] = lambda: None
+    ) -> None:
         self._executor = job.executor
         self._graph = torch.cuda.CUDAGraph()
         job.executor.graphs.begin(backward, backward and job.adding, job.segment if backward else -1)
         try:
-            if not backward:
-                # Graphs cannot use what is cached for others, the buckets among it that the books have just let go of.
-                torch.cuda.empty_cache()
+            prepare()
             with capturing(self._graph, pool):
                 try:
                     run()
@@ -178,16 +181,25 @@ class CapturedPair:
         self._executor = executor
         self.held = job.held()
         self._pool = beside._pool if beside is not None else torch.cuda.graph_pool_handle()
-        with _joined(current, stream), torch.cuda.stream(stream), _own_workspaces(), job.holding(self.held):
+        with (
+            _joined(current, stream),
+            torch.cuda.stream(stream),
+            _own_workspaces(),
+            job.holding(self.held),
+            ExitStack() as stack,
+        ):
             outputs: list[Tensor] = []
 
-            def run() -> None:
+            def prepare() -> None:
                 nonlocal reserved
+                # Graphs cannot use what is cached for others, the buckets among it that the books have just let go of.
+                torch.cuda.empty_cache()
                 reserved = torch.cuda.memory_reserved(device)
-                outputs.extend(job.run())
+                if beside is None:
+                    stack.enter_context(in_one_piece(self._pool, device, job.takes))
 
             with job.recording(self._sent):
-                self._forward = _Graph(job, self._pool, run, backward=False)
+                self._forward = _Graph(job, self._pool, lambda: outputs.extend(job.run()), False, prepare)
             self._outputs = [output.detach() for output in outputs]
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
             wanted = [output for output in outputs if output.requires_grad]

@@ -124,15 +124,16 @@ class Replays:
         return sum(call.nbytes for call in self._calls)
 
     @property
-    def wrap(self) -> Callable[[Compiled], Compiled]:
-        """Gives what to call instead of something compiled."""
+    def wrap(self) -> Callable[..., Compiled]:
+        """Gives what to call instead of something compiled, of which a second argument may tell what it takes: see
+        :class:`Call`."""
         weak = weakref.ref(self)
 
-        def wrap(compiled: Compiled) -> Compiled:
+        def wrap(compiled: Compiled, takes: Callable[[], int] = lambda: 0) -> Compiled:
             replays = weak()
             if replays is None:
                 return compiled
-            call = Call(compiled, weak)
+            call = Call(compiled, weak, takes)
             replays._calls.add(call)
             return call
 
@@ -196,13 +197,26 @@ class Replays:
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + max(0, cached - sum(call.nbytes for call in self._calls))
 
+    def decline(self, reason: str) -> bool:
+        """Nothing is replayed any more with these options, unless one of them demands it. Whether that has changed
+        anything."""
+        if self._off or self._must:
+            return False
+        self._off = reason
+        self.drop()
+        self._tell(reason)
+        return True
+
     def refused(self, reason: str) -> None:
         """Tells the user; raises :class:`UnsupportedError` where replays were asked for."""
         if self._must:
             raise _refusal(self._option, reason)
         if reason not in self._said:
             self._said.add(reason)
-            self._report(f"Compiled code is not replayed as a CUDA graph: {reason}.")
+            self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
+        self._report(f"Compiled code is not replayed as a CUDA graph: {reason}.")
 
 
 def _refusal(option: str, reason: str) -> UnsupportedError:

@@ -33,12 +33,15 @@ class Simulated(MeasuredBudget):
         self.share = 1.0  # of activations that are saved
         self.cached = self.states = 0.0
         self.compiled = self.given_back = 0
-        self.in_forward = self.replays = False
+        self.in_forward = False
+        self.graphs = 0.0  # GiB that captures hold
+        self.captured_in: int | None = None  # which step
         progress: Any = SimpleNamespace(compiled=0, report=self.said.append)
         self.book: Any = SimpleNamespace(count=0, agreed=())
         executor: Any = SimpleNamespace(counters=dict)
         gauge: Any = SimpleNamespace(exists=True, start=self._begin, read=self._read, empty=self._begin, device=None)
         super().__init__(progress, self.book, executor, None, gauge)  # type: ignore[arg-type]
+        self._telling.warn = self.warned.append  # type: ignore[method-assign]
         self.known = Known(states=int(STATES * GIB), to_come=int(STATES * GIB))
 
     def _begin(self, anew: bool = True) -> None:
@@ -51,14 +54,12 @@ class Simulated(MeasuredBudget):
         most = stays + SAVED * self.share + (self.more if self.share < 1 else 0.0)
         if not self.compiled:
             most = max(HELD + self.eager, stays)
-        sizes = (most + self.cached, most, now, self.cached)
+        cached = self.cached + self.graphs
+        sizes = (most + cached, most, now, cached)
         return DeviceMemory(int(80 * GIB), 0, *(int(size * GIB) for size in sizes))
 
     def _least(self, *values: float) -> list[float]:
         return list(values)
-
-    def _warn(self, line: str) -> None:
-        self.warned.append(line)
 
     def step(self) -> Chosen | None:
         """What was decided before it."""
@@ -68,8 +69,10 @@ class Simulated(MeasuredBudget):
         if self.first_step.saves is None and (self.compiled == 0 or found is not None):
             self.compiled += 1
             self.book.count += 1
-        if self.settled() and not self.replays:
-            self.replays, self.cached = True, self.kept
+        if self.may_capture() and self.captured_in is None:
+            self.captured_in, self.cached = self.number, self.kept
+            if isinstance(self.replays, Graphs) and self.replays.enabled:
+                self.graphs = self.replays.take
         self.in_forward = True
         self.backward_begins()
         self.in_forward = False
@@ -79,7 +82,9 @@ class Simulated(MeasuredBudget):
 
     def run(self) -> list[tuple[int, float]]:
         """In which steps the activations that are saved were decided on, and how many."""
-        found = [(number, self.step()) for number in range(40)]
+        found = []
+        for self.number in range(40):
+            found.append((self.number, self.step()))
         return [(number, one.activation_memory_budget) for number, one in found if one is not None]
 
 
@@ -239,13 +244,64 @@ class Watched:
         self.asked.append("drop")
 
 
-@pytest.mark.parametrize(("captured", "decided"), [(False, []), (True, [(5, 0.7)])])
-def test_what_cannot_share_with_graphs_is_planned_for_before_there_are_any(captured: bool, decided: Any) -> None:
-    training, watched = Simulated(23, eager=8.0), Watched()
-    training._measuring.outside = watched  # type: ignore[assignment]
-    training.captured = lambda: captured
+class Graphs:
+    """Replays of the training that is simulated, whose captures take so many GiB besides. ``must``: they are
+    demanded."""
+
+    def __init__(self, training: Simulated, take: float = 3.0, must: bool = False) -> None:
+        self.enabled, self.take, self.why = True, take, ""
+        self._training, self._must = training, must
+        training.replays, training._measuring.outside = self, Watched()  # type: ignore[assignment]
+
+    def decline(self, reason: str) -> bool:
+        if self._must or not self.enabled:
+            return False
+        self.enabled, self.why, self._training.graphs = False, reason, 0.0
+        return True
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_cannot_share_with_graphs_is_planned_for_before_there_are_any(captured: bool) -> None:
+    training = Simulated(23, eager=8.0)
+    graphs = Graphs(training)
+    graphs.enabled = captured
     # Without graphs it is 22 GiB. With them 3 more and gaps in 8, so of these 8 a bit more than 2 have to go.
-    assert training.run() == decided
-    assert watched.asked.count("begin") == watched.asked.count("end") == int(captured)
+    assert training.run() == ([(5, 0.7)] if captured else [])
+    asked = training._measuring.outside.asked  # type: ignore[attr-defined]
+    assert asked.count("begin") == asked.count("end") == 2 * captured, "once more for what was compiled then"
+    assert graphs.enabled == captured
     assert training.plan is not None
+    assert training.plan.fits
+    assert training.captured_in == (8 if captured else 5), "not before a step has shown what graphs would take"
+
+
+@pytest.mark.parametrize("must", [False, True])
+def test_replays_that_would_pass_the_limit_are_declined_before_there_are_any(must: bool) -> None:
+    training = Simulated(23, eager=8.0)
+    training.config = replace(training.config, activation_memory_budget=0.95)
+    training.share = 0.95  # set by hand: 21.6 GiB that nothing can be done about, with 3 more and gaps of 0.3
+    graphs = Graphs(training, must=must)
+    assert training.run() == []
+    assert graphs.enabled == must
+    assert training.plan is not None
+    if must:
+        assert "is not held: 1.60 GiB more are taken" in training.warned[-1]
+        return
+    assert training.captured_in is not None
+    assert training.graphs == 0
+    assert graphs.why == "that would take 1.90 GiB more than memory=23"
+    assert training.plan.measured == int((HELD + STATES + SAVED * 0.95) * GIB)
+    assert training.plan.fits
+
+
+def test_replays_that_pass_the_limit_though_nobody_foresaw_it_are_given_up() -> None:
+    training = Simulated(26, eager=8.0)
+    training.config = replace(training.config, activation_memory_budget=0.95)
+    training.share = 0.95
+    graphs = Graphs(training, take=6.0)
+    assert training.run() == []
+    assert graphs.why == "that would take 1.60 GiB more than memory=26"
+    assert training.warned == []
+    assert training.plan is not None
+    assert training.plan.measured == int((HELD + STATES + SAVED * 0.95) * GIB)
     assert training.plan.fits

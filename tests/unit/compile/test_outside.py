@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.compile.outside import Outside
+from lightning_zero.compile.outside import LOOKS, Outside
 from lightning_zero.profiling.headroom import DeviceMemory
 
 BEFORE, BYTES = 1000, 8  # in tensors between steps; of an input, of an output, and of its gradient
@@ -104,3 +104,36 @@ def test_a_backward_that_comes_after_the_end_is_not_looked_at() -> None:
     laps = device.laps
     out.sum().backward()
     assert device.laps == laps
+
+
+def test_what_each_graph_takes_is_looked_at_in_its_first_runs_after_the_very_first() -> None:
+    device = Device()
+    outside = Outside(device)  # type: ignore[arg-type]
+    outside.of_each = True
+    Doubled.device = device
+    weight = torch.ones(2, requires_grad=True)
+    run = outside.watched(lambda x, weight: [Doubled.apply(x * weight)], lambda: [weight])
+    taken, laps = [], []
+    for _ in range(LOOKS + 2):
+        (out,) = run(torch.ones(2), weight)
+        device.take(700)  # a loss, which is none of its
+        out.sum().backward()
+        device.take(-700)
+        taken.append(run.takes())
+        laps.append(device.laps)
+    assert taken == [0, *[500 + 400] * (LOOKS + 1)]
+    assert laps[0] == 0
+    assert laps[1:] == [*(4 * (n + 1) for n in range(LOOKS - 1)), *[4 * (LOOKS - 1)] * 2], "each begins and ends twice"
+
+
+def test_of_two_runs_at_once_each_takes_what_is_its_own() -> None:
+    device = Device()
+    outside = Outside(device)  # type: ignore[arg-type]
+    outside.of_each = True
+    Doubled.device = device
+    weight = torch.ones(2, requires_grad=True)
+    run = outside.watched(lambda x, weight: [Doubled.apply(x * weight)], lambda: [weight])
+    run(torch.ones(2), weight)
+    device.resident = BEFORE
+    sum(run(torch.ones(2), weight)[0].sum() for _ in range(2)).backward()
+    assert run.takes() == 500 + 400

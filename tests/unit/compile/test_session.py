@@ -46,7 +46,7 @@ class Executor:
 class Replays:
     """Wraps nothing, and counts how often captures are given back."""
 
-    def __init__(self, wrap: Any = lambda compiled: compiled) -> None:
+    def __init__(self, wrap: Any = lambda compiled, takes: compiled) -> None:
         self.wrap, self.drops = wrap, 0
 
     def drop(self) -> None:
@@ -139,7 +139,7 @@ def test_the_first_step_is_eager_and_the_next_one_compiles_what_it_called() -> N
 def test_what_is_called_instead_of_compiled_code_is_what_the_engine_wraps() -> None:
     session, ran = Alone(begin=False), []
 
-    def wrap(compiled: Any) -> Any:
+    def wrap(compiled: Any, takes: Any) -> Any:
         def run(*args: Any) -> Any:
             ran.append("wrapped")
             return compiled(*args)

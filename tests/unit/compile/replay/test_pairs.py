@@ -85,6 +85,7 @@ def allocator() -> Iterator[MagicMock]:
         for name, value in stands_in.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(cuda, "clear_cublas_workspaces", lambda: None))
+        stack.enter_context(patch.object(cuda, "begin_allocate_to_pool", freed.begin))
         stack.enter_context(patch.object(cuda, "end_allocate_to_pool", freed.end))
         stack.enter_context(patch.object(cuda, "release_pool", freed.release))
         yield freed
@@ -106,9 +107,10 @@ def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
     return Scaled.apply(weight, batch), batch + 1
 
 
-def capture(executor: Executor, compiled: Any = scaled, beside: Any = None) -> CapturedPair:
+def capture(executor: Executor, compiled: Any = scaled, beside: Any = None, takes: int = 0) -> CapturedPair:
     batch = torch.ones(2)
-    return CapturedPair(Job(compiled, [nn.Parameter(torch.tensor(3.0)), batch], [batch], executor, False, beside, 5))  # type: ignore[arg-type]
+    inputs = [nn.Parameter(torch.tensor(3.0)), batch]
+    return CapturedPair(Job(compiled, inputs, [batch], executor, False, beside, 5, takes))  # type: ignore[arg-type]
 
 
 def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock) -> None:
@@ -181,6 +183,26 @@ def test_a_gradient_that_the_executor_does_not_get_is_a_bug(allocator: MagicMock
 def test_what_a_replay_would_not_do_is_refused(allocator: MagicMock, compiled: Any, reason: str) -> None:
     with pytest.raises(NotImplementedError, match=reason):
         capture(Executor(), compiled)
+
+
+@pytest.mark.parametrize("refuse", [0, 1, 2])
+def test_graphs_find_what_a_run_took_in_one_piece_which_others_of_their_pool_need_not(
+    allocator: MagicMock, refuse: int
+) -> None:
+    freed = [call.release(3, (0, 7))]
+    asked = [call.begin(3, (0, 7)), call.empty(4096), call.end(3, (0, 7))]
+
+    def noted(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        assert allocator.mock_calls == asked, "there before anything is captured, and held until a graph holds it"
+        return scaled(weight, batch)
+
+    allocates = patch.object(torch, "empty", lambda size, **_: allocator.empty(size))
+    with allocates, nullcontext() if refuse == 0 else pytest.raises(NotImplementedError):
+        pair = capture(Executor(refuse), noted, takes=4096)
+    assert allocator.mock_calls == asked + freed
+    if refuse == 0:
+        capture(Executor(), beside=pair, takes=4096)
+        assert allocator.mock_calls == asked + freed
 
 
 def test_pairs_of_one_graph_share_memory_and_give_it_back(allocator: MagicMock) -> None:

@@ -443,3 +443,20 @@ def test_off_is_off() -> None:
         training.step()
     assert not training.made
     assert isinstance(training.replays, Replays)
+
+
+def test_replays_are_declined_until_options_change_unless_they_are_demanded() -> None:
+    training = captured(Training())
+    assert training.replays.decline("they would take too much")
+    assert training.made[0].closed
+    assert training.said == ["Compiled code is not replayed as a CUDA graph: they would take too much."]
+    assert (training.replays.enabled, training.replays.why_not()) == (False, "they would take too much")
+    assert not training.replays.decline("once more")
+    for _ in range(WARMUPS + 1):
+        training.step()
+    assert len(training.made) == 1
+    training.replays.configure(config(cuda_graph_model="auto", emulate_cuda_graph_model=True))
+    assert training.replays.enabled
+    demanded = captured(Training(capture=True))
+    assert not demanded.replays.decline("they would take too much")
+    assert not demanded.made[0].closed
