@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-__all__ = ["Counted", "Mounted", "counting", "mount"]
+__all__ = ["Counted", "Mounted", "counting", "mount", "stored"]
 
 
 class Mounted(DirFileSystem):
@@ -36,6 +38,32 @@ def mount(home: Path | str) -> None:
     fsspec.register_implementation("mounted", Mounted, clobber=True)
 
 
+def _opened(memory: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
+    """Whoever reads gets a file of his own. fsspec gives all the same one, whose place in it they share: of ranks that
+    are threads one reads what the other has left."""
+    found = _open(memory, path, mode, **options)
+    return BytesIO(found.getvalue()) if mode == "rb" else found
+
+
+_open = MemoryFileSystem._open
+
+
+@contextmanager
+def stored() -> Iterator[None]:
+    """``memory://`` is there, empty at first, and may be read by several threads."""
+    with patch.object(MemoryFileSystem, "_open", _opened):
+        try:
+            _empty(MemoryFileSystem)
+            yield
+        finally:
+            _empty(MemoryFileSystem)
+
+
+def _empty(memory: type[MemoryFileSystem]) -> None:
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
 class Counted(MemoryFileSystem):
     """Notes how many bytes each read gets.
 
@@ -48,6 +76,7 @@ class Counted(MemoryFileSystem):
     pseudo_dirs = [""]
     read: list[int] = []
     ending = ""
+    _open = _opened
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
         data: bytes = super().cat_file(path, start, end, **options)
@@ -62,6 +91,5 @@ def counting(ending: str = "") -> Iterator[None]:
     Counted.ending = ending
     fsspec.register_implementation("counted", Counted, clobber=True)
     yield
-    Counted.store.clear()
-    Counted.pseudo_dirs[:] = [""]
+    _empty(Counted)
     Counted.read.clear()

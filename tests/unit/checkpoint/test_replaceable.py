@@ -12,6 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.errors import CheckpointError
 from tests.helpers.damage import cut
+from tests.helpers.elsewhere import stored
 from tests.helpers.saves import save, save_file, seed_of
 
 
@@ -89,13 +90,12 @@ def test_what_was_a_checkpoint_gives_way(tmp_path: Path, kind: str, before: str)
 
 
 def test_in_an_object_store_too() -> None:
-    MemoryFileSystem.store.clear()
-    with fsspec.open("memory://bucket/run/notes.txt", "w") as file:
-        file.write("of months")
-    for error in save("memory://bucket/run", 1.0):  # type: ignore[arg-type]
-        assert "is a folder, and no checkpoint: it holds 'notes.txt'" in str(error)
-    assert list(MemoryFileSystem.store) == ["/bucket/run/notes.txt"]
-    MemoryFileSystem.store.clear()
+    with stored():
+        with fsspec.open("memory://bucket/run/notes.txt", "w") as file:
+            file.write("of months")
+        for error in save("memory://bucket/run", 1.0):  # type: ignore[arg-type]
+            assert "is a folder, and no checkpoint: it holds 'notes.txt'" in str(error)
+        assert list(MemoryFileSystem.store) == ["/bucket/run/notes.txt"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

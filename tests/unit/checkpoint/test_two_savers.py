@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_zero.checkpoint.sharded.folder import RemoteFolder, folder_at
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import read_whole
+from tests.helpers.elsewhere import stored
 from tests.helpers.save_points import observed
 from tests.helpers.saves import save_file, seed_of
 from tests.helpers.threaded import on_ranks, sharded_state
@@ -108,8 +109,13 @@ def test_the_one_that_was_too_late_leaves_the_other_alone(tmp_path: Path) -> Non
     assert (tmp_path / "x.ckpt.incomplete" / "__0_0.distcp").exists()
 
 
-def test_in_an_object_store() -> None:
-    MemoryFileSystem.store.clear()
+@pytest.fixture
+def store() -> Iterator[None]:
+    with stored():
+        yield
+
+
+def test_in_an_object_store(store: None) -> None:
     path, fs = "memory://bucket/x.ckpt", MemoryFileSystem()
     _folder(path, 1.0)  # type: ignore[arg-type]
     first, second = RemoteFolder(fs, "/bucket/x.ckpt"), RemoteFolder(fs, "/bucket/x.ckpt")
@@ -121,4 +127,3 @@ def test_in_an_object_store() -> None:
     assert second.sees("other")
     second.discard()
     assert read_whole(path, None)["seed"] == 1.0
-    MemoryFileSystem.store.clear()

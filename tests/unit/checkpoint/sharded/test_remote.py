@@ -24,7 +24,7 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import read_together, read_whole
 from lightning_zero.integrations.trainer.finding import _beside_lost_link, newest_first
 from lightning_zero.sharding.layout import ShardLayout
-from tests.helpers.elsewhere import Counted, Mounted, counting, mount
+from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
 WORLD = 2
@@ -32,14 +32,9 @@ WORLD = 2
 
 @pytest.fixture(params=["memory", "mounted"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "memory":
-        MemoryFileSystem.store.clear()
-        MemoryFileSystem.pseudo_dirs[:] = [""]
-    else:
-        mount(tmp_path)
-    yield f"{request.param}://run"
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
+    mount(tmp_path)
+    with stored():
+        yield f"{request.param}://run"
 
 
 def save(path: str, seed: float) -> list[Any]:
