@@ -13,6 +13,7 @@ from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gathe
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.checkpoint.telling import Telling, untold
 from lightning_zero.sharding.mapped import mapped
+from lightning_zero.sharding.on_host import on_host
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
@@ -50,7 +51,7 @@ def model_state(module: nn.Module, hooks: StateDictHooks, gathered: Callable[[in
     copies: dict[int, Tensor] = {}  # of buffers, too: a file may be written while they change
     for key, value in state.items():
         if isinstance(value, Tensor) and id(value) not in whole:
-            state[key] = copies.setdefault(id(value), value.detach().to("cpu", copy=True))
+            state[key] = copies.setdefault(id(value), on_host(value))
     return state
 
 
@@ -75,7 +76,7 @@ def optimizer_state(
                 whole = gather_value(entry.value, entry.record, sharder.mesh)  # one at a time
                 if rank == 0:
                     # A copy: a file would hold the padding, too, and training may go on before it is written.
-                    kept[entry.key] = whole.to("cpu", copy=True) if isinstance(whole, Tensor) else whole
+                    kept[entry.key] = on_host(whole) if isinstance(whole, Tensor) else whole
                 del whole
                 gathered(_whole_bytes(entry))
             state[number] = kept

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -101,12 +102,13 @@ class Sharder:
 
     def _cut(self, name: str, param: nn.Parameter) -> ShardedParameter:
         check_parameter(name, param)
-        device = self.mesh.device
         layout = ShardLayout.of(param.shape, param.dtype, self.mesh.holders.size, memory_order(param))
-        full = layout.stored(param.detach().to(device)).contiguous()
+        if self.mesh.rank > 0 and layout.numel:
+            # Values of this rank's own serve nobody, and would take as long to the device as rank 0's do.
+            full = torch.empty(layout.stored_shape, dtype=param.dtype, device=self.mesh.device)
+        else:
+            full = layout.stored(param.detach().to(self.mesh.device)).contiguous()
         if self.mesh.world_size > 1 and layout.numel:
-            if full.data_ptr() == param.data_ptr():
-                full = full.clone()  # a view into something larger may be shared with code that still needs it
             dist.broadcast(full, group=self.mesh.shard_group, group_src=0)
         shard = layout.part(layout.restored(full), self.mesh.shard_number)
         return self._register(name, param, shard.view(-1), layout)

@@ -20,6 +20,7 @@ from torch import nn
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
 from lightning_zero.sharding.mapped import mapped
+from lightning_zero.sharding.on_host import on_host
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.surgery import SHAPES
@@ -32,7 +33,7 @@ Show = Callable[[ShardedParameter], torch.Tensor | None]
 def whole_on_cpu(record: ShardedParameter, here: bool = True) -> torch.Tensor | None:
     """The whole parameter, in memory that holds no padding; None where it is not wanted ``here``. Collective."""
     full = gather_full(record)  # one at a time: the peak is one whole parameter
-    return full.to("cpu", copy=True) if here else None
+    return on_host(full) if here else None
 
 
 def nobody(count: int) -> None:

@@ -27,6 +27,7 @@ from lightning_zero.integrations.uncompile import (
 )
 from lightning_zero.sharding.copying import NotCopied
 from lightning_zero.sharding.mapped import mapped
+from lightning_zero.sharding.on_host import on_host
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -106,7 +107,7 @@ class _AveragedShards(NotCopied):
                 whole.setdefault(record.index, ShardedValue(record.layout, shard, mesh.shard_number, mesh.replica))
             if record.index not in whole:
                 value = gather_value(shard, record, mesh)
-                whole[record.index] = value.to("cpu", copy=True) if rank == 0 else shard
+                whole[record.index] = on_host(value) if rank == 0 else shard
             state[key] = whole[record.index]
         if rank != 0 and not sharded:
             state.clear()
