@@ -4,6 +4,7 @@ JSON line per measurement.
     python examples/benchmarks/offload.py --sizes 1b,3b --accumulate 1,8
     python examples/benchmarks/offload.py --sizes 7b --ways offload     # what does not fit without
     python examples/benchmarks/offload.py --devices 2 --sizes 7b --ways device,offload,fsdp2
+    python examples/benchmarks/offload.py --devices 2 --sizes 7b --ways offload --accumulate 8 --buffer-mb 14000
     python examples/benchmarks/offload.py --devices 2 --sizes 13b,18b --ways all,fsdp2 --accumulate 1 --steps 3 --warm 5
     python examples/benchmarks/offload.py --ways device,activations,all_activations,budget,checkpointed \
         --accumulate 1 --batch 4 --length 4096 --limit 120              # activations of long batches
@@ -14,11 +15,12 @@ and the masters, `("optimizer", "parameters")`; `eager` is `offload` with `cuda_
 `fully_shard` with `CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU. `activations` is
 `offload=("activations",)`, which takes what hides behind compute, and `all_activations` all that are large; beside them
 `budget` is `activation_memory_budget=0.5`, and `checkpointed` `torch.utils.checkpoint` around each block. `step_ms` is
-the whole step, `optimizer_ms` the part from the last backward's end, both medians by the device's clock. `peak_gib` is
-of the whole device, sampled; `activations_gib` is what leaves in a step. `duplex_gb_s` is what pinned copies of 64 MiB
-reach in each direction while both go on, on all ranks at once, measured in the same process after training.
-`exposed_ms` is `optimizer_ms` less that of `device`, and `over_bytes` what it is of the time that the state's bytes
-take at that bandwidth.
+the whole step, `optimizer_ms` the part from the last backward's end, both medians by the device's clock. What
+`--buffer-mb` holds comes beside backward and leaves beside the next forward. `peak_gib` is of the whole device,
+sampled; `activations_gib` is what leaves in a step. `duplex_gb_s` is what pinned copies of 64 MiB reach in each
+direction while both go on, on all ranks at once, measured in the same process after training. `exposed_ms` is
+`optimizer_ms` less that of `device`, and `over_bytes` what it is of the time that the state's bytes take at that
+bandwidth.
 """
 
 import argparse
@@ -61,7 +63,7 @@ Forward = Callable[[Tensor], Tensor]
 class Ours:
     """This package's engine."""
 
-    def __init__(self, size: str, way: str) -> None:
+    def __init__(self, size: str, way: str, buffer_mb: float) -> None:
         from lightning_zero import Engine, EngineConfig, Tuning
 
         self.engine = Engine(
@@ -73,6 +75,7 @@ class Ours:
                 activation_memory_budget=0.5 if way == "budget" else 1.0,
                 tuning=Tuning(
                     cuda_graph_step=way != "eager",
+                    offload_buffer_mb=buffer_mb,
                     offload_activations_mb=float("inf") if way == "all_activations" else None,
                 ),
             ),
@@ -114,7 +117,7 @@ class Ours:
 class FullyShard:
     """FSDP2, all of whose shards lie on the host."""
 
-    def __init__(self, size: str, way: str) -> None:
+    def __init__(self, size: str, way: str, buffer_mb: float) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         policies: dict[str, Any] = {
@@ -234,7 +237,7 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", **one)
     torch.manual_seed(0)
     size, name = arguments.sizes, arguments.ways
-    way = (FullyShard if name == "fsdp2" else Ours)(size, name)
+    way = (FullyShard if name == "fsdp2" else Ours)(size, name, arguments.buffer_mb)
     elements = sum(p.numel() for p in way.model.parameters())
     batch = (arguments.batch, arguments.length)
     found = [
@@ -247,6 +250,7 @@ def measure(arguments: argparse.Namespace) -> None:
         result = {
             "size": size,
             "way": name,
+            "buffer_mb": arguments.buffer_mb,
             "parameters": elements,
             "tokens": f"{one['accumulate']}x{batch[0]}x{batch[1]}",
             **one,
@@ -304,6 +308,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm", type=int, default=8)
+    parser.add_argument("--buffer-mb", type=float, default=256.0, help="of the device, that copies pass through")
     parser.add_argument("--limit", type=float, default=400, help="seconds for each way")
     parser.add_argument("--alone", action="store_true", help="measure the one way in this process")
     arguments = parser.parse_args()
@@ -315,8 +320,8 @@ def main() -> None:
             os._exit(1)
         return
     lines = []
-    names = ("accumulate", "devices", "batch", "length", "steps", "warm")
-    same = [f"--{name}={getattr(arguments, name)}" for name in names]
+    names = ("accumulate", "devices", "batch", "length", "steps", "warm", "buffer_mb")
+    same = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names]
     # torchrun gives each process one thread unless told: what FSDP2 steps on the CPU would take as many times as long.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) // arguments.devices))
     python = [sys.executable]

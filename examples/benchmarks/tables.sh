@@ -113,8 +113,9 @@ case $table in
     build
     host=(python3 examples/benchmarks/offload.py --devices 2)
     row offload 265 "${host[@]}" --sizes 7b --ways device,offload --accumulate 1,8 --steps 5 --warm 6 --limit 130
-    row fsdp2 155 "${host[@]}" --sizes 7b --ways fsdp2 --accumulate 1,8 --steps 3 --warm 2 --limit 150
-    row largest 110 "${host[@]}" --sizes 13b --ways all --accumulate 1 --steps 3 --warm 5 --limit 105
+    row wide 130 "${host[@]}" --sizes 7b --ways offload --accumulate 1,8 --steps 5 --warm 6 --limit 125 --buffer-mb 14000
+    row fsdp2 285 "${host[@]}" --sizes 7b --ways fsdp2 --accumulate 1 --steps 2 --warm 1 --limit 280
+    row largest 180 "${host[@]}" --sizes 13b --ways all --accumulate 1 --steps 3 --warm 5 --limit 175
     ;;
   stages)
     build
