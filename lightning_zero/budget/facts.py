@@ -57,6 +57,8 @@ class Speed:
 
     Attributes:
         pass_s: of one forward and backward. Where nobody has measured it, some number: it puts choices in order.
+        forward_s: of compute in a compiled forward, as its passes reckon, who choose what leaves beside it; 0 where
+            they do not know. Steps that are not replayed yet may take longer, for what their host does.
         passes: of them in a step of the optimizer.
         gather_s: of gathering one byte of weights, with nothing beside it; and of reducing one of gradients.
         host_bytes_per_s: that go to the host and come from it, at once.
@@ -65,6 +67,7 @@ class Speed:
     """
 
     pass_s: float = 0.1
+    forward_s: float = 0.0
     passes: float = 1.0
     gather_s: float = 0.0
     host_bytes_per_s: float = HOST_BYTES_PER_S

@@ -119,7 +119,8 @@ def _activations(facts: Facts, free: Freedom) -> Item:
 
 def _leaving(saved: float, speed: Speed) -> float:
     """Bytes of activations that leave: what can be copied while forward computes, but for those on their way."""
-    return min(saved * (1 - STAYS), speed.pass_s * FORWARD * speed.host_bytes_per_s)
+    beside = min(speed.pass_s * FORWARD, speed.forward_s or float("inf"))
+    return min(saved * (1 - STAYS), beside * speed.host_bytes_per_s)
 
 
 def exposed(transfer: float, beside: float) -> float:

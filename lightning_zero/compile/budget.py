@@ -253,15 +253,14 @@ class MeasuredBudget:
 
     def _agreed(self, config: EngineConfig) -> Agreed:
         quiet = self._measuring.quiet
-        memory = quiet.memory
-        room = took = replayed = 0.0
-        if memory is not None:
+        own = Agreed(steps=quiet.steps, traffic=quiet.traffic, saved=quiet.saved, passes=quiet.passes)
+        forward_s = sum(plan.compute_s for plan in self._plans.agreed if plan.kind == "forward")
+        own = replace(own, pass_s=quiet.pass_s, forward_s=forward_s)
+        if (memory := quiet.memory) is not None:
             limit = limit_of(config.memory, memory.total)
-            room, replayed = limit - memory.taken, room_once_replayed(limit, memory, quiet.outside)
-            took = memory.allocated - memory.resident
-        most = quiet.traffic, quiet.saved, took, quiet.pass_s, quiet.passes
-        steps, room, replayed, *rest = self._least(quiet.steps, room, replayed, *(-n for n in most))
-        return Agreed(steps, room, replayed, *(-n for n in rest))
+            replayed, took = room_once_replayed(limit, memory, quiet.outside), memory.allocated - memory.resident
+            own = replace(own, room=limit - memory.taken, replayed=replayed, took=took)
+        return own.of_all(self._least)
 
     def _decide(self, config: EngineConfig, quiet: Agreed) -> Decided | None:
         memory, now = self._measuring.quiet.memory, self.now(config)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 from lightning_zero.budget.facts import GAPS, Chosen, Facts, Speed
 from lightning_zero.compile.first_step import Shown
@@ -112,6 +113,7 @@ class Agreed:
         steps: that were measured.
         room: bytes between the peak and the limit; below 0 where there is none.
         replayed: likewise, once the step is replayed, as far as that can be foreseen.
+        forward_s: of compute in a forward, by the plans of its graphs; 0 where these do not know.
         traffic: bytes gathered in a pass.
         saved: bytes that a forward left for its backward; 0 where nobody knows.
         took: bytes that a step took at its peak, beside what was there between steps.
@@ -122,11 +124,21 @@ class Agreed:
     steps: float = 0.0
     room: float = 0.0
     replayed: float = 0.0
+    forward_s: float = 0.0
     traffic: float = 0.0
     saved: float = 0.0
     took: float = 0.0
     pass_s: float = 0.0
     passes: float = 1.0
+
+    def of_all(self, least: Callable[..., list[float]]) -> Agreed:
+        """The same on every rank. ``least``: of several numbers, the least of each that any rank gives. Collective."""
+        signs = {field.name: 1 if field.name in _LEAST else -1 for field in fields(self)}
+        found = least(*(sign * getattr(self, name) for name, sign in signs.items()))
+        return Agreed(**{name: sign * value for (name, sign), value in zip(signs.items(), found, strict=True)})
+
+
+_LEAST = ("steps", "room", "replayed", "forward_s")
 
 
 def room_once_replayed(limit: float, memory: DeviceMemory, outside: float) -> float:
@@ -153,6 +165,7 @@ def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Cho
         speed=replace(
             facts.speed,
             pass_s=quiet.pass_s or facts.speed.pass_s,
+            forward_s=quiet.forward_s,
             passes=quiet.passes,
             pass_known="measured" if quiet.pass_s else facts.speed.pass_known,
         ),

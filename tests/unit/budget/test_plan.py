@@ -58,6 +58,15 @@ def test_only_what_may_leave_does() -> None:
     assert within(36, ALL, host=9 * GIB, activations=0.0, weights=0.0).offload == (), "the host has no room"
 
 
+def test_activations_leave_beside_what_a_forward_computes_however_slow_its_host_was() -> None:
+    away = Chosen(offload=("activations",))
+    assert size_of(away, FACTS) == pytest.approx(30 * GIB - 0.1 / 3 * 50e9 + 10 * GIB)
+    known = replace(FACTS, speed=replace(SPEED, forward_s=0.01))
+    assert size_of(away, known) == pytest.approx(30 * GIB - 0.01 * 50e9 + 10 * GIB)
+    slower = replace(FACTS, speed=replace(SPEED, forward_s=1.0))
+    assert size_of(away, slower) == size_of(away, FACTS)
+
+
 @pytest.mark.parametrize("now", [Chosen(), Chosen(0.5), Chosen(0.5, ("optimizer",)), Chosen(weights=2 * GIB)])
 @pytest.mark.parametrize("free", [ALL, Freedom(offload=None), Freedom(activations=False, offload=("optimizer",))])
 def test_less_memory_never_means_more_use_of_it(now: Chosen, free: Freedom) -> None:
