@@ -2,12 +2,13 @@
 
 On a GPU the copies go on a stream of their own, beside the next forward and backward; whoever writes shards next waits
 for them on the device (:meth:`Snapshot.before_writing`), and the host does not. What is offloaded lies on the host, and
-is copied by threads, for which the host waits there.
+is copied by threads, for which the host waits there; they wait for the device, from which its last values may be coming
+yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
@@ -56,6 +57,20 @@ class Kept:
         count = self.box.numel * self.dtype.itemsize
         values = memory[self.offset : self.offset + count].view(self.dtype).as_strided(self.box.sizes, self.strides)
         return Piece(self.keys, self.shape, self.box, values)
+
+
+def _given_so_far(device: torch.device) -> Callable[[], object]:
+    """Waits until the device is done with what this thread has given it before, on its current stream."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+def _copy(after: Callable[[], object], target: Tensor, part: Tensor) -> Tensor:
+    after()
+    return target.copy_(part)
 
 
 def _kept(piece: Piece, values: Tensor, offset: int) -> Kept:
@@ -112,10 +127,11 @@ class Snapshot:
                 self._copied = torch.cuda.Event()
                 self._copied.record(self._stream)
             self._held = [run.memory for run in there]
+        given = _given_so_far(self._device)
         for target, part in self._copies(here):
             if self._beside:
                 self._threads = self._threads or ThreadPoolExecutor(COPIERS, "lightning_zero-snapshot")
-                self._copying.append(self._threads.submit(target.copy_, part))
+                self._copying.append(self._threads.submit(_copy, given, target, part))
             else:
                 target.copy_(part)
         placed = zip(values, offsets, strict=True)

@@ -152,6 +152,25 @@ def test_who_writes_waits_for_copies_on_the_host_and_the_save_does_not() -> None
     taken.close()
 
 
+def test_what_still_comes_to_the_host_is_copied_when_it_is_there() -> None:
+    """Offloaded state leaves the device behind the step, and nobody waits for the last of it."""
+    arena, comes = torch.zeros(4096), threading.Event()
+
+    def wait() -> None:
+        assert comes.wait(20)
+
+    taken = Snapshot(torch.device("cpu"), beside=True)
+    with patch.object(snapshot, "_given_so_far", lambda device: wait):
+        [kept] = taken.take([_piece("x", arena, True)])
+    arena.copy_(_arena())
+    comes.set()
+    taken.before_writing()
+    arena.zero_()
+    assert isinstance(kept, Kept)
+    assert torch.equal(kept.piece(taken._memory).values, _arena())
+    taken.close()
+
+
 def test_a_copy_that_fails_is_an_error_of_this_save_alone() -> None:
     taken = Snapshot(torch.device("cpu"), beside=True)
     with patch.object(taken, "_copies", lambda runs: [(torch.zeros(3), torch.zeros(4))]):
