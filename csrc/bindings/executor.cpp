@@ -86,6 +86,10 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
            "", {arg("leave"), arg("left"), arg("come"), arg("came")})
       .def("on_new_plan",
            [](const Made& self, std::string op) { self->whole->weights().on_new_plan(std::move(op)); })
+      .def("before_edits",
+           [](const Made& self, std::string op) {
+             self->whole->weights().edits().before_change(std::move(op));
+           })
       .def("counters", [](const Made& self) {
         c10::Dict<std::string, int64_t> result;
         for (const auto& [name, value] : self->whole->counters()) result.insert(name, value);

@@ -26,8 +26,7 @@ void Edits::hand_out(Tracked* before, const at::Tensor& flat, const at::Tensor& 
   } else if (flat.scalar_type() == record.shard.scalar_type()) {
     tracked_.push_back({flat, record.index, static_cast<uint32_t>(record.param._version()), {full}});
   }
-  if (access_.takes_turns())
-    compat::mark(flat);
+  compat::mark(flat);
 }
 
 bool Edits::Tracked::held() {
@@ -85,6 +84,11 @@ void Edits::refuse_late() {
   }
 }
 
+void Edits::change() {
+  if (!change_op_.empty())
+    compat::call(change_op_);
+}
+
 void Edits::copy(const Tracked& weight) {
   auto& record = context_.at(weight.index);
   const auto width = record.shard_numel(), begin = context_.shard_number() * width;
@@ -127,6 +131,7 @@ void Edits::take() {
   }
   if (edited.empty())
     return;
+  change();
   access_.begin_turn_to_write();
   for (const auto* weight : edited) {
     copy(*weight);
@@ -146,7 +151,10 @@ void Edits::sync(bool forget) {
     const bool current = record.param._version() == it->version;
     if (current && !access_.takes_turns()) {
       take_assigned(*it);
+      if (!compat::is_marked(it->flat))
+        change();
       copy(*it);
+      compat::mark(it->flat);
     }
     const bool held = it->held();
     if (held && (forget || !current)) {

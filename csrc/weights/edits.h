@@ -1,6 +1,7 @@
 // Weights that eager code was given, and what it does to them: edits reach shards.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "context.h"
@@ -30,6 +31,9 @@ class Edits {
 
   // How many weights are watched.
   size_t watched() const { return tracked_.size(); }
+  // Name of an op `() -> ()` that is called before edits change shards: a save beside training may be copying
+  // them. Not for weights that nobody can have written to: a forward reads them, and is not to wait for that.
+  void before_change(std::string op) { change_op_ = std::move(op); }
   // What code holds of this parameter in this dtype; null when it holds nothing.
   Tracked* held(int64_t index, at::ScalarType dtype);
   // Code is given `full`, a view of `flat`, which is what it held before, or new.
@@ -50,6 +54,7 @@ class Edits {
   void take_assigned(Tracked& weight);
   void refuse_late();
   bool is_edited(const Tracked& weight);
+  void change();
   void copy(const Tracked& weight);
 
   Context& context_;
@@ -58,6 +63,7 @@ class Edits {
   ResidentWeights& resident_;
   GatheredTable gathered_;
   std::vector<Tracked> tracked_;
+  std::string change_op_;
   std::vector<Tracked> outdated_;  // still held although their shards have changed
 };
 

@@ -122,6 +122,10 @@ class Executor:
         """Whether gradients of micro-batches wait for the last one's, on their host or on their rank."""
         return (self.reduces_once and self.world_size > 1) or (self.reduces_across_once and self.several_hosts)
 
+    def before_edits(self, callback: Callable[[], None]) -> None:
+        """``callback`` comes before what eager code does to whole weights changes shards."""
+        self._native.before_edits(self._define("before_edits", "()", callback))
+
     def keep_activations(self, where: KeepsActivations) -> None:
         """Compiled graphs give activations away to ``where``, and get them back from there."""
         self.activations = where

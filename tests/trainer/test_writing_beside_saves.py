@@ -1,0 +1,104 @@
+"""What is saved beside training is what was there when it was asked for, whoever writes to it before the next step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+import lightning_zero
+from tests.helpers.late_copies import Late, late_copies
+from tests.helpers.noted_saves import NotedSaves
+from tests.helpers.trainer import Regression, close, make_loader, make_trainer
+from tests.helpers.writers import forked_writers
+from tests.ranks.pool import Ranks
+
+SAVED = 2  # after that step
+
+
+def _shards(module: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(module.parameters()), 2.0)
+
+
+def _clipped(module: Any) -> None:
+    module.net[0].weight.data.clamp_(-1e-3, 1e-3)
+
+
+def _assigned(module: Any) -> None:
+    module.net[0].weight.data = torch.zeros_like(module.net[0].weight)
+
+
+def _held_before(module: Any) -> None:
+    with torch.no_grad():
+        module.held.mul_(2.0)
+
+
+def _whole(module: Any) -> None:
+    with lightning_zero.full_parameters(module), torch.no_grad():
+        for param in module.parameters():
+            param.mul_(2.0)
+
+
+def _loaded(module: Any) -> None:
+    module.load_state_dict({key: 2 * value for key, value in module.state_dict().items()})
+
+
+EDITS = [_shards, _clipped, _assigned, _held_before, _whole, _loaded]
+
+
+class Edits(pl.Callback):
+    """Edits what was just saved; notes whether copies were still to be made behind the next backward."""
+
+    def __init__(self, edit: Callable[[Any], None], late: Late) -> None:
+        self.edit, self.late, self.waiting = edit, late, False
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        module.held = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        if trainer.global_step == SAVED:
+            self.edit(module)
+
+    def on_after_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == SAVED:
+            self.waiting = self.late.waiting
+
+
+class Saves(NotedSaves):
+    """Also holds a weight that was read before."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        module.held = module.net[2].weight
+        super().on_train_batch_end(trainer, module, *args)
+
+
+@forked_writers()
+def _fit(home: str, edit: Callable[[Any], None], transport: str) -> tuple[int, bool]:
+    with late_copies() as late:
+        saves, edits, module = Saves(home, (SAVED,)), Edits(edit, late), Regression()
+        options = {"state_dict_type": "sharded", "async_save": True, "gather_transport": transport}
+        make_trainer("eager", callbacks=[saves, edits], **options).fit(module, make_loader("eager"))
+        close(module)
+    return saves.compare(sharded=True), edits.waiting
+
+
+def _fit_with_each(home: str, transport: str) -> dict[str, tuple[int, bool]]:
+    return {edit.__name__: _fit(f"{home}/{edit.__name__}", edit, transport) for edit in EDITS}
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_what_is_written_behind_a_save_is_not_in_it(ranks: Ranks, tmp_path: Path, transport: str) -> None:
+    found, _ = ranks.run(2, _fit_with_each, str(tmp_path), transport, deadline=120)
+    assert found == {edit.__name__: (2 * 6, False) for edit in EDITS}
+
+
+def _read(module: Any) -> None:
+    module.held = module.net[0].weight
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_what_only_reads_does_not_wait_for_a_save(ranks: Ranks, tmp_path: Path, transport: str) -> None:
+    assert ranks.run(2, _fit, str(tmp_path), _read, transport)[0] == (2 * 6, True)
