@@ -7,8 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 
 import lightning_zero
+from lightning_zero.integrations.folders import as_trainers, read_whole
 from tests.helpers.late_copies import Late, late_copies
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
@@ -102,3 +104,38 @@ def _read(module: Any) -> None:
 @pytest.mark.parametrize("transport", ["auto", "collective"])
 def test_what_only_reads_does_not_wait_for_a_save(ranks: Ranks, tmp_path: Path, transport: str) -> None:
     assert ranks.run(2, _fit, str(tmp_path), _read, transport)[0] == (2 * 6, True)
+
+
+class Averages(WeightAveraging):
+    """Updates after each step and each epoch, and saves before the latter."""
+
+    path = ""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        if trainer.global_step == SAVED:
+            assert self._average_model is not None
+            named = self._average_model.module.named_parameters()
+            self.wanted = {name: param.detach().flatten().clone() for name, param in named}
+            trainer.save_checkpoint(self.path)
+
+
+@forked_writers()
+def _averaged(path: str) -> list[str]:
+    with late_copies():
+        averages, module = Averages(), Regression()
+        averages.path = path
+        options = {"state_dict_type": "sharded", "async_save": True}
+        make_trainer("eager", callbacks=[averages], max_epochs=2, **options).fit(module, make_loader("eager", SAVED))
+        close(module)
+    found = as_trainers(read_whole(path, None))["state_dict"]
+    assert len(averages.wanted) == 6
+    saved = {name: found[name].whole().flatten() for name in averages.wanted}
+    return [name for name, value in averages.wanted.items() if not torch.equal(value[: len(saved[name])], saved[name])]
+
+
+def test_averages_that_are_updated_at_the_end_of_the_epoch_are_saved_as_they_were(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(1, _averaged, str(tmp_path / "x.ckpt")) == [[]]

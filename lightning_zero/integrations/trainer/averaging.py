@@ -46,12 +46,13 @@ def average_shards(trainer: pl.Trainer, engine: Engine, module: nn.Module, devic
             continue
         average: Any = callback._average_model.module
         if not getattr(average, "_zero_average", False):
-            _AveragedShards(engine, module, average)
-            average._zero_average = True
+            average._zero_average = _AveragedShards(engine, module, average)
             average.to(callback._device or device)
             for name in ("_swap_models", "_copy_average_to_current"):
                 callback.__dict__.pop(name, None)  # of an earlier fit
                 callback.__dict__[name] = partial(_announced, getattr(callback, name))
+            if getattr(callback.should_update, "func", None) is not _told:
+                callback.__dict__["should_update"] = partial(_told, callback, callback.should_update)
 
 
 def _announced(exchange: Callable[[Any], None], module: Any) -> None:
@@ -60,6 +61,15 @@ def _announced(exchange: Callable[[Any], None], module: Any) -> None:
         # It writes to `param.data`, which nobody notices: weights read earlier would win over it.
         engine.cycle.before_step()
     exchange(module)
+
+
+def _told(callback: Any, decide: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """Who decides for an update tells a save of it, which may be copying the averages."""
+    updates = decide(*args, **kwargs)
+    shards = getattr(callback._average_model.module, "_zero_average", None) if updates else None
+    if shards is not None:
+        shards.before_update()
+    return updates
 
 
 class _AveragedShards(NotCopied):
@@ -92,6 +102,11 @@ class _AveragedShards(NotCopied):
         keep_compiled_names(compiled)
         average.__dict__["__deepcopy__"] = self._deepcopy
         average.__dict__["__reduce_ex__"] = self._reduce
+
+    def before_update(self) -> None:
+        beside = self._engine.sharder.access.beside
+        if beside is not None:
+            beside()
 
     def _gather(self, average: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Whole values on rank 0's CPU, which writes the file; nothing elsewhere. For a sharded checkpoint, on every
