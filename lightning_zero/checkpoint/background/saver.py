@@ -151,27 +151,34 @@ class BackgroundSaver:
         Raises:
             CheckpointError: the same on every rank, once: the save has failed; what stood there is still there.
         """
-        saving, self._saving = self._saving, None
+        saving = self._saving
         if saving is None:
             return
         with self._together.busy("finishes a save that goes on beside training"):
             saving.join()
-        if saving.error is not None:
+        self._saving = None  # not before: after Ctrl-C somebody else must wait, whose copies take the memory of these
+        if saving.error is not None and saving.given_up:
+            log.error("%s", saving.error)
+        elif saving.error is not None:
             raise CheckpointError(saving.error)
 
     def give_up(self, alone: bool = False) -> None:
         """After something has failed: what goes on may end well yet, if it does so soon. How it ended is only said.
+        What does not is waited for by the next save. Harmless when repeated.
 
         alone: another rank has failed, and will hardly do its part
         """
         within_s = ALONE_S if alone else TO_END_S
-        saving, self._saving = self._saving, None
-        if saving is None:
+        saving = self._saving
+        if saving is None or saving.given_up:
             return
+        saving.given_up = True
         saving.join(within_s)
         if saving.is_alive():
             log.error("A checkpoint that was being saved when training failed was given up after %g s.", within_s)
-        elif saving.error is not None:
+            return
+        self._saving = None
+        if saving.error is not None:
             log.error("%s", saving.error)
 
     def close(self) -> None:
@@ -198,7 +205,10 @@ class _Saving(threading.Thread):
     """Attributes:
     path: where the checkpoint will be.
     error: why it has failed, once it is over.
+    given_up: how it ends is only said.
     """
+
+    given_up = False
 
     def __init__(self, path: str, save: Callable[[], str | None]) -> None:
         super().__init__(name="lightning_zero-checkpoint", daemon=True)
