@@ -1,5 +1,6 @@
 """What is saved beside training is what was there when it was asked for, whoever writes to it before the next step."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 
 import lightning_zero
+from lightning_zero.integrations.files import BackgroundFileIO
 from lightning_zero.integrations.folders import as_trainers, read_whole
 from tests.helpers.late_copies import Late, late_copies
 from tests.helpers.noted_saves import NotedSaves
-from tests.helpers.trainer import Regression, close, make_loader, make_trainer
+from tests.helpers.trainer import INPUTS, Regression, close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
 from tests.ranks.pool import Ranks
 
@@ -120,6 +122,7 @@ class Averages(WeightAveraging):
             assert self._average_model is not None
             named = self._average_model.module.named_parameters()
             self.wanted = {name: param.detach().flatten().clone() for name, param in named}
+            self.buffers = {name: buffer.clone() for name, buffer in self._average_model.module.named_buffers()}
             trainer.save_checkpoint(self.path)
 
 
@@ -139,3 +142,38 @@ def _averaged(path: str) -> list[str]:
 
 def test_averages_that_are_updated_at_the_end_of_the_epoch_are_saved_as_they_were(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(1, _averaged, str(tmp_path / "x.ckpt")) == [[]]
+
+
+class Normed(Regression):
+    """Has buffers, of which averages are made, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.BatchNorm1d(INPUTS), *self.net)
+
+
+@forked_writers()
+def _averaged_buffers(kind: str, path: str) -> list[str]:
+    save = BackgroundFileIO._save
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.5)
+        save(*args)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(BackgroundFileIO, "_save", slow)
+        averages, module = Averages(), Normed()
+        averages.path = path
+        options = {"state_dict_type": kind, "async_save": True}
+        make_trainer("eager", callbacks=[averages], **options).fit(module, make_loader("eager"))
+        close(module)
+    found = as_trainers(read_whole(path, None)) if kind == "sharded" else torch.load(path)
+    assert len(averages.buffers) == 3
+    saved = {name: found["state_dict"][name] for name in averages.buffers}
+    saved = {name: value.whole() if hasattr(value, "whole") else value for name, value in saved.items()}
+    return [name for name, value in averages.buffers.items() if not torch.equal(value, saved[name])]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_buffers_of_averages_are_saved_as_they_were(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    assert ranks.run(1, _averaged_buffers, kind, str(tmp_path / "x.ckpt")) == [[]]

@@ -117,6 +117,9 @@ class _AveragedShards(NotCopied):
         for key, shard in state.items():
             record = self._records.get(plain_name(key[len(prefix) :])) if key.startswith(prefix) else None
             if record is None:
+                if key.startswith(prefix) and not sharded and isinstance(shard, Tensor):
+                    # A buffer: a copy, too, since a file may be written while it changes.
+                    state[key] = shard.detach().to("cpu", copy=True)
                 continue
             if sharded:
                 whole.setdefault(record.index, ShardedValue(record.layout, shard, mesh.shard_number, mesh.replica))
