@@ -1,5 +1,8 @@
-"""A save beside training for which nobody waits any more goes on, and what is saved next does not come into it."""
+"""A save beside training for which nobody waits any more goes on, and what is saved next does not come into it; one
+that is over leaves nothing."""
 
+import gc
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -81,3 +84,31 @@ def _trained_again(home: str) -> tuple[int, int]:
 
 def test_a_training_after_a_failed_one_saves_when_its_last_save_is_over(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(1, _trained_again, str(tmp_path)) == [(2 * 6, 2 * 6)]
+
+
+class SavesOften(pl.Callback):
+    """Without Python's garbage collector; notes how many files are open."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.open = path, list[int]()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            gc.disable()
+        trainer.save_checkpoint(self.path)
+        self.open.append(len(os.listdir("/proc/self/fd")))
+
+
+@forked_writers()
+def _often(path: str) -> int:
+    saves, module = SavesOften(path), Regression()
+    try:
+        make_trainer("eager", callbacks=[saves], **OPTIONS).fit(module, make_loader("eager", 12))
+    finally:
+        gc.enable()
+    close(module)
+    return max(saves.open[6:]) - max(saves.open[2:6])
+
+
+def test_a_save_that_is_over_holds_no_file(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(1, _often, str(tmp_path / "x.ckpt")) == [0]

@@ -249,6 +249,7 @@ class _Saving(threading.Thread):
             self.error = self._save()
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
+        del self._save  # which knows this thread: a circle would hold folder and values until Python looks for garbage
         with self._lock:
             jobs, self._jobs = self._jobs or [], None
         if self.error is None:
