@@ -335,10 +335,9 @@ class MeasuredBudget:
         )
         if quiet.room >= 0:
             return None
-        if self._another(config, plan.steady):
-            assert self._course.facts is not None
-            return self._spend(self._course.facts, config, self._course.traffic)
-        if (self._course.room or -1.0) >= 0 and self._declines(config, -quiet.room):
+        if (other := self._another(config, plan.steady)) is not None:
+            return self._spend(other, config, self._course.traffic)
+        if self._course.room >= 0 and self._declines(config, -quiet.room):
             self._course.watching = True
             return None
         if self._course.facts is not None:
@@ -358,20 +357,20 @@ class MeasuredBudget:
             return None
         self._course.room = quiet.room
         if quiet.replayed < 0 and self.plan is not None:
-            if self._another(config, self.plan.limit - quiet.replayed):
-                assert self._course.facts is not None
-                return self._spend(self._course.facts, config, self._course.traffic)
+            if (other := self._another(config, self.plan.limit - quiet.replayed)) is not None:
+                return self._spend(other, config, self._course.traffic)
             if quiet.room >= 0:
                 self._declines(config, -quiet.replayed)
         return None
 
-    def _another(self, config: EngineConfig, peak: float) -> bool:
-        """Whether a plan that knows what this one's peak is would be another. Once."""
+    def _another(self, config: EngineConfig, peak: float) -> Facts | None:
+        """What is known with this plan's peak, if another plan would come of it. Once."""
         if self._course.replanned or self._course.facts is None or self.plan is None:
-            return False
+            return None
         self._course.replanned = True
-        self._course.facts = carried_out(self._course.facts, self.plan.chosen, peak)
-        return decide(self._course.facts, freedom(config, self.known.may_leave)).chosen != self.plan.chosen
+        self._course.facts = facts = carried_out(self._course.facts, self.plan.chosen, peak)
+        same = decide(facts, freedom(config, self.known.may_leave)).chosen == self.plan.chosen
+        return None if same else facts
 
     def _declines(self, config: EngineConfig, missing: float) -> bool:
         """Whether nothing is replayed any more, so that the limit is held."""

@@ -34,7 +34,7 @@ class Course:
         told_first: that it was too much.
         watching: whether what was planned is held.
         foreseen: whether it will be once all is replayed was looked at.
-        room: that there was then, without replays; None where nobody looked.
+        room: that there was then, without replays; below 0 where nobody looked, too.
         emptied: what the allocator kept was given back since.
         replanned: since it was not held.
         facts: that the last plan within a limit was made from.
@@ -47,7 +47,7 @@ class Course:
     told_first: bool = False
     watching: bool = False
     foreseen: bool = False
-    room: float | None = None
+    room: float = float("-inf")
     emptied: bool = False
     replanned: bool = False
     facts: Facts | None = None

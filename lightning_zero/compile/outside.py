@@ -106,17 +106,16 @@ class Watched:
         """Bytes that one run of it, forward and backward, has in tensors at most; 0 where nobody has looked."""
         return self._most
 
-    def taken(self, nbytes: int) -> None:
-        """A run has had so many."""
+    def _took(self, nbytes: int) -> None:
         self._most = max(self._most, nbytes)
 
     def __call__(self, *args: Any) -> Any:
         outside = self._outside
-        self._runs += outside.of_each and self._runs <= LOOKS
+        self._runs += outside.of_each
         looks = outside.of_each and 1 < self._runs <= LOOKS
         if not (outside.watches or looks):
             return self._compiled(*args)
-        run = _Run(outside, self.taken if looks else None)
+        run = _Run(outside, self._took if looks else None)
         run.begins()
         outputs = self._compiled(*args)
         run.ends()

@@ -46,9 +46,8 @@ def in_one_piece(pool: Any, device: torch.device, nbytes: int) -> Iterator[None]
     """What is captured inside, on the current stream and into ``pool``, finds so much memory in one piece there, which
     no graph holds yet. Nothing happens where ``nbytes`` is 0.
 
-    A pool that grows as it is asked cannot put neighbours together that came one by one: what a forward has let go of
-    stays too small for what its backward asks for, and nothing can be given back amid a capture. 0.3 GiB of tensors
-    took 1.1 so."""
+    A pool that grows as it is asked cannot put neighbours together that came one by one, and nothing can be given back
+    amid a capture. For 1.03 GiB of tensors, on one H100, 1.11 GiB were nobody else's so, and 1.13 without."""
     if not nbytes:
         yield
         return

@@ -19,7 +19,7 @@ class ShardAccess:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self.beside: Callable[[], None] | None = None  # waits for whoever copies shards beside training
+        self.beside: Callable[[], None] = lambda: None  # waits for whoever copies shards beside training
 
     def before_reading(self) -> None:
         """Edits of gathered weights are in the shards from here on."""
@@ -37,8 +37,7 @@ class ShardAccess:
     def before_writing(self, stepping: bool = False) -> None:
         """Shards are about to change: ranks that still read them are waited for. Harmless when repeated. The next
         gather on this rank ends it, if :meth:`done_writing` does not."""
-        if self.beside is not None:
-            self.beside()
+        self.beside()
         self._executor.weights.begin_writing(stepping)
 
     def done_writing(self) -> None:

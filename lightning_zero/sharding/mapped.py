@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
+from lightning_zero.sharding.advice import advise
 from lightning_zero.sharding.in_blocks import in_blocks
 from lightning_zero.sharding.layout import ShardLayout, is_strided
 from lightning_zero.sharding.reach import is_worth_its_gaps, reach
@@ -118,18 +119,11 @@ def _fetched(values: Tensor) -> Tensor:
 def _read(values: Tensor, into: Tensor) -> None:
     """Of one piece of memory each, with the same bytes."""
     total = values.numel() * values.itemsize
-    _ask_for(values.data_ptr(), total)
+    # What is not in memory yet comes in large reads then, in its order, and not page by page, as somebody asks for it,
+    # and in that of threads.
+    advise(values.data_ptr(), total, mmap.MADV_WILLNEED)
     most = min(THREADS, torch.get_num_threads())
     in_blocks(total, BLOCK, most, lambda begin, end: _read_block(values, into, begin, end - begin))
-
-
-def _ask_for(begin: int, length: int) -> None:
-    """What is not in memory yet comes in large reads then, in its order, and not page by page, as somebody asks for it,
-    and in that of threads."""
-    advise = getattr(ctypes.CDLL(None), "madvise", None)
-    if advise is not None and length > mmap.PAGESIZE:
-        first = begin - begin % mmap.PAGESIZE
-        advise(ctypes.c_void_p(first), ctypes.c_size_t(begin + length - first), mmap.MADV_WILLNEED)
 
 
 def _read_block(values: Tensor, into: Tensor, begin: int, length: int) -> None:

@@ -13,13 +13,15 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lightning_zero.sharding.advice import advise
 from lightning_zero.sharding.reach import reach
 
-__all__ = ["BLOCK", "copy_through", "on_host"]
+__all__ = ["BLOCK", "copy_through", "given_so_far", "on_host"]
 
 BLOCK = 16 << 20  # bytes
 THREADS = 8
@@ -37,15 +39,14 @@ def on_host(value: Tensor) -> Tensor:
     copy = torch.empty_like(value, device="cpu")
     if copy.stride() != value.stride():
         return value.to("cpu", copy=True)
-    count = min(THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    count = min(THREADS, len(os.sched_getaffinity(0)))
     blocks = [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(count + AHEAD)]
-    with torch.cuda.device(value.device):
-        copy_through(blocks, _bytes(value), _bytes(copy), _arrival, count)
+    copy_through(blocks, _bytes(value), _bytes(copy), partial(given_so_far, value.device), count)
     return copy
 
 
 def copy_through(
-    blocks: Sequence[Tensor], source: Tensor, target: Tensor, arrival: Callable[[], Callable[[], None]], threads: int
+    blocks: Sequence[Tensor], source: Tensor, target: Tensor, arrival: Callable[[], Callable[[], object]], threads: int
 ) -> None:
     """Copies ``source`` to ``target``, both 1-D of as many bytes, through ``blocks``, of :data:`BLOCK` bytes each.
 
@@ -56,7 +57,8 @@ def copy_through(
         arrival: gives what waits for the copies that were started on this thread so far.
         threads: of the host, that take what has come.
     """
-    _in_large_pages(target)
+    # Where the system has large pages, it makes them in a fraction of the time.
+    advise(target.data_ptr(), target.numel(), mmap.MADV_HUGEPAGE)
     free, taken = deque(blocks), deque[tuple[Future[None], Tensor]]()
     with ThreadPoolExecutor(threads) as pool:
         for begin in range(0, source.numel(), BLOCK):
@@ -72,24 +74,19 @@ def copy_through(
             future.result()
 
 
-def _take(begin: int, address: int, count: int, arrived: Callable[[], None]) -> None:
+def _take(begin: int, address: int, count: int, arrived: Callable[[], object]) -> None:
     arrived()
     ctypes.memmove(address, begin, count)
 
 
-def _arrival() -> Callable[[], None]:
+def given_so_far(device: torch.device) -> Callable[[], object]:
+    """Waits until the device is done with what this thread has given it before, on its current stream."""
+    if device.type != "cuda":
+        return lambda: None
     event = torch.cuda.Event(blocking=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event.synchronize
 
 
 def _bytes(value: Tensor) -> Tensor:
     return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
-
-
-def _in_large_pages(memory: Tensor) -> None:
-    """Where the system has some, it makes them in a fraction of the time; it may say no."""
-    advise, page = getattr(ctypes.CDLL(None), "madvise", None), mmap.PAGESIZE
-    begin, end = -(-memory.data_ptr() // page) * page, (memory.data_ptr() + memory.numel()) // page * page
-    if advise is not None and end > begin:
-        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), getattr(mmap, "MADV_HUGEPAGE", 14))

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.background.runs import Run, in_memory, laid_out
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece
+from lightning_zero.sharding.on_host import given_so_far
 from lightning_zero.sharding.shared_memory import Claim, mapped
 
 __all__ = ["Kept", "Memory", "Snapshot"]
@@ -57,15 +58,6 @@ class Kept:
         count = self.box.numel * self.dtype.itemsize
         values = memory[self.offset : self.offset + count].view(self.dtype).as_strided(self.box.sizes, self.strides)
         return Piece(self.keys, self.shape, self.box, values)
-
-
-def _given_so_far(device: torch.device) -> Callable[[], object]:
-    """Waits until the device is done with what this thread has given it before, on its current stream."""
-    if device.type != "cuda":
-        return lambda: None
-    event = torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize
 
 
 def _copy(after: Callable[[], object], target: Tensor, part: Tensor) -> Tensor:
@@ -127,7 +119,7 @@ class Snapshot:
                 self._copied = torch.cuda.Event()
                 self._copied.record(self._stream)
             self._held = [run.memory for run in there]
-        given = _given_so_far(self._device)
+        given = given_so_far(self._device)
         for target, part in self._copies(here):
             if self._beside:
                 self._threads = self._threads or ThreadPoolExecutor(COPIERS, "lightning_zero-snapshot")

@@ -104,9 +104,7 @@ class _AveragedShards(NotCopied):
         average.__dict__["__reduce_ex__"] = self._reduce
 
     def before_update(self) -> None:
-        beside = self._engine.sharder.access.beside
-        if beside is not None:
-            beside()
+        self._engine.sharder.access.beside()
 
     def _gather(self, average: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Whole values on rank 0's CPU, which writes the file; nothing elsewhere. For a sharded checkpoint, on every
@@ -119,7 +117,7 @@ class _AveragedShards(NotCopied):
             if record is None:
                 if key.startswith(prefix) and not sharded and isinstance(shard, Tensor):
                     # A buffer: a copy, too, since a file may be written while it changes.
-                    state[key] = shard.detach().to("cpu", copy=True)
+                    state[key] = on_host(shard)
                 continue
             if sharded:
                 whole.setdefault(record.index, ShardedValue(record.layout, shard, mesh.shard_number, mesh.replica))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.compile.outside import LOOKS, Outside
+from lightning_zero.compile.outside import LOOKS, Outside, Watched
 from lightning_zero.profiling.headroom import DeviceMemory
 
 BEFORE, BYTES = 1000, 8  # in tensors between steps; of an input, of an output, and of its gradient
@@ -47,10 +47,15 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
-def step(device: Device, outside: Outside, loss_takes: int, calls: int = 1) -> None:
+def doubling(device: Device, outside: Outside) -> tuple[Watched, Tensor]:
+    """Compiled code, and its weight."""
     Doubled.device = device
     weight = torch.ones(2, requires_grad=True)
-    run = outside.watched(lambda x, weight: [Doubled.apply(x * weight)], lambda: [weight])
+    return outside.watched(lambda x, weight: [Doubled.apply(x * weight)], lambda: [weight]), weight
+
+
+def step(device: Device, outside: Outside, loss_takes: int, calls: int = 1) -> None:
+    run, weight = doubling(device, outside)
     for _ in range(calls):
         (out,) = run(torch.ones(2), weight)
         device.take(loss_takes)
@@ -96,10 +101,9 @@ def test_no_other_step_is_looked_at() -> None:
 def test_a_backward_that_comes_after_the_end_is_not_looked_at() -> None:
     device = Device()
     outside = Outside(device)  # type: ignore[arg-type]
-    Doubled.device = device
-    weight = torch.ones(2, requires_grad=True)
+    run, weight = doubling(device, outside)
     outside.begin()
-    (out,) = outside.watched(lambda x, weight: [Doubled.apply(x * weight)], lambda: [weight])(torch.ones(2), weight)
+    (out,) = run(torch.ones(2), weight)
     outside.end()
     laps = device.laps
     out.sum().backward()
@@ -110,9 +114,7 @@ def test_what_each_graph_takes_is_looked_at_in_its_first_runs_after_the_very_fir
     device = Device()
     outside = Outside(device)  # type: ignore[arg-type]
     outside.of_each = True
-    Doubled.device = device
-    weight = torch.ones(2, requires_grad=True)
-    run = outside.watched(lambda x, weight: [Doubled.apply(x * weight)], lambda: [weight])
+    run, weight = doubling(device, outside)
     taken, laps = [], []
     for _ in range(LOOKS + 2):
         (out,) = run(torch.ones(2), weight)
@@ -130,9 +132,7 @@ def test_of_two_runs_at_once_each_takes_what_is_its_own() -> None:
     device = Device()
     outside = Outside(device)  # type: ignore[arg-type]
     outside.of_each = True
-    Doubled.device = device
-    weight = torch.ones(2, requires_grad=True)
-    run = outside.watched(lambda x, weight: [Doubled.apply(x * weight)], lambda: [weight])
+    run, weight = doubling(device, outside)
     run(torch.ones(2), weight)
     device.resident = BEFORE
     sum(run(torch.ones(2), weight)[0].sum() for _ in range(2)).backward()
