@@ -66,6 +66,14 @@ class Module(L.LightningModule):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         return self.net(batch[:, :-1], batch[:, 1:])
 
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        if not self.strategy.startswith("ddp"):
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:  # Lightning refuses it beside a fused optimizer in mixed precision
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")
 
@@ -148,6 +156,7 @@ def main() -> None:
         ],
         "peak_gib": clock.peak,
         "reserved_gib": clock.reserved,
+        "device_gib": clock.device,
         "steady_after_s": round(clock.steady_after, 1),
         "last_loss": round(float(clock.loss), 4),
         "torch": torch.__version__,

@@ -122,7 +122,7 @@ case $table in
     for size in 350m 1b; do
       few=(--size "$size" --batch 2 --length 2048 --steps 36 --warm 15)
       for stage in 1 2; do steps "$size-stage-$stage" 75 "${few[@]}" --option "stage=$stage"; done
-      steps "$size-ddp" 90 "${few[@]}" --strategy ddp_compile
+      steps "$size-ddp" 150 "${few[@]}" --strategy ddp_compile # torch compiles the whole of it
       steps "$size-fsdp2-no-reshard" 60 "${few[@]}" --strategy fsdp2 --no-reshard
     done
     ;;

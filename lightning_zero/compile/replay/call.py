@@ -162,8 +162,9 @@ class Call:
         return variant
 
     def _capture(self, replays: Replays, args: Sequence[Any], key: Key) -> Variant | None:
-        # Kernels have been compiled, and buckets have their order, whatever the sizes; libraries ask for one run each.
-        warm = sum(runs for other, runs in self._runs.items() if (other.place, other.first) == (key.place, key.first))
+        # Kernels have been compiled, and buckets have their order, whatever the sizes and whichever micro-batch it is;
+        # libraries ask for one run each. More of them would need memory beside what is captured by then.
+        warm = sum(runs for other, runs in self._runs.items() if other.place == key.place)
         if key not in self._runs or warm < WARMUPS or not replays.ready():
             return None
         segment = self._segments.get(key.place, -1)
@@ -218,6 +219,11 @@ class Call:
     def goes_with(self, other: Call) -> bool:
         """Whether both are called in one pass."""
         return self._backwards in (other._backwards, other._backwards_before)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether that of a call may still come."""
+        return any(token is not None and token() is not None for token in self._awaited)
 
     @property
     def nbytes(self) -> int:

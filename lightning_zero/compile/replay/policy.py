@@ -175,8 +175,11 @@ class Replays:
 
     def make_room(self, call: Call | None = None) -> None:
         """Something runs that is not replayed: ``call``, or an evaluation. Captures of other steps give their memory
-        back, if what is left would not be enough for another step like theirs."""
+        back, if what is left would not be enough for another step like theirs; and those of ``call`` itself, such as of
+        batches of other sizes, if it would not be enough for one more run of it."""
         others = [other for other in self._calls if call is None or not other.goes_with(call)]
+        if call is not None and not call.awaits_backward:  # whose memory would not be given back before that
+            others.append(call)
         held = sum(other.nbytes for other in others)
         if held > 0 and self.spare() < held:
             for other in others:

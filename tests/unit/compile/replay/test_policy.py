@@ -232,6 +232,45 @@ def test_another_graph_in_its_stead_gets_the_memory_where_little_is_left(spare: 
     training.step()
 
 
+def accumulated(training: Training, micro_batches: int = 3) -> None:
+    for micro_batch in range(micro_batches):
+        loss, _ = training.call(training.weight, torch.full((2,), float(micro_batch)))
+        training.backward(loss)
+    training.books.steps += 1
+
+
+def test_no_micro_batch_runs_beside_captures_of_others_once_each_kind_has_run() -> None:
+    # Or a step needs the memory of two, for as long as the first one of each step is not captured.
+    training = Training()
+    for _ in range(2):
+        accumulated(training)
+    assert training.runs == WARMUPS + 3  # a replay of what pretends to be captured is a run here
+    assert [pair.replays for pair in training.made] == [1, 2]
+    assert sorted(pair.adding for pair in training.made) == [False, True]
+
+
+@pytest.mark.parametrize("spare", [99, 100])
+def test_another_run_of_the_same_graph_gets_the_memory_where_little_is_left(spare: int) -> None:
+    training = captured(Training())
+    training.replays.spare = lambda: spare  # type: ignore[method-assign]
+    accumulated(training, 2)  # of which the second one is a kind that was never captured
+    assert training.made[0].replays == 2
+    assert training.made[0].closed == (spare < training.made[0].nbytes)
+    for _ in range(4):
+        accumulated(training, 2)
+    assert not training.said
+    assert all(pair.replays > 1 for pair in training.made[-2:])
+
+
+def test_captures_whose_backward_is_to_come_stay_where_little_is_left() -> None:
+    training = captured(Training())
+    training.replays.spare = lambda: 0  # type: ignore[method-assign]
+    loss, _ = training.call(training.weight, torch.ones(2))
+    other, _ = training.call(training.weight, torch.ones(2))  # beside it, so that no memory would be free
+    training.backward(loss + other)
+    assert not training.made[0].closed
+
+
 def test_an_evaluation_gets_the_memory_where_little_is_left() -> None:
     training = captured(Training())
     training.replays.make_room()
