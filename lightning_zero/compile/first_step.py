@@ -4,7 +4,7 @@ It runs eagerly, to show what to compile, and nothing has been planned for it bu
 saves what compiled code computes again; and what it has let go of, the allocator keeps for its next tensors of those
 sizes, while backward needs others, and the optimizer is about to make its state. So what setup has left with the
 allocator is given back before it, what it saves goes to the host while there would be too little left, and what it has
-let go of is given back before backward and before an optimizer steps.
+let go of is given back before backward and before an optimizer steps; the last, without a limit, too.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class FirstStep:
     def begin(self, limit: float) -> None:
         """Before its forward."""
         self._gauge.start(anew=True)
+        self._stepped = False
         self._limit, self._begun = limit, time.perf_counter()
         self.before = self._gauge.read()
         self.saves = SavedOnHost(self._gauge.device, self._excess)
@@ -81,8 +82,9 @@ class FirstStep:
             self._gauge.empty()
 
     def optimizer_steps(self) -> None:
-        """State is about to be made, which may not find room in what activations have left. Harmless when repeated."""
-        if self.before is None or self._stepped:
+        """State is about to be made, which would not find room in what activations have left, piece by piece: the
+        device would hold both from then on, limit or not. Harmless when repeated."""
+        if self._stepped or self._gauge.captures:
             return
         self._stepped = True
         if self.saves is not None:  # not the later one of several passes

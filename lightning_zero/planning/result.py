@@ -80,12 +80,17 @@ class TrainingPlan:
 
     @property
     def first_peak(self) -> int | None:
-        """The most bytes of the first step, which runs eagerly; None where that is not known. Without a limit it counts
-        what the allocator keeps of the pass while the optimizer makes its state."""
+        """The most bytes of the first step, which runs eagerly; None where that is not known."""
         if self.memory is not None and self.memory.first_step is not None:
             return int(self.memory.first_step - self.device.context)
         eager = self.passes.eager
-        return None if eager is None else self.stays + max(eager.peak, self.temporary)
+        return None if eager is None else self.first_peak_with(eager)
+
+    def first_peak_with(self, eager: StepOnPaper) -> int:
+        """Likewise, with another pass: before it optimizers have made no state, and what it took is given back before
+        they do."""
+        fresh = self.stays - self.roles.get("optimizer_state", 0)
+        return max(fresh + eager.peak, self.stays + self.temporary)
 
     @property
     def on_device(self) -> int:
@@ -99,7 +104,7 @@ class TrainingPlan:
             "parameters, bytes": "counted",
             "transient": "estimated, from traced operations, as torch partitions them, as fused code would run, with "
             "what replays add",
-            "first_step_peak": "estimated, from traced operations, with what the allocator keeps",
+            "first_step_peak": "estimated, from traced operations",
             "on_device": f"these, and {context}",
             "seconds": "estimated, from operations and bytes, at nominal shares of what data sheets say",
             "copies to and from the host": f"{HOST_BYTES_PER_S / 1e9:g} GB/s each way, nominal",

@@ -66,15 +66,11 @@ def with_first_step(found: TrainingPlan, held: Callable[[], StepOnPaper | None])
     plan, eager = found.memory, found.passes.eager
     if plan is None or eager is None:
         return found
-    most = _first(found, eager)
+    context = found.device.context
+    most = context + found.first_peak_with(eager)
     if most > plan.limit and (least := held()) is not None:
-        most = max(_first(found, least), plan.limit)
+        most = max(context + found.first_peak_with(least), plan.limit)
     return replace(found, memory=replace(plan, first_step=int(most)))
-
-
-def _first(found: TrainingPlan, eager: StepOnPaper) -> float:
-    fresh = found.stays - found.roles.get("optimizer_state", 0)
-    return found.device.context + max(fresh + eager.peak, found.stays + found.temporary)
 
 
 def _same(chosen: Chosen, now: Chosen) -> bool:

@@ -65,7 +65,9 @@ class Alone(MeasuredBudget):
         self.plans: Any = SimpleNamespace(count=0, agreed=(plan("backward", (4, 400)),))
         self.executor: Any = SimpleNamespace(counters=lambda: {"gather_bytes": self.bytes})
         self.bytes = 0
-        gauge: Any = SimpleNamespace(exists=exists, start=self._begin, read=self._read)
+        gauge: Any = SimpleNamespace(
+            exists=exists, captures=False, start=self._begin, read=self._read, empty=lambda: None
+        )
         super().__init__(self.progress, self.plans, self.executor, None, gauge)  # type: ignore[arg-type]
 
     def _begin(self, anew: bool) -> None:

@@ -25,7 +25,7 @@ class Simulated(MeasuredBudget):
         eager: GiB that the first pass takes.
     """
 
-    def __init__(self, limit: float, more: float = 0.0, kept: float = 0.0, eager: float = 9.0) -> None:
+    def __init__(self, limit: float | None, more: float = 0.0, kept: float = 0.0, eager: float = 9.0) -> None:
         self.said: list[str] = []
         self.warned: list[str] = []
         self.more, self.kept, self.eager = more, kept, eager
@@ -39,7 +39,9 @@ class Simulated(MeasuredBudget):
         progress: Any = SimpleNamespace(compiled=0, report=self.said.append)
         self.book: Any = SimpleNamespace(count=0, agreed=())
         executor: Any = SimpleNamespace(counters=dict)
-        gauge: Any = SimpleNamespace(exists=True, start=self._begin, read=self._read, empty=self._begin, device=None)
+        gauge: Any = SimpleNamespace(
+            exists=True, captures=False, start=self._begin, read=self._read, empty=self._begin, device=None
+        )
         super().__init__(progress, self.book, executor, None, gauge)  # type: ignore[arg-type]
         self._telling.warn = self.warned.append  # type: ignore[method-assign]
         self.known = Known(states=int(STATES * GIB), to_come=int(STATES * GIB))
@@ -169,8 +171,9 @@ def test_a_first_step_that_took_too_much_does_not_fit_and_both_phases_are_told()
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_state_is_made_in_memory_that_was_given_back(passes: int) -> None:
-    training = Simulated(30)
+@pytest.mark.parametrize("limit", [30, None])
+def test_state_is_made_in_memory_that_was_given_back(limit: float | None, passes: int) -> None:
+    training = Simulated(limit)
     for _ in range(passes):
         training.decided(training.config)
     given_back = training.given_back
