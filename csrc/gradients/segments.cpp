@@ -43,6 +43,17 @@ bool are_same(Segment a, Segment b) {
 
 }  // namespace
 
+// What was learned first may be a part: a first step's reentrant checkpoints run backwards of their own
+// within its, and one of these ends first.
+bool Segments::is_whole(const std::vector<Segment>& seen) const {
+  if (seen.size() != 1 || segments_.size() != 1 || seen.front().size() <= segments_.front().size())
+    return false;
+  std::set<int64_t> members;
+  for (const auto& expected : seen.front()) members.insert(expected.index);
+  return std::all_of(segments_.front().begin(), segments_.front().end(),
+                     [&](const auto& expected) { return members.count(expected.index) > 0; });
+}
+
 std::vector<size_t> Segments::find(const std::vector<Segment>& wanted) const {
   std::vector<size_t> found;
   size_t from = 0;
@@ -68,8 +79,9 @@ bool Segments::learn(const std::vector<int64_t>& arrivals, const std::vector<siz
       segments_ = std::move(seen);
     return alike;
   }
-  // Without graphs that could be replayed, other buckets are of no use.
-  if (!alike || marks.empty() || relearned_ >= kMostRelearned || !add(std::move(seen)))
+  // Without graphs that could be replayed, other buckets are of no use, unless most come late.
+  const bool useful = !marks.empty() || is_whole(seen);
+  if (!alike || !useful || relearned_ >= kMostRelearned || !add(std::move(seen)))
     return false;
   ++relearned_;
   return true;
@@ -120,7 +132,8 @@ bool Segments::add(std::vector<Segment> seen) {
                        [&](const auto& e) { return members.count(e.index) > 0; });
   };
   // A backward of one segment may have brought another part of the same graph's gradients, as branches do.
-  if (members.empty() || (seen.size() == 1 && std::any_of(segments_.begin(), segments_.end(), overlaps)))
+  const bool other = seen.size() == 1 && std::any_of(segments_.begin(), segments_.end(), overlaps);
+  if (members.empty() || (other && !is_whole(seen)))
     return false;
   std::vector<Segment> all;
   size_t copied = 0;

@@ -41,6 +41,8 @@ class Segments {
   // Where each of these is among those that are known, in one order; their number for one that is not.
   std::vector<size_t> find(const std::vector<Segment>& wanted) const;
   bool add(std::vector<Segment> seen);
+  // Whether a backward of one segment brought all of the only one that is known, and more.
+  bool is_whole(const std::vector<Segment>& seen) const;
 
   std::vector<Segment> segments_;
   struct Known {

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.native.watchdog import Lane
-from tests.helpers.checkpointed import NonReentrant
+from tests.helpers.checkpointed import NonReentrant, Reentrant
 from tests.helpers.in_parts import BrokenInTwo, FrozenEncoder, OtherHeads, Parts, TiedParts, WithTeacher
 from tests.helpers.models import Case, OneBlock, TinyTransformer, build, made_one_mlp, make_batches
 from tests.helpers.oracle import Reference
@@ -168,6 +168,10 @@ WAYS = {
     "gradients added to first, then dropped": Way(optimizer=ForgetfulAtLast),
     "dropout": Way(Dropping),
     "activations checkpointed": Way(NonReentrant, generated=True),
+    # The first backward to end in the first step, which runs eagerly, is within another, and brings only some gradients.
+    "activations checkpointed, by the reentrant way": Way(
+        Reentrant, engine=BY_COLLECTIVE["weights and gradients"], generated=True
+    ),
     "buffers": Way("BatchNormNet"),
     "an evaluation between": Way(training={"before_batch": evaluate}),
     "a weight edited between": Way(training={"before_batch": edit}),
