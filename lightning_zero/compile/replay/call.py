@@ -233,6 +233,17 @@ class Call:
     def interrupt(self, reason: str) -> None:
         """What was captured serves no longer, or something else needs the memory."""
         self._runs.clear()
+        self._end(reason)
+
+    def give_way(self, reason: str) -> None:
+        """Another kind of run of this graph needs the memory, and is captured, too, when it comes again: what has
+        warmed up stays warm, and as many kinds as fit side by side may each do so once."""
+        if len(self._runs) < MOST_SIZES:
+            self.drop()
+        else:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
         if not self._variants:
             return
         self._judge(max(self._replayed[key] for key in self._variants))

@@ -177,13 +177,15 @@ class Replays:
         """Something runs that is not replayed: ``call``, or an evaluation. Captures of other steps give their memory
         back, if what is left would not be enough for another step like theirs; and those of ``call`` itself, such as of
         batches of other sizes, if it would not be enough for one more run of it."""
+        reason = "something else needs the memory"
         others = [other for other in self._calls if call is None or not other.goes_with(call)]
-        if call is not None and not call.awaits_backward:  # whose memory would not be given back before that
-            others.append(call)
-        held = sum(other.nbytes for other in others)
+        own = None if call is None or call.awaits_backward else call  # its memory would not be given back before that
+        held = sum(other.nbytes for other in others) + (0 if own is None else own.nbytes)
         if held > 0 and self.spare() < held:
             for other in others:
-                other.interrupt("something else needs the memory")
+                other.interrupt(reason)
+            if own is not None:
+                own.give_way(reason)
 
     def drop_others(self, call: Call) -> bool:
         """The same, whatever is left. Whether that has helped."""

@@ -262,6 +262,33 @@ def test_another_run_of_the_same_graph_gets_the_memory_where_little_is_left(spar
     assert all(pair.replays > 1 for pair in training.made[-2:])
 
 
+def test_each_kind_of_the_same_graph_gets_the_memory_once_and_is_captured_then() -> None:
+    training = captured(Training())
+    training.replays.spare = lambda: 0  # type: ignore[method-assign]
+    sizes = range(2, 2 + 2 * PATIENCE)
+    for size in sizes:
+        training.step(torch.ones(size), size)
+        assert all(pair.closed for pair in training.made)
+        training.step()  # which is warm, whoever had the memory
+        assert not training.made[-1].closed
+    runs, replays = training.runs, sum(pair.replays for pair in training.made)
+    for size in sizes:
+        training.step(torch.ones(size), size)
+    assert training.runs - runs == sum(pair.replays for pair in training.made) - replays == len(sizes)
+    assert not training.said
+
+
+def test_ever_other_kinds_of_the_same_graph_end_the_captures_where_little_is_left() -> None:
+    training = captured(Training())
+    training.replays.spare = lambda: 0  # type: ignore[method-assign]
+    for size in range(2, 2 + 2 * MOST_SIZES):
+        training.step(torch.ones(size), size)
+        training.step()
+    assert len(training.made) == MOST_SIZES + PATIENCE
+    assert len(training.said) == 1
+    assert "something else needs the memory" in training.said[0]
+
+
 def test_captures_whose_backward_is_to_come_stay_where_little_is_left() -> None:
     training = captured(Training())
     training.replays.spare = lambda: 0  # type: ignore[method-assign]
