@@ -1,5 +1,6 @@
 """The parts of torch.compile that a backend is made of."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,6 +75,16 @@ knapsack = knapsacks.dp_knapsack
 
 # Writes where a node of Dynamo's graph comes from by its global `traceback`. (torch 2.11+)
 output_graph = torch._dynamo.output_graph
+
+# One function's graph in the making, which compile_and_call_fx_graph() ends with the values that are returned.
+# (torch 2.11+)
+OutputGraph = torch._dynamo.output_graph.OutputGraph
+
+# A tensor while its function is traced. (torch 2.11+)
+TensorVariable = torch._dynamo.variables.TensorVariable
+
+# Has Dynamo trace a function from its beginning. (torch 2.11+)
+TraceAgain = torch._dynamo.exc.SpeculationRestartAnalysis
 
 # Inductor as a function of a graph, which takes settings for one graph (config_patches); torch.compile takes them for
 # all graphs of a module. (torch 2.11+)
@@ -168,6 +179,15 @@ def compiled_from(function: FunctionType) -> Callable[..., Any] | None:
     # functools.wraps copies marks onto functions that do more.
     copied = function.__code__.co_filename != torch._dynamo.eval_frame.__file__
     return None if copied or "_torchdynamo_disable" in marks else marks.get("_torchdynamo_orig_callable")
+
+
+def setattr_variable() -> Any:
+    """The class of what stands for ``setattr()`` while a function is traced; of other builtins, too, which are its
+    ``fn`` then."""
+    # What stands for builtins; torch 2.13 has another for this one beside it, whose ``_fn`` tells. (torch 2.11+)
+    plain = torch._dynamo.variables.BuiltinVariable
+    kinds = vars(sys.modules[plain.__module__]).values()
+    return next((kind for kind in kinds if getattr(kind, "_fn", None) is setattr), plain)
 
 
 @contextmanager

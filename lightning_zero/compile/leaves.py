@@ -1,0 +1,116 @@
+"""Code that asks for gradients of a tensor which nobody gets: ``hidden.requires_grad = True`` amid a forward.
+
+transformers does so in front of checkpointed regions, whose reentrant kind needs an input that asks for one (T5 and its
+kin, wav2vec2 and its, ``enable_input_require_grads`` of PEFT). Dynamo ends a graph there: a gather, a capture and a
+replay more for each layer, and half of the speed. In compiled code both kinds of regions are the same, which needs no
+such input, so nothing is done there, and the graph goes on.
+
+A tensor whose gradient somebody does take is another matter, as in a gradient penalty. All that could tell is looked
+for: such a flag is read, or anything is called or returned that would ask for gradients and now does not. Then the
+function is traced once more, and its graph ends there after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zero.compat.compiler import OutputGraph, TensorVariable, TraceAgain, setattr_variable
+from lightning_zero.compat.graphs import EXAMPLE
+
+__all__ = ["leaves_of_nobody"]
+
+_SETATTR = setattr_variable()
+# Of a tensor: what differs where it asks for a gradient.
+_TELLING = {"requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "retain_grad", "register_hook", "backward"}
+
+
+@contextmanager
+def leaves_of_nobody() -> Iterator[None]:
+    """Inside, what Dynamo traces for the first time, or anew, is traced so."""
+    leaves = _Leaves()
+    changed: list[tuple[Any, str, Callable[..., Any]]] = [
+        (_SETATTR, "call_function", leaves.sets),
+        (TensorVariable, "var_getattr", leaves.reads),
+        (TensorVariable, "call_method", leaves.calls),
+        (OutputGraph, "compile_and_call_fx_graph", leaves.ends),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
+    for (owner, name, instead), (_, _, plain) in zip(changed, before, strict=True):
+        setattr(owner, name, _instead(plain, instead))
+    try:
+        yield
+    finally:
+        for owner, name, plain in before:
+            setattr(owner, name, plain)
+
+
+def _instead(plain: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return instead(plain, self, tx, *args, **kwargs)
+
+    return method
+
+
+class _Leaves:
+    """Of what is traced by one call."""
+
+    def __init__(self) -> None:
+        self._graphs: list[Any] = []  # in which something was made a leaf, and is none
+        self._ended: list[Any] = []  # logs, one for each function, of those that are not to be continued
+
+    def sets(self, plain: Callable[..., Any], builtin: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(builtin, "fn", setattr) is setattr and len(args) == 3:
+            tensor, name, value = args
+            if _is(name, "requires_grad") and _is(value, True) and self._is_new(tx, tensor):
+                self._graphs.append(tx.output)
+                return value
+        return plain(builtin, tx, args, kwargs)
+
+    def calls(self, plain: Callable[..., Any], tensor: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        asks = name == "requires_grad_" and all(_is(value, True) for value in [*args, *kwargs.values()])
+        if asks and self._is_new(tx, tensor):
+            self._graphs.append(tx.output)
+            return tensor
+        self._look(tx, tensor, name)
+        return plain(tensor, tx, name, args, kwargs)
+
+    def reads(self, plain: Callable[..., Any], tensor: Any, tx: Any, name: str) -> Any:
+        if name != "requires_grad_":  # which is called next
+            self._look(tx, tensor, name)
+        return plain(tensor, tx, name)
+
+    def ends(self, plain: Callable[..., Any], graph: Any, tx: Any, outputs: Any, root: Any) -> Any:
+        if self._has(graph) and any(_asks_for_none(output) for output in outputs):
+            self._again(tx)
+        return plain(graph, tx, outputs, root)
+
+    def _is_new(self, tx: Any, tensor: Any) -> bool:
+        """Whether code that is traced has made it, and may go on without a gradient for it."""
+        ended = any(log is tx.speculation_log for log in self._ended)
+        return not ended and isinstance(tensor, TensorVariable) and tensor.source is None and _asks_for_none(tensor)
+
+    def _has(self, graph: Any) -> bool:
+        return any(one is graph for one in self._graphs)
+
+    def _look(self, tx: Any, tensor: Any, name: str) -> None:
+        if name in _TELLING and self._has(tx.output) and _asks_for_none(tensor):
+            self._again(tx)
+
+    def _again(self, tx: Any) -> None:
+        self._ended.append(tx.speculation_log)
+        tx.speculation_log.clear()  # of what comes behind the place where the graph ends this time
+        raise TraceAgain(restart_reason="a tensor that was made a leaf may be asked for its gradient")
+
+
+def _is(variable: Any, value: Any) -> bool:
+    return bool(variable.is_python_constant()) and variable.as_python_constant() == value
+
+
+def _asks_for_none(tensor: Any) -> bool:
+    """Whether it could have a gradient, and does not ask for one."""
+    value = tensor.as_proxy().node.meta.get(EXAMPLE) if isinstance(tensor, TensorVariable) else None
+    return isinstance(value, Tensor) and not value.requires_grad and (value.is_floating_point() or value.is_complex())
