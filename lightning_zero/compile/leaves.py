@@ -1,9 +1,9 @@
 """Code that asks for gradients of a tensor which nobody gets: ``hidden.requires_grad = True`` amid a forward.
 
 transformers does so in front of checkpointed regions, whose reentrant kind needs an input that asks for one (T5 and its
-kin, wav2vec2 and its, ``enable_input_require_grads`` of PEFT). Dynamo ends a graph there: a gather, a capture and a
-replay more for each layer, and half of the speed. In compiled code both kinds of regions are the same, which needs no
-such input, so nothing is done there, and the graph goes on.
+kin, wav2vec2 and its, ``enable_input_require_grads`` of PEFT). Dynamo ends a graph there, and each layer becomes one
+of its own. In compiled code both kinds of regions are the same, which needs no such input, so nothing is done there,
+and the graph goes on.
 
 A tensor whose gradient somebody does take is another matter, as in a gradient penalty. All that could tell is looked
 for: such a flag is read, or anything is called or returned that would ask for gradients and now does not. Then the
