@@ -323,6 +323,8 @@ def given_back(memory: Any, then: Any) -> list[int]:
 
 
 def test_what_the_allocator_caches_is_given_back_in_a_training_with_a_limit_and_in_no_other(ranks: Ranks) -> None:
-    # The first step gives back by itself, before its backward and before the optimizer makes its state.
-    assert ranks.run(1, given_back, 8.0, None) == [[2, 3, 3, 0, 0, 0, 0]]
+    # The first step gives back by itself, before its backward and before the optimizer makes its state: the latter in any
+    # training, of which other options begin another one.
+    assert ranks.run(1, given_back, 8.0, None) == [[2, 3, 3, 1, 0, 0, 0]]
+    assert ranks.run(1, given_back, None, None) == [[1, 0, 0, 0, 0, 0, 0]]
     assert ranks.run(1, given_back, "auto", 8.0) == [[2, 0, 0, 2, 3, 3, 1]]
