@@ -93,7 +93,7 @@ class Call:
     def _free_place(self) -> int:
         """The first one whose backward has run, or can be run by nobody any more."""
         for place, token in enumerate(self._awaited):
-            if token is None or token() is None:
+            if not _lives(token):
                 return place
         if len(self._awaited) < MOST_CALLS:
             self._awaited.append(None)
@@ -148,8 +148,7 @@ class Call:
 
     def _variant(self, replays: Replays, args: Sequence[Any], key: Key) -> Variant | None:
         """What to replay."""
-        awaited = self._awaited[key.place]
-        if awaited is not None and awaited() is not None:
+        if _lives(self._awaited[key.place]):
             self.give_up(f"a module is called {MOST_CALLS} times before the backward pass of its first call")
             return None
         variant = self._variants.pop(key, None)
@@ -223,7 +222,7 @@ class Call:
     @property
     def awaits_backward(self) -> bool:
         """Whether that of a call may still come."""
-        return any(token is not None and token() is not None for token in self._awaited)
+        return any(map(_lives, self._awaited))
 
     @property
     def nbytes(self) -> int:
@@ -266,3 +265,8 @@ class Call:
         replays = self._replays()
         if replays is not None:
             replays.refused(reason)
+
+
+def _lives(token: weakref.ref[Token] | None) -> bool:
+    """Whether the backward that it is for may still come."""
+    return token is not None and token() is not None

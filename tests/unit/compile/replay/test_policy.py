@@ -17,6 +17,13 @@ from tests.helpers.options import config
 from tests.unit.compile.replay.fakes import Training, captured
 
 
+def accumulated(training: Training, micro_batches: int = 3) -> None:
+    for micro_batch in range(micro_batches):
+        loss, _ = training.call(training.weight, torch.full((2,), float(micro_batch)))
+        training.backward(loss)
+    training.books.steps += 1
+
+
 def test_the_run_after_warm_up_is_captured_and_later_ones_are_replays() -> None:
     training = Training()
     for count in range(1, 8):
@@ -28,10 +35,7 @@ def test_the_run_after_warm_up_is_captured_and_later_ones_are_replays() -> None:
 def test_a_step_that_adds_to_gradients_is_another_capture_beside_the_first() -> None:
     training = Training()
     for _ in range(6):
-        for micro_batch in range(3):
-            loss, _ = training.call(training.weight, torch.full((2,), float(micro_batch)))
-            training.backward(loss)
-        training.books.steps += 1
+        accumulated(training)
     assert sorted(pair.adding for pair in training.made) == [False, True]
     assert training.made[1].beside is training.made[0]
     assert all(pair.replays > 2 for pair in training.made)
@@ -230,13 +234,6 @@ def test_another_graph_in_its_stead_gets_the_memory_where_little_is_left(spare: 
     training.step(call=training.replays.wrap(training.compiled))
     assert training.made[0].closed == (spare < training.made[0].nbytes)
     training.step()
-
-
-def accumulated(training: Training, micro_batches: int = 3) -> None:
-    for micro_batch in range(micro_batches):
-        loss, _ = training.call(training.weight, torch.full((2,), float(micro_batch)))
-        training.backward(loss)
-    training.books.steps += 1
 
 
 def test_no_micro_batch_runs_beside_captures_of_others_once_each_kind_has_run() -> None:
