@@ -1,9 +1,9 @@
 """Code that asks for gradients of a tensor which nobody gets: ``hidden.requires_grad = True`` amid a forward.
 
 transformers does so in front of checkpointed regions, whose reentrant kind needs an input that asks for one (T5 and its
-kin, wav2vec2 and its, ``enable_input_require_grads`` of PEFT). Dynamo ends a graph there, and each layer becomes one
-of its own. In compiled code both kinds of regions are the same, which needs no such input, so nothing is done there,
-and the graph goes on.
+kin, wav2vec2 and its); hooks that do so are left out before Dynamo sees them, by ``input_gradients.py``. Dynamo ends a
+graph there, and each layer becomes one of its own. In compiled code both kinds of regions are the same, which needs no
+such input, so nothing is done there, and the graph goes on.
 
 A tensor whose gradient somebody does take is another matter, as in a gradient penalty. All that could tell is looked
 for: such a flag is read, or anything is called or returned that would ask for gradients and now does not. Then the
@@ -65,15 +65,13 @@ class _Leaves:
     def sets(self, plain: Callable[..., Any], builtin: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if getattr(builtin, "fn", setattr) is setattr and len(args) == 3:
             tensor, name, value = args
-            if _is(name, "requires_grad") and _is(value, True) and self._is_new(tx, tensor):
-                self._graphs.append(tx.output)
+            if _is(name, "requires_grad") and _is(value, True) and self._leaves_out(tx, tensor):
                 return value
         return plain(builtin, tx, args, kwargs)
 
     def calls(self, plain: Callable[..., Any], tensor: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         asks = name == "requires_grad_" and all(_is(value, True) for value in [*args, *kwargs.values()])
-        if asks and self._is_new(tx, tensor):
-            self._graphs.append(tx.output)
+        if asks and self._leaves_out(tx, tensor):
             return tensor
         self._look(tx, tensor, name)
         return plain(tensor, tx, name, args, kwargs)
@@ -88,10 +86,13 @@ class _Leaves:
             self._again(tx)
         return plain(graph, tx, outputs, root)
 
-    def _is_new(self, tx: Any, tensor: Any) -> bool:
-        """Whether code that is traced has made it, and may go on without a gradient for it."""
+    def _leaves_out(self, tx: Any, tensor: Any) -> bool:
+        """Whether code that is traced has made it, and goes on without a gradient for it."""
         ended = any(log is tx.speculation_log for log in self._ended)
-        return not ended and isinstance(tensor, TensorVariable) and tensor.source is None and _asks_for_none(tensor)
+        if ended or not isinstance(tensor, TensorVariable) or tensor.source is not None or not _asks_for_none(tensor):
+            return False
+        self._graphs.append(tx.output)
+        return True
 
     def _has(self, graph: Any) -> bool:
         return any(one is graph for one in self._graphs)

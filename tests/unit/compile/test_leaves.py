@@ -126,6 +126,12 @@ def used_behind_a_break(hidden: Tensor, weight: Tensor) -> Any:
     return product + hidden.sum()
 
 
+def assert_alike(found: Any, expected: Any) -> None:
+    for mine, theirs in zip(*(one if isinstance(one, tuple) else (one,) for one in (found, expected)), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.requires_grad == theirs.requires_grad
+
+
 ASKING = [
     penalty, returned, view_returned, read, read_of_what_follows, is_leaf_read, hooked, retained, used_behind_a_break
 ]  # fmt: skip
@@ -144,13 +150,11 @@ def test_where_somebody_may_ask_for_its_gradient_it_has_one(
     weight = WEIGHT.clone().requires_grad_()
     expected = forward(torch.ones(2), weight)
     found, _ = graphs(forward, torch.ones(2), weight)
-    for mine, theirs in zip(*(one if isinstance(one, tuple) else (one,) for one in (found, expected)), strict=True):
-        assert torch.equal(mine, theirs)
-        assert mine.requires_grad == theirs.requires_grad
+    assert_alike(found, expected)
 
 
 @pytest.mark.parametrize("asks", [read, is_leaf_read, returned])
-def test_nor_in_a_checkpointed_region_that_asks(asks: Callable[..., Any]) -> None:
+def test_so_it_has_where_a_checkpointed_region_asks(asks: Callable[..., Any]) -> None:
     weight = WEIGHT.clone().requires_grad_()
 
     def region(x: Tensor) -> Any:
@@ -163,9 +167,7 @@ def test_nor_in_a_checkpointed_region_that_asks(asks: Callable[..., Any]) -> Non
 
     expected = forward(torch.ones(2))
     found, _ = graphs(forward, torch.ones(2))
-    for mine, theirs in zip(*(one if isinstance(one, tuple) else (one,) for one in (found, expected)), strict=True):
-        assert torch.equal(mine, theirs)
-        assert mine.requires_grad == theirs.requires_grad
+    assert_alike(found, expected)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
