@@ -37,7 +37,7 @@ from lightning_zero.bench.clock import Clock, Start
 from lightning_zero.bench.draws import quick_draws
 from lightning_zero.bench.graphed import StepGraph
 from lightning_zero.bench.leave import leave
-from lightning_zero.bench.peers import zero_strategy
+from lightning_zero.bench.peers import clip_by_hand, zero_strategy
 
 PROFILED = 6  # steps
 
@@ -186,8 +186,8 @@ class Module(L.LightningModule):
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
         if self.strategy != "ddp":
             self.clip_gradients(optimizer, gradient_clip_val, "norm")
-        elif gradient_clip_val:  # Lightning refuses it beside a fused optimizer in mixed precision
-            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+        else:
+            clip_by_hand(self, gradient_clip_val)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=True)

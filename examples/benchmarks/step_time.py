@@ -29,7 +29,7 @@ from lightning_zero.bench.clock import Clock
 from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
 from lightning_zero.bench.draws import quick_draws
 from lightning_zero.bench.leave import leave
-from lightning_zero.bench.peers import zero_strategy
+from lightning_zero.bench.peers import clip_by_hand, zero_strategy
 
 STRATEGIES = ["zero3_compile", "zero3", "fsdp2", "ddp", "ddp_compile"]
 
@@ -71,8 +71,8 @@ class Module(L.LightningModule):
     ) -> None:
         if not self.strategy.startswith("ddp"):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        elif gradient_clip_val:  # Lightning refuses it beside a fused optimizer in mixed precision
-            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+        else:
+            clip_by_hand(self, gradient_clip_val)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")

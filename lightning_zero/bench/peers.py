@@ -27,7 +27,7 @@ from lightning_zero.bench.job import Job
 from lightning_zero.config import Tuning
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 
-__all__ = ["FLOOR", "OURS", "PEERS", "Peer", "repeated", "parsed_options", "zero_strategy"]
+__all__ = ["FLOOR", "OURS", "PEERS", "Peer", "clip_by_hand", "repeated", "parsed_options", "zero_strategy"]
 
 Module = type[pl.LightningModule]
 
@@ -121,6 +121,13 @@ def outermost(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def clip_by_hand(module: nn.Module, limit: float | None) -> None:
+    """By the norm of all gradients; not at all without a limit. Lightning refuses it beside a fused optimizer in mixed
+    precision, for a scaler that bfloat16 has not."""
+    if limit:
+        nn.utils.clip_grad_norm_(module.parameters(), limit)
+
+
 def compiled(base: Module, job: Job) -> Module:
     """Compiles whole children, before they are wrapped."""
 
@@ -135,9 +142,7 @@ def compiled(base: Module, job: Job) -> Module:
         def configure_gradient_clipping(
             self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any
         ) -> None:
-            # Lightning refuses it beside a fused optimizer in mixed precision, for a scaler that bfloat16 has not.
-            if gradient_clip_val:
-                nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+            clip_by_hand(self, gradient_clip_val)
 
     return Compiled
 
