@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "gradients/over_copies.h"
+
 namespace lightning_zero {
 
 const std::vector<at::Tensor>& ParamRecord::copies_in(at::ScalarType dtype) const {
@@ -30,8 +32,11 @@ void DeferredGradient::add(const at::Tensor& grad) {
 
 void ParamRecord::take_in_gradient() {
   const auto& held = param.grad();
-  if (held.defined() && held.const_data_ptr() != grad.const_data_ptr())
-    grad.copy_(held.reshape({-1}));
+  if (!held.defined() || held.const_data_ptr() == grad.const_data_ptr())
+    return;
+  if (grad_over_copy())
+    over_copies::refuse(*this);
+  grad.copy_(held.reshape({-1}));
 }
 
 ShardTable& ShardTable::instance() {

@@ -14,6 +14,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "transport/pending.h"
+
 namespace lightning_zero {
 
 class Executor;
@@ -24,12 +26,22 @@ struct Stamp {
   bool operator==(const Stamp&) const = default;
 };
 
+// What lies where a parameter's compute copy belongs.
+enum class InCopy {
+  WEIGHT,
+  GRADIENT_COMES,  // one that this backward reduces, or has
+  GRADIENT         // one that a backward has left, whether anybody still wants it or not
+};
+
 // A copy of this rank's shard; with several hosts, of its host shard. Undefined where there is none.
 struct ShardCopy {
   at::Tensor own;
   std::vector<at::Tensor> of_ranks;  // of every rank of the host, where they can be read from here
   Stamp written;
   bool by_steps = false;  // see [Note: shards on the host] in compute_copies.h
+  // -- where gradients lie over copies
+  InCopy holds = InCopy::WEIGHT;
+  Pending last_read;  // of it, by this rank, in this backward
   // -- of a host shard
   const std::string* name = nullptr;  // the parameter's
   int64_t place = -1;                 // in the order of first use; negative: not used yet
@@ -87,6 +99,17 @@ struct ParamRecord {
   // Somebody may have put a tensor of their own into param.grad; it counts as what has been accumulated so
   // far.
   void take_in_gradient();
+  // Whether `grad` is the compute copy's memory: see [Note: gradients over copies] in
+  // gradients/over_copies.h.
+  bool grad_over_copy() const {
+    return grad.defined() && compute_copy.own.defined() &&
+           grad.const_data_ptr() == compute_copy.own.const_data_ptr();
+  }
+  // Whether users, or an optimizer, may still read the gradient in `grad`.
+  bool keeps_gradient() const {
+    const auto& held = param.grad();
+    return held.defined() && held.const_data_ptr() == grad.const_data_ptr();
+  }
   Stamp stamp(int64_t epoch) const { return {epoch, static_cast<int64_t>(param._version())}; }
   // The same values in `dtype` on every rank, where they can be read from here; empty where they cannot.
   const std::vector<at::Tensor>& copies_in(at::ScalarType dtype) const;

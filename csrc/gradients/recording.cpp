@@ -6,6 +6,7 @@
 #include <set>
 #include <tuple>
 
+#include "gradients/over_copies.h"
 #include "runtime/compat.h"
 
 namespace lightning_zero {
@@ -39,9 +40,12 @@ void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
   recorded_.taking = !recorded_.deferred && reducer_.deferred().any();
   // Replays find something there, or zeros: before_replay() sees to it.
   deferred_around_.clear();
+  in_copies_around_.clear();
+  over_copies::forget_reads(context_);
   for (auto& record : context_.records) {
     auto& kept = record->deferred;
     deferred_around_.emplace_back(kept.filled, kept.version);
+    in_copies_around_.push_back(record->compute_copy.holds);
     const bool filled = kept.memory.defined() && (recorded_.deferred || recorded_.taking);
     if (filled && !kept.filled && !has_streams(context_.device))
       kept.memory.zero_();  // what a CPU records takes place
@@ -110,9 +114,11 @@ void GradientRecording::restore() {
   // The graph's fences go with it, and its memory.
   reducer_.pools().exchange(std::move(pools_around_));
   reducer_.backward() = std::move(around_);
+  over_copies::forget_reads(context_);
   for (size_t i = 0; i < deferred_around_.size(); ++i) {
     auto& kept = context_.records[i]->deferred;
     std::tie(kept.filled, kept.version) = deferred_around_[i];
+    context_.records[i]->compute_copy.holds = in_copies_around_[i];
   }
 }
 
@@ -179,6 +185,8 @@ void GradientRecording::before_replay(const Recorded& graph) {
     if (!sent)
       record.take_in_gradient();
     const bool adds = sent || record.param.grad().defined(), recorded = graph.adding || again;
+    if (adds != recorded && record.grad_over_copy())
+      over_copies::refuse(record);
     if (adds && !recorded) {
       overwritten_.emplace_back(record.grad, record.grad.clone());
     } else if (!adds && recorded) {
@@ -197,6 +205,7 @@ void GradientRecording::after_replay(const Recorded& graph) {
     return;
   for (size_t b = graph.begin; b < graph.end; ++b) {
     layout.buckets()[b].has_left();
+    over_copies::arrive(layout.buckets()[b], context_.device);
     now.segment = layout.buckets()[b].segment();
   }
   for (const auto i : graph.arrivals) ++layout.slot(within(graph, i).first).arrivals;

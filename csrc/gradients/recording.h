@@ -60,6 +60,7 @@ class GradientRecording {
   Backward around_;
   std::vector<ReduceBucket> buckets_around_, late_around_;
   std::vector<std::pair<bool, int64_t>> deferred_around_;  // by parameter: DeferredGradient's
+  std::vector<InCopy> in_copies_around_;                   // likewise
   BufferPools::Pools pools_around_;
   // Gradients, and what was there before a replay that overwrites it.
   std::vector<std::pair<at::Tensor, at::Tensor>> overwritten_;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "gradients/over_copies.h"
 #include "runtime/compat.h"
 #include "runtime/tensors.h"
 
@@ -177,6 +178,7 @@ void Reducer::launch(size_t number, bool late) {
     return late || backward_.recorded_adding ||
            layout_.was_launched(slot.record->index, static_cast<int64_t>(number));
   });
+  over_copies::arrive(bucket, context_.device);
   if (!late && std::exchange(backward_.segment, bucket.segment()) != bucket.segment())
     transports_.reduce().begin_segment();
   context_.count("flushes");
@@ -279,6 +281,7 @@ void Reducer::finish() {
   layout_.reset();
   backward_.tasks.clear();
   backward_.next_launch = 0;
+  over_copies::have_arrived(context_);
   if (context_.options.free_buckets)
     release_buffers();
 }
@@ -291,6 +294,7 @@ void Reducer::abort() {
   layout_.reset();
   backward_.tasks.clear();
   backward_.next_launch = 0;
+  over_copies::have_arrived(context_);
   deferred_.abort();
   context_.count("aborted_backwards");
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "context.h"
+#include "gradients/over_copies.h"
 #include "transport/communicators.h"
 #include "transport/transport.h"
 
@@ -48,6 +49,8 @@ Pending PeerCopyGather::gather(const std::vector<ParamRecord*>& records, std::ve
   const auto dtype = outputs[0].scalar_type();
   std::vector<const std::vector<at::Tensor>*> peers;
   for (auto* record : records) {
+    if (dtype != record->shard.scalar_type())
+      over_copies::check(*record);
     memory_.await_copy(*record, dtype, /*of_peers=*/true);
     peers.push_back(&record->copies_in(dtype));
   }

@@ -26,7 +26,8 @@ RowMeans::RowMeans(const at::Tensor& code, int64_t rows) : rows_(rows) {
   const auto& driver = CudaDriver::instance();
   void* module = driver.load_module(code.const_data_ptr());
   size_t index = 0;
-  for (const char* name : {"mean_of_float", "mean_of_half", "mean_of_bfloat16"})
+  for (const char* name :
+       {"mean_of_float", "mean_of_half", "mean_of_bfloat16", "mean_of_bfloat16_in_bfloat16"})
     kernels_[index++] = driver.find_kernel(module, name);
 }
 
@@ -36,7 +37,11 @@ bool RowMeans::operator()(const at::Tensor& to, const at::Tensor& from, bool add
                  : dtype == at::kHalf     ? kernels_[1]
                  : dtype == at::kBFloat16 ? kernels_[2]
                                           : nullptr;
-  if (kernel == nullptr || from.size(0) != rows_ || to.scalar_type() != at::kFloat)
+  if (dtype == at::kBFloat16 && to.scalar_type() == at::kBFloat16)
+    kernel = kernels_[3];
+  else if (to.scalar_type() != at::kFloat)
+    return false;
+  if (kernel == nullptr || from.size(0) != rows_)
     return false;
   TORCH_INTERNAL_ASSERT(to.is_contiguous() && from.stride(1) == 1 && from.size(1) == to.numel());
   auto* target = to.mutable_data_ptr();

@@ -17,6 +17,13 @@ struct Half {
 struct BFloat16 {
   unsigned short bits;
   static __device__ float widen(unsigned short bits) { return __uint_as_float(unsigned{bits} << 16); }
+  // To the nearest, and of two that are as near to the even one, as torch does.
+  static __device__ unsigned short narrow(float value) {
+    const unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+      return 0x7fc0;
+    return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  }
 };
 
 // How values lie in 32 bits.
@@ -42,10 +49,35 @@ __device__ float read_one(const T* at) {
     return T::widen(at->bits);
 }
 
+// What means are written to: as floats, or, of rows of as many bytes, rounded to bfloat16.
+struct ToFloat {
+  using Element = float;
+  static constexpr int PER_PACK = 4;
+  static __device__ float read(const Pack& pack, int i) { return __uint_as_float(pack.word[i]); }
+  static __device__ void write(Pack& pack, int i, float value) { pack.word[i] = __float_as_uint(value); }
+  static __device__ float read_one(const float* at) { return *at; }
+  static __device__ void write_one(float* at, float value) { *at = value; }
+};
+
+struct ToBFloat16 {
+  using Element = BFloat16;
+  static constexpr int PER_PACK = 8;
+  static __device__ float read(const Pack& pack, int i) {
+    return Wire<BFloat16>::read(pack.word[i / 2], i % 2);
+  }
+  static __device__ void write(Pack& pack, int i, float value) {
+    const unsigned bits = BFloat16::narrow(value);
+    pack.word[i / 2] = i % 2 ? (pack.word[i / 2] & 0xffffu) | (bits << 16) : bits;
+  }
+  static __device__ float read_one(const BFloat16* at) { return BFloat16::widen(at->bits); }
+  static __device__ void write_one(BFloat16* at, float value) { at->bits = BFloat16::narrow(value); }
+};
+
 // to[i], or to[i] +=, the mean over r of from[r * stride + i], for i < n. The first `packs` times 16 bytes of
 // each row are read 16 bytes at a time, for which all rows and `to` must be aligned.
-template <typename T>
-__device__ void mean(float* to, const T* from, long long stride, long long n, long long packs, int add) {
+template <typename T, typename To>
+__device__ void mean(typename To::Element* to, const T* from, long long stride, long long n, long long packs,
+                     int add) {
   constexpr int PER_WORD = Wire<T>::PER_WORD, PER_PACK = 4 * PER_WORD;
   const float factor = 1.0f / ROWS;
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
@@ -66,31 +98,32 @@ __device__ void mean(float* to, const T* from, long long stride, long long n, lo
       sum[i] *= factor;
     }
 #pragma unroll
-    for (int part = 0; part < PER_WORD; ++part) {
-      auto* out = reinterpret_cast<Pack*>(to + begin + 4 * part);
+    for (int part = 0; part < PER_PACK / To::PER_PACK; ++part) {
+      auto* out = reinterpret_cast<Pack*>(to + begin + To::PER_PACK * part);
       Pack old = {};
       if (add)
         old = *out;
-      Pack result;
+      Pack result = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        result.word[i] = __float_as_uint(sum[4 * part + i] + __uint_as_float(old.word[i]));
+      for (int i = 0; i < To::PER_PACK; ++i)
+        To::write(result, i, sum[To::PER_PACK * part + i] + To::read(old, i));
       *out = result;
     }
   }
   for (long long i = packs * PER_PACK + first; i < n; i += step) {
     float sum = 0.0f;
     for (int row = 0; row < ROWS; ++row) sum += read_one(from + row * stride + i);
-    to[i] = sum * factor + (add ? to[i] : 0.0f);
+    To::write_one(to + i, sum * factor + (add ? To::read_one(to + i) : 0.0f));
   }
 }
 
-#define MEAN(name, T)                                                                           \
-  extern "C" __global__ void __launch_bounds__(256)                                             \
-      name(float* to, const T* from, long long stride, long long n, long long packs, int add) { \
-    mean(to, from, stride, n, packs, add);                                                      \
+#define MEAN(name, T, To)                                                                             \
+  extern "C" __global__ void __launch_bounds__(256)                                                   \
+      name(To::Element* to, const T* from, long long stride, long long n, long long packs, int add) { \
+    mean<T, To>(to, from, stride, n, packs, add);                                                     \
   }
 
-MEAN(mean_of_float, float)
-MEAN(mean_of_half, Half)
-MEAN(mean_of_bfloat16, BFloat16)
+MEAN(mean_of_float, float, ToFloat)
+MEAN(mean_of_half, Half, ToFloat)
+MEAN(mean_of_bfloat16, BFloat16, ToFloat)
+MEAN(mean_of_bfloat16_in_bfloat16, BFloat16, ToBFloat16)

@@ -21,7 +21,7 @@ class RowMeans {
 
  private:
   int64_t rows_ = 0;
-  std::array<void*, 3> kernels_{};  // of rows in float, half, bfloat16
+  std::array<void*, 4> kernels_{};  // of rows in float, half, bfloat16; of those into bfloat16
 };
 
 }  // namespace lightning_zero

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "context.h"
+#include "gradients/over_copies.h"
 #include "runtime/tensors.h"
 #include "transport/communicators.h"
 #include "transport/transport.h"
@@ -46,6 +47,8 @@ Pending ShardCopyGather::gather(const std::vector<ParamRecord*>& records, std::v
   for (size_t i = 0; i < records.size(); ++i) {
     const auto& record = *records[i];
     if (const auto& copies = record.copies_in(outputs[i].scalar_type()); !copies.empty()) {
+      if (&copies == &record.compute_copy.of_ranks)
+        over_copies::check(record);
       to.push_back(outputs[i]);
       from.push_back(&copies);
       continue;

@@ -26,7 +26,7 @@ at::Tensor Access::source_in(ParamRecord& record, at::ScalarType dtype) {
   if (record.shard.scalar_type() == dtype)
     return record.shard;
   const auto& copy = record.compute_copy;
-  if (!copy.own.defined() || copy.own.scalar_type() != dtype)
+  if (!copy.own.defined() || copy.own.scalar_type() != dtype || record.compute_copy.holds != InCopy::WEIGHT)
     return {};
   if (copies_.is_stale(record)) {
     if (!copy.of_ranks.empty())

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "gradients/over_copies.h"
 #include "runtime/tensors.h"
 
 namespace lightning_zero {
@@ -27,6 +28,12 @@ bool ComputeCopies::is_stale(const ParamRecord& record) const {
   return record.compute_copy.written != now(record);
 }
 
+bool ComputeCopies::any_lost() const {
+  return std::any_of(context_.records.begin(), context_.records.end(), [this](const auto& record) {
+    return record->compute_copy.holds == InCopy::GRADIENT && !record->keeps_gradient() && !is_stale(*record);
+  });
+}
+
 void ComputeCopies::is_written(ParamRecord& record) {
   record.compute_copy.written = now(record);
 }
@@ -43,12 +50,14 @@ std::vector<ParamRecord*> ComputeCopies::stale(bool everything) const {
 void ComputeCopies::write(ParamRecord& record) {
   TORCH_INTERNAL_ASSERT(!recording, "a replay would write the compute copy of ", record.name, " each time");
   at::NoGradGuard no_grad;
+  over_copies::write(record);
   record.compute_copy.own.copy_(record.shard);
   is_written(record);
   context_.count("compute_copy_writes");
 }
 
 void ComputeCopies::write_all() {
+  for (auto& record : context_.records) over_copies::write(*record);
   for (auto& [copies, shards] : memory_) copies.copy_(shards);
   for (auto& record : context_.records) {
     if (!record->compute_copy.own.defined())

@@ -23,6 +23,8 @@ class ComputeCopies {
   bool has_memory() const;
 
   bool is_stale(const ParamRecord& record) const;
+  // Whether there are some that nobody takes for stale and that are gradients, which nobody wants any more.
+  bool any_lost() const;
   // Parameters whose copies are stale; or all that have one.
   std::vector<ParamRecord*> stale(bool everything) const;
   // The compute copy of one parameter; those of all, in few kernels; and full-precision copies.

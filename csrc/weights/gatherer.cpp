@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "gradients/over_copies.h"
 #include "runtime/tensors.h"
 
 namespace lightning_zero {
@@ -34,13 +35,17 @@ Pending Gatherer::gather(ParamRecord& record, at::ScalarType dtype, at::Tensor& 
   const std::vector<ParamRecord*> records{&record};
   std::vector<at::Tensor> outputs{output};
   auto& transport = transport_for(records, outputs, /*grouped=*/false);
-  return transport.gather(records, std::move(outputs), sources, /*grouped=*/false);
+  auto pending = transport.gather(records, std::move(outputs), sources, /*grouped=*/false);
+  over_copies::is_read(record, pending);
+  return pending;
 }
 
 Pending Gatherer::gather_group(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                                std::vector<at::Tensor>& sources) {
   auto& transport = transport_for(records, outputs, /*grouped=*/true);
-  return transport.gather(records, std::move(outputs), sources, /*grouped=*/true);
+  auto pending = transport.gather(records, std::move(outputs), sources, /*grouped=*/true);
+  for (auto* record : records) over_copies::is_read(*record, pending);
+  return pending;
 }
 
 bool Gatherer::is_ready(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const {

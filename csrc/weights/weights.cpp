@@ -22,6 +22,12 @@ void Weights::sync_edits_if_any() {
     edits_.sync(/*forget=*/false);
 }
 
+// As if weights had changed: the gradients were dropped, and no optimizer has stepped.
+void Weights::write_lost() {
+  if (copies_.any_lost())
+    begin_writing(/*stepping=*/true);
+}
+
 // ---- ops
 
 at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked) {
@@ -98,6 +104,7 @@ void Weights::check_plan(const std::string& digest, const std::string& plan) {
     lock.lock();
     plans_.insert(digest);
   }
+  write_lost();
   if (!access_.is_shared())
     return;
   sync_edits_if_any();
@@ -133,6 +140,7 @@ void Weights::refresh_compute_copies() {
   first_.drop();
   if (!copies_.has_memory() && !access_.is_shared())
     return;
+  write_lost();
   access_.let_read(/*everything=*/true);
   first_.begin_step(/*noting=*/access_.is_published());
 }
@@ -141,6 +149,7 @@ bool Weights::sync_peers(bool ahead) {
   Lock lock(context_.mutex);
   if (ahead && !(access_.is_shared() && (access_.takes_turns() || context_.exchanges_weights())))
     return false;
+  write_lost();
   sync_edits_if_any();
   first_.drop();
   if (ahead)

@@ -71,6 +71,7 @@ class Weights {
 
  private:
   void sync_edits_if_any();
+  void write_lost();
 
   Context& context_;
   ComputeCopies copies_;

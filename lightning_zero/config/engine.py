@@ -99,10 +99,30 @@ class EngineConfig(Options):
                 "leaves none. Leave compile at True, or 'activations' out; around eager code you can put "
                 "torch.autograd.graph.save_on_cpu(pin_memory=True)."
             )
+        if self.tuning.gradients_over_copies:
+            self._check_gradients_over_copies()
+
+    def _check_gradients_over_copies(self) -> None:
+        if self.compute_dtype is not torch.bfloat16 or not self.compile:
+            raise UnsupportedError(
+                "gradients_over_copies=True: there are copies of weights for gradients to lie over where compiled code "
+                "computes in bfloat16 with float32 weights. Pass precision='bf16-mixed', leave compile at True, or "
+                "leave the option out."
+            )
+        if self.stage == 1 or "parameters" in self.offload:
+            which = "stage=1" if self.stage == 1 else f"offload={self.offload!r}"
+            raise UnsupportedError(
+                f"gradients_over_copies=True goes with stage=2 or 3 and with master weights on the device, not with "
+                f"{which}. Leave one of them out."
+            )
 
     def over(self, hosts: int, ranks_of_each: int) -> EngineConfig:
         """What the options come to there: where a host has one rank, the weights that lie on it are whole, and compiled
         code reads them where they lie."""
+        if hosts > 1 and self.tuning.gradients_over_copies:
+            raise UnsupportedError(
+                f"gradients_over_copies=True is for one host, and there are {hosts}. Leave the option out."
+            )
         exchange = hosts > 1 and self.tuning.replicate_over is None
         lie_whole = exchange and ranks_of_each == 1 and self.tuning.shard_compute_copy == "host"
         if not (lie_whole and self.compile and self.tuning.prefetch) or self.stage < 3:

@@ -210,7 +210,7 @@ class StepKernel:
             return {}
 
         members = 0 if places is None else len(places.shifts)
-        key = (rule, param.numel(), param.dtype, tuple(keys), members, *(copy.dtype for copy in copies))
+        key = (rule, param.numel(), param.dtype, grad.dtype, tuple(keys), members, *(copy.dtype for copy in copies))
         self._run_compiled(key, change, (param, grad, *part.state.values(), *numbers.values(), *where, *copies))
 
     def _run_compiled(

@@ -32,7 +32,9 @@ class Segment:
     Attributes:
         group: number of the parameter group.
         members: the parameters, in the order of memory.
-        param: all of them, flat, with as many dimensions as each of them has, or 1-D if those differ; ``.grad`` is set.
+        param: all of them, flat, with as many dimensions as each of them has, or 1-D if those differ; ``.grad`` is set,
+            unless that is in another dtype.
+        grad: their gradients, in the same shape.
         counts: by name, the members' 0-dim state tensors (such as step counts), as one 1-D tensor.
         state: the optimizer's state for ``param``.
         narrow: names of the state that is kept in bfloat16, in the rule's order.
@@ -52,6 +54,22 @@ class Segment:
     copy: Tensor | None = None
     copied: bool = False
     _shown: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def over_copies(self) -> bool:
+        """Whether gradients lie over compute copies, in another dtype than ``param``."""
+        return self.grad.dtype != self.param.dtype
+
+    def show_gradient(self) -> None:
+        """``param.grad`` is as an optimizer wants it: in the dtype of ``param``, and for that copied if need be."""
+        self.param.grad = self.grad.to(self.param.dtype)
+
+    def spend_gradient(self) -> None:
+        """A step has used it: where it lies over copies, it is nobody's any more."""
+        if self.over_copies:
+            self.param.grad = None
+            for record in self.members:
+                record.param.grad = None
 
     @property
     def elementwise(self) -> list[str]:
@@ -232,8 +250,9 @@ def _segment(group: int, members: list[ShardedParameter], narrow: Mapping[int, t
     dims = {record.param.dim() for record in members}
     shape = (1,) * (dims.pop() - 1) + (flat.numel(),) if len(dims) == 1 else (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
-    param.grad = grad.view(shape)
-    found = Segment(group, members, param, param.grad, narrow=narrow.get(members[0].index, ()))
+    found = Segment(group, members, param, grad.view(shape), narrow=narrow.get(members[0].index, ()))
+    if not found.over_copies:
+        found.show_gradient()
     on_host = [record.on_host for record in members if record.on_host is not None]
     if len(on_host) == len(members):
         found.on_host = _joined(on_host)

@@ -20,7 +20,7 @@ from lightning_zero.planning.buckets import bucket_bytes
 from lightning_zero.planning.result import Passes, TrainingPlan
 from lightning_zero.planning.seconds import step_seconds
 from lightning_zero.planning.states import Kept
-from lightning_zero.planning.static import Cut, cut, masters_away, memory_that_stays
+from lightning_zero.planning.static import Cut, cut, masters_away, memory_that_stays, over_copies
 from lightning_zero.planning.training import Precision, StepOnPaper, Trace, run_step
 from lightning_zero.planning.user_code import UserCode
 from lightning_zero.planning.within import with_first_step, within_budget
@@ -131,7 +131,8 @@ def _known(cuts: list[Cut], kept: Kept, config: EngineConfig, card: Device, rank
     whole = sum(c.elements * ranks * (c.dtype if c.stays_wide else c.used_in(used)).itemsize for c in cuts)
     trained = [c for c in cuts if c.trained] if ranks > 1 else []
     masters = masters_away(cuts, replace(config, offload=("optimizer", "parameters"))) if used is not None else 0
-    needs = {"activations": config.compile, "parameters": masters and hosts == 1}
+    masters_may = masters and hosts == 1 and not config.tuning.gradients_over_copies
+    needs = {"activations": config.compile, "parameters": masters_may}
     return Known(
         states=kept.states,
         gradients=sum(c.elements * ranks * torch.promote_types(c.dtype, torch.float32).itemsize for c in trained),
@@ -164,7 +165,7 @@ def _assembled(
         parameters=sum(c.layout.numel for c in cuts),
         roles=roles,
         passes=passes,
-        temporary=kept.temporary,
+        temporary=kept.temporary + over_copies(cuts, config),  # which an optimizer's own step wants as wide as weights
         graphs=config.cuda_graphs is not False and config.compile,
     )
     step = passes.compiled or passes.eager

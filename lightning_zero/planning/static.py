@@ -14,7 +14,7 @@ from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.config import EngineConfig
 from lightning_zero.sharding.layout import ShardLayout
 
-__all__ = ["Cut", "cut", "masters_away", "memory_that_stays"]
+__all__ = ["Cut", "cut", "masters_away", "memory_that_stays", "over_copies"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1,
     several = exchange and config.compile and config.tuning.shard_compute_copy == "host"
     found = {
         "master_shard": sum(c.elements * c.dtype.itemsize for c in cuts) - masters_away(cuts, config),
-        "gradient": sum(c.elements * c.dtype.itemsize for c in cuts if c.trained),
+        "gradient": sum(c.elements * c.dtype.itemsize for c in cuts if c.trained) - over_copies(cuts, config),
         "deferred_gradient": 0,
         "compute_copy": 0,
         "full_precision_copy": 0,
@@ -87,6 +87,12 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1,
             parts = _parts_that_wait(c, config, hosts)
             found["deferred_gradient"] += c.elements * parts * torch.promote_types(c.dtype, torch.float32).itemsize
     return found
+
+
+def over_copies(cuts: Sequence[Cut], config: EngineConfig) -> int:
+    """Bytes that gradients would take, and do not, since they lie over compute copies."""
+    over = [c for c in cuts if config.tuning.gradients_over_copies and c.trained]
+    return sum(c.elements * c.dtype.itemsize for c in over if c.used_in(config.compute_dtype) != c.dtype)
 
 
 def masters_away(cuts: Sequence[Cut], config: EngineConfig) -> int:

@@ -23,6 +23,8 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
     with plainly():
         found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.holds(role)) for role in Role}
         copies = {t.data_ptr() for what in (Role.COMPUTE_COPY, Role.FULL_PRECISION_COPY) for t in memory.holds(what)}
+        own = [tensor for tensor in memory.holds(Role.GRADIENT) if tensor.data_ptr() not in copies]
+        found["gradient"] = _bytes(own)  # others lie over copies
         own = [tensor for tensor in memory.holds(Role.RESIDENT) if tensor.data_ptr() not in copies]
         found["resident_weight"] = _bytes(own)  # others are host shards
         away = memory.on_host.nbytes if memory.on_host is not None else 0

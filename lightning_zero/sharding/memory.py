@@ -6,8 +6,9 @@ role                 allocated                                 dtype            
 master shard         by ``place``, when the model is sharded;  the parameter's         with the engine; the memory
                      again by ``arrange``, for the optimizers;                         before, once another is placed
                      some on the host, see ``away.py``
-gradient             by ``allocate_gradients``, in the first   the parameter's         with the engine
-                     training step that trains the parameter
+gradient             by ``allocate_gradients``, in the first   the parameter's, or     with the engine
+                     training step that trains the parameter;  that of the copy
+                     or it lies over the compute copy
 deferred gradient    by ``allocate_deferred_gradients``, once  float32 or wider        with the engine, or once
                      gradients of micro-batches wait: whole,                           they wait elsewhere
                      or of host shards
@@ -46,6 +47,7 @@ from lightning_zero.sharding.access import ShardAccess
 from lightning_zero.sharding.arena import Arena
 from lightning_zero.sharding.away import Away, MastersOnHost, stays_wide, used_in
 from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.over_copies import lay_over_copies
 from lightning_zero.sharding.peers import PeerMemory, Peers
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
 from lightning_zero.sharding.refusals import plainly
@@ -69,6 +71,7 @@ class ShardMemory:
         shards: the arena of the master shards on the device, once the model is sharded.
         on_host: that of the others; None where there are none.
         gradients: that of the gradients of the parameters that were trained first, once they are.
+        over_copies: gradients lie over compute copies, where there are any.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class ShardMemory:
         self._resident: Arena | None = None
         self._resident_for: tuple[torch.dtype | None, int, float] | None = None  # the arguments of keep_resident()
         self._defers_whole = False
+        self.over_copies = False
 
     def holds(self, role: Role) -> list[Tensor]:
         """What has been allocated for ``role``, on this rank, in the order of registration."""
@@ -191,9 +195,10 @@ class ShardMemory:
 
     def allocate_gradients(self) -> None:
         """Lays gradients out, in the shards' order, for the parameters that are trainable now; parameters that become
-        trainable later get another arena. Harmless when repeated."""
+        trainable later get another arena. After copies were, where they lie over these. Harmless when repeated."""
         with plainly():
             new = [r for r in self._records.live if r.param.requires_grad and r.gradient is None]
+        new = lay_over_copies(self.executor, new) if self.over_copies else new
         if not new:
             return
         new.sort(key=lambda record: record.shard.data_ptr())

@@ -68,9 +68,14 @@ class ShardedParameter:
 
     @property
     def gradient(self) -> Tensor | None:
-        """Memory for the shard's gradient, 1-D, in the shard's dtype; None until training begins, and for parameters
-        that are not trained."""
+        """Memory for the shard's gradient, 1-D, in the shard's dtype, unless it is that of the compute copy; None until
+        training begins, and for parameters that are not trained."""
         return self.memory.get(Role.GRADIENT)
+
+    @property
+    def grad_over_copy(self) -> bool:
+        """Whether it is: until the optimizer has stepped, it is where the compute copy was."""
+        return self.gradient is not None and self.gradient is self.memory.get(Role.COMPUTE_COPY)
 
     def is_like_shard(self, value: Any) -> bool:
         """Whether ``value`` has the shape in which users see the shard, as elementwise state of optimizers has."""
@@ -97,6 +102,8 @@ class ShardedParameter:
     def show_whole(self, value: Tensor) -> None:
         """Makes the visible parameter an ordinary one with this value."""
         Sight.hide(self.param)
+        if self.grad_over_copy:
+            self.param.grad, self.param.grad_dtype = None, value.dtype
         self.param.data = value
         for name in ("numel", "nelement"):
             self.param.__dict__.pop(name, None)

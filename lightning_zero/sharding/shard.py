@@ -42,6 +42,7 @@ class Sharder:
         mesh: of the ranks that hold a shard each; initial values are rank 0's.
         peers: lays the shards out where other ranks can read them, if that is possible.
         away: which of them lie on the host; None: none.
+        over_copies: gradients lie over compute copies.
 
     Attributes:
         access: says when shards may be read and written.
@@ -51,12 +52,20 @@ class Sharder:
         view: what eager code reads of these.
     """
 
-    def __init__(self, executor: Executor, mesh: Mesh, peers: Peers | None = None, away: Away | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        mesh: Mesh,
+        peers: Peers | None = None,
+        away: Away | None = None,
+        over_copies: bool = False,
+    ) -> None:
         self.executor = executor
         self.access = ShardAccess(executor)
         self.mesh = mesh
         self.records = Records()
         self.memory = ShardMemory(executor, mesh, self.records, peers, away)
+        self.memory.over_copies = over_copies
         self.classes = ClassCache()
         self.view = self.classes.view
         self._materialiser = Materialiser(self.records, mesh.device)

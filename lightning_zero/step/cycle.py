@@ -153,8 +153,8 @@ class StepCycle:
         self._enter(State.FORWARD, Phase.FORWARD)
         self._inside = True
         try:
-            self._sharder.memory.allocate_gradients()
             self._compiled.allocate()
+            self._sharder.memory.allocate_gradients()
             self._executor.begin_epoch()
             self._compiled.prepare()
             self._hooks.adopt()

@@ -56,6 +56,6 @@ class StepLayout:
         """Parameter groups with the settings of ``groups``, of flat parameters with their gradients."""
         flat: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
         for segment in self.segments:
-            segment.param.grad = segment.grad
+            segment.show_gradient()
             flat[segment.group]["params"].append(segment.param)
         return flat

@@ -141,11 +141,13 @@ class PlannedMemory:
     def _fixed(self, config: EngineConfig) -> int:
         live, used = self._sharder.live, config.compute_dtype if config.compile else None
         with plainly():
-            trained = sum(record.shard.nbytes for record in live if record.param.requires_grad)
+            trained = [record for record in live if record.param.requires_grad]
         here = sum(record.shard.nbytes for record in live if not record.is_away)
         whole, buffers = self._whole(config), (config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb)
         passing = sum(int(min(2 * size * MIB, whole)) for size in buffers)
-        taken = here + trained + self._copies(live, used) + passing
+        over = config.tuning.gradients_over_copies
+        gradients = sum(r.shard.nbytes for r in trained if not (over and self._copies([r], used)))
+        taken = here + gradients + self._copies(live, used) + passing
         return max(taken - self._peers.nbytes, 0)  # which the device has given already
 
     @property
@@ -154,7 +156,8 @@ class PlannedMemory:
 
     def _may_be_away(self, config: EngineConfig) -> bool:
         """Whether master weights could lie on the host, and do not: nobody has chosen what that would change."""
-        free = self._mesh.shard_hosts == 1 and config.tuning.gather_transport != "copy"
+        tuning = config.tuning
+        free = self._mesh.shard_hosts == 1 and tuning.gather_transport != "copy" and not tuning.gradients_over_copies
         return free and not self._are_away
 
     def _gradients(self, config: EngineConfig) -> dict[str, int]:

@@ -229,5 +229,5 @@ def _parameter(part: Stretch) -> nn.Parameter:
     flat = part.of(part.segment.param)
     shape = (1,) * (part.segment.param.dim() - 1) + (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
-    param.grad = part.of(part.segment.grad).view(shape)
+    param.grad = part.of(part.segment.grad).view(shape).to(param.dtype)
     return param

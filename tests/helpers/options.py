@@ -52,6 +52,7 @@ OTHERS: dict[str, Any] = {
     "state_dtype": "bf16",
     "offload_activations_mb": 1.0,
     "free_reduce_buckets": True,
+    "gradients_over_copies": True,
     "prefetch": False,
     "prefetch_mb": 1.0,
     "gather_group_mb": 1.0,

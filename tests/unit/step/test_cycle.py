@@ -193,8 +193,8 @@ def test_a_reset_drops_a_backward_before_what_it_brought_could_be_written() -> N
 def test_a_training_step_is_prepared_in_one_order() -> None:
     bench = Bench().run("forward")
     assert bench.log == [
-        "allocate_gradients",
         "allocate",
+        "allocate_gradients",
         "begin_epoch",
         "prepare",
         "before_forward",

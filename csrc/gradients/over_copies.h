@@ -1,0 +1,34 @@
+// Gradients that lie where the compute copies of their weights lay.
+//
+// [Note: gradients over copies] Once a backward has computed with a weight for the last time, nobody reads
+// its compute copy until the optimizer has stepped; and its gradient, reduced, has as many elements. So the
+// gradient may lie there, in the copy's dtype, and takes no memory of its own. `grad` is the copy's memory
+// then, and whoever comes next, who finds the copy stale anyway, writes it anew.
+//
+// What makes it safe: a bucket is reduced on this rank once all ranks have sent theirs, and each sends it
+// behind its own last read of these weights, for which launching waits. A read that comes later still, in the
+// same backward or before the step, would find the gradient's bits: it is refused, and so is writing a copy
+// while somebody may want the gradient. Nobody wants one that is not in param.grad: the copies of those are
+// lost, and written anew before the next forward.
+#pragma once
+
+#include "context.h"
+#include "gradients/bucket.h"
+
+namespace lightning_zero::over_copies {
+
+// Refuses a copy that is about to be read and is a gradient.
+void check(const ParamRecord& record);
+// It is read until `pending` is over.
+void is_read(ParamRecord& record, const Pending& pending);
+// What is in the bucket is about to be reduced, or was by a replay.
+void arrive(ReduceBucket& bucket, const c10::Device& device);
+// What is queued from here on is recorded, or was: it must not wait for what is not, nor the other way round.
+void forget_reads(Context& context);
+// The backward is over.
+void have_arrived(Context& context);
+// The copy is about to be written, and is one then.
+void write(ParamRecord& record);
+[[noreturn]] void refuse(const ParamRecord& record);
+
+}  // namespace lightning_zero::over_copies

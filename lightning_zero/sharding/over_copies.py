@@ -1,0 +1,26 @@
+"""Gradients that lie where the compute copies of their weights lay: see csrc/gradients/over_copies.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_zero.native import Executor
+from lightning_zero.sharding.record import Role, ShardedParameter
+from lightning_zero.sharding.refusals import plainly
+
+__all__ = ["lay_over_copies"]
+
+
+def lay_over_copies(executor: Executor, trained: Sequence[ShardedParameter]) -> list[ShardedParameter]:
+    """Gives the gradients of these parameters their copies' memory; returns the parameters that have no copy."""
+    others = []
+    for record in trained:
+        copy = record.memory.get(Role.COMPUTE_COPY)
+        if copy is None:
+            others.append(record)
+            continue
+        executor.parameters.set_grad(record.index, copy)
+        record.memory[Role.GRADIENT] = copy
+        with plainly():
+            record.param.grad_dtype = None  # any: otherwise torch takes those of the parameter's own alone
+    return others
