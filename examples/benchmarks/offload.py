@@ -3,7 +3,7 @@ JSON line per measurement.
 
     python examples/benchmarks/offload.py --sizes 1b,3b --accumulate 1,8
     python examples/benchmarks/offload.py --sizes 7b --ways offload     # what does not fit without
-    python examples/benchmarks/offload.py --devices 2 --sizes 7b --ways device,offload,fsdp2
+    python examples/benchmarks/offload.py --devices 2 --sizes 7b --ways device,offload,fsdp2,deepspeed
     python examples/benchmarks/offload.py --devices 2 --sizes 7b --ways offload --accumulate 8 --buffer-mb 14000
     python examples/benchmarks/offload.py --devices 2 --sizes 13b,18b --ways all,fsdp2 --accumulate 1 --steps 3 --warm 5
     python examples/benchmarks/offload.py --ways device,activations,all_activations,budget,checkpointed \
@@ -12,7 +12,8 @@ JSON line per measurement.
 Trains a plain Llama-like decoder: float32 masters, bfloat16 compute, AdamW, clipping at 1.0, a loop in plain PyTorch,
 for each way in processes of its own. `device` keeps all on the GPU; `offload` is `offload=("optimizer",)`; `all` that
 and the masters, `("optimizer", "parameters")`; `eager` is `offload` with `cuda_graph_step=False`; `fsdp2` is
-`fully_shard` with `CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU. `activations` is
+`fully_shard` with `CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU; `deepspeed` and
+`deepcompile` are DeepSpeed's ways, where that is installed (`offload_peers.py` says how). `activations` is
 `offload=("activations",)`, which takes what hides behind compute, and `all_activations` all that are large; beside them
 `budget` is `activation_memory_budget=0.5`, and `checkpointed` `torch.utils.checkpoint` around each block. `step_ms` is
 the whole step, `optimizer_ms` the part from the last backward's end, both medians by the device's clock. What
@@ -39,7 +40,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from memory_sweep import output_of
-from torch import Tensor, nn
+from offload_peers import DeepSpeed, FullyShard, adamw
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.bench.decoder import SIZES, VOCABULARY, Decoder
@@ -54,7 +56,8 @@ OFFLOAD = {
     "activations": ("activations",),
     "all_activations": ("activations",),
 }
-WAYS = ("device", "offload", "all", "eager", "fsdp2", *ACTIVATIONS)
+PEERS = {"fsdp2": FullyShard, "deepspeed": DeepSpeed, "deepcompile": DeepSpeed}
+WAYS = ("device", "offload", "all", "eager", *PEERS, *ACTIVATIONS)
 GIB = 2**30
 SAID = "raised: "
 Forward = Callable[[Tensor], Tensor]
@@ -63,7 +66,7 @@ Forward = Callable[[Tensor], Tensor]
 class Ours:
     """This package's engine."""
 
-    def __init__(self, size: str, way: str, buffer_mb: float) -> None:
+    def __init__(self, dimensions: tuple[int, int, int, int], way: str, buffer_mb: float) -> None:
         from lightning_zero import Engine, EngineConfig, Tuning
 
         self.engine = Engine(
@@ -82,7 +85,7 @@ class Ours:
             report=lambda line: print(line, file=sys.stderr, flush=True) if dist.get_rank() == 0 else None,
         )
         with self.engine.construction(), quick_draws():
-            self.model = Decoder(*SIZES[size])
+            self.model = Decoder(*dimensions)
         if way == "checkpointed":
             for block in self.model.blocks:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -112,46 +115,6 @@ class Ours:
     def counters(self) -> dict[str, int]:
         found = self.engine.executor.counters()
         return {name: found.get(name, 0) for name in ("offload_bytes", "replayed_graphs")}
-
-
-class FullyShard:
-    """FSDP2, all of whose shards lie on the host."""
-
-    def __init__(self, size: str, way: str, buffer_mb: float) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-        policies: dict[str, Any] = {
-            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-            "offload_policy": CPUOffloadPolicy(),
-        }
-        with quick_draws():
-            self.model = Decoder(*SIZES[size])
-        for block in self.model.blocks:
-            block.compile()
-            fully_shard(block, **policies)
-        fully_shard(self.model, **policies)
-        self.model.cos, self.model.sin = self.model.cos.cuda(), self.model.sin.cuda()
-        self.optimizer = adamw(self.model)
-
-    def backward(self, tokens: Tensor, share: float) -> None:
-        self.model.set_is_last_backward(True)
-        (self.model(tokens[:, :-1], tokens[:, 1:]) * share).backward()
-
-    def step(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def host_bytes(self) -> int:
-        held = [*self.model.parameters(), *(v for s in self.optimizer.state.values() for v in s.values())]
-        return sum(t.nbytes for t in held if isinstance(t, Tensor) and t.device.type == "cpu")
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
 
 
 @contextmanager
@@ -237,8 +200,9 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", **one)
     torch.manual_seed(0)
     size, name = arguments.sizes, arguments.ways
-    way = (FullyShard if name == "fsdp2" else Ours)(size, name, arguments.buffer_mb)
-    elements = sum(p.numel() for p in way.model.parameters())
+    way: Any = PEERS.get(name, Ours)(SIZES[size], name, arguments.buffer_mb)
+    # DeepSpeed's are empty but where they are used, and know what they hold then.
+    elements = sum(getattr(p, "ds_numel", p.numel()) for p in way.model.parameters())
     batch = (arguments.batch, arguments.length)
     found = [
         {"accumulate": n} | train(way, n, arguments.steps, arguments.warm, batch)

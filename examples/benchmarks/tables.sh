@@ -8,8 +8,8 @@
 #
 # bench: README's chart. checkpoints, more-checkpoints: of 6.7B. starts: to the tenth step, with caches empty and filled.
 # growth: 24 and 96 layers. hosts: two, of one GPU each. precisions, parts, checkpointed, images, lengths: models of
-# models.py, beside peers. memory: budgets. offload: of 6.7B, and the largest. stages: 1 and 2, beside peers. tests:
-# those of tests/gpu that take two GPUs or a machine to themselves.
+# models.py, beside peers. memory: budgets. offload: of 6.7B, beside peers, of which some need deepspeed installed, and
+# the largest. stages: 1 and 2, beside peers. tests: those of tests/gpu that take two GPUs or a machine to themselves.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory, offload, stages or tests}
@@ -115,6 +115,12 @@ case $table in
     row offload 265 "${host[@]}" --sizes 7b --ways device,offload --accumulate 1,8 --steps 5 --warm 6 --limit 130
     row wide 130 "${host[@]}" --sizes 7b --ways offload --accumulate 1,8 --steps 5 --warm 6 --limit 125 --buffer-mb 14000
     row fsdp2 285 "${host[@]}" --sizes 7b --ways fsdp2 --accumulate 1 --steps 2 --warm 1 --limit 280
+    # DeepSpeed compiles an operator when it is used first, which can take a row's whole limit: so that has rows, too.
+    for op in CPUAdam DeepCompile; do
+      row "build-$op" 240 python3 -c "from deepspeed.ops import op_builder; op_builder.${op}Builder().load(verbose=True)"
+    done
+    row deepspeed 215 "${host[@]}" --sizes 7b --ways deepspeed --accumulate 1 --steps 3 --warm 2 --limit 210
+    row deepcompile 215 "${host[@]}" --sizes 7b --ways deepcompile --accumulate 1 --steps 3 --warm 3 --limit 210
     row largest 180 "${host[@]}" --sizes 13b --ways all --accumulate 1 --steps 3 --warm 5 --limit 175
     ;;
   stages)
