@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # Who is told to end, as by timeout(1), would leave ranks behind that go on with what they do, and not say what
+        # has failed until then.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     config.addinivalue_line(
         "markers", "gpu(count=1, apart=False): needs that many CUDA devices; apart: which ranks must not share"
     )

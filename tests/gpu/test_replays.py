@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.replays import WAYS, train
@@ -20,13 +21,22 @@ def both(way: str, backend: str) -> tuple[Any, Any, int]:
     return *results, sum(segment["allocated_size"] for segment in left)
 
 
+def without_key_biases(params: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Attention does not depend on them: their gradients are rounding noise, which Adam makes steps of."""
+    return [
+        {name: value.view(3, -1)[[0, 2]] if name.endswith("qkv.bias") else value for name, value in one.items()}
+        for one in params
+    ]
+
+
 def check(ranks: Ranks, way: str, backend: str) -> None:
     for (replayed, counters), (plain, _), left in ranks.run(2, both, way, backend, backend="nccl", deadline=120):
         # Gradients that are sent one by one are not rounded together; generated code adds an embedding's up by atomics,
         # in another order each time.
         far = 10 if WAYS[way].twice or backend == "inductor" else 1
         assert_close_relative(replayed.losses, plain.losses, far * 1e-4, what="losses")
-        assert_close_relative(replayed.params, plain.params, far * 1e-3, what="weights")
+        weights = [without_key_biases(one.params) for one in (replayed, plain)]
+        assert_close_relative(*weights, far * 1e-3, what="weights")
         replays = counters.get("replayed_graphs", 0)
         assert replays >= WAYS[way].replays if WAYS[way].replays else replays == 0
         assert left == 0, "an engine that is closed holds memory of graphs"

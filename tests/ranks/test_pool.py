@@ -298,3 +298,27 @@ def test_ranks_end_with_the_connection_over_which_they_were_forked(
     assert served.usable
     served.close()
     assert wait_until_gone([ranks[1].pid])
+
+
+def test_a_run_of_tests_that_is_told_to_end_says_what_has_failed_so_far(tmp_path: Path) -> None:
+    tests = tmp_path / "test_long.py"
+    tests.write_text(
+        "import time\n"
+        "def test_first():\n    assert 1 == 2\n"
+        "def test_second():\n    open('begun', 'w').close()\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tests)]
+    environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    run = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 60
+        while not (tmp_path / "begun").exists():
+            assert run.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        run.terminate()
+        out, _ = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert "assert 1 == 2" in out
+    assert "1 failed" in out
