@@ -103,25 +103,27 @@ class EngineConfig(Options):
             self._check_gradients_over_copies()
 
     def _check_gradients_over_copies(self) -> None:
-        if self.compute_dtype is not torch.bfloat16 or not self.compile:
+        found: dict[str, Any] = {"compile": False} if not self.compile else {"stage": 1} if self.stage == 1 else {}
+        found |= {"offload": self.offload} if "parameters" in self.offload else {}
+        for name, value in found.items():
             raise UnsupportedError(
-                "gradients_over_copies=True: there are copies of weights for gradients to lie over where compiled code "
-                "computes in bfloat16 with float32 weights. Pass precision='bf16-mixed', leave compile at True, or "
-                "leave the option out."
-            )
-        if self.stage == 1 or "parameters" in self.offload:
-            which = "stage=1" if self.stage == 1 else f"offload={self.offload!r}"
-            raise UnsupportedError(
-                f"gradients_over_copies=True goes with stage=2 or 3 and with master weights on the device, not with "
-                f"{which}. Leave one of them out."
+                "gradients_over_copies=True: gradients lie over the copies of weights in bfloat16 that compiled code "
+                f"reads with stage=2 or 3 and master weights on the device, not with {name}={value!r}. Leave one of "
+                "them out."
             )
 
     def over(self, hosts: int, ranks_of_each: int) -> EngineConfig:
         """What the options come to there: where a host has one rank, the weights that lie on it are whole, and compiled
-        code reads them where they lie."""
-        if hosts > 1 and self.tuning.gradients_over_copies:
+        code reads them where they lie.
+
+        Raises:
+            UnsupportedError: options that are not for there.
+        """
+        if self.tuning.gradients_over_copies and (hosts > 1 or self.compute_dtype is not torch.bfloat16):
+            where = f"has {hosts} hosts" if hosts > 1 else f"computes in {self.compute_dtype or 'float32'}"
             raise UnsupportedError(
-                f"gradients_over_copies=True is for one host, and there are {hosts}. Leave the option out."
+                "gradients_over_copies=True is for one host and precision='bf16-mixed', where there are copies of "
+                f"weights in bfloat16, and this training {where}. Leave the option out."
             )
         exchange = hosts > 1 and self.tuning.replicate_over is None
         lie_whole = exchange and ranks_of_each == 1 and self.tuning.shard_compute_copy == "host"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 from lightning_zero.sharding.record import Role, ShardedParameter
 from lightning_zero.sharding.refusals import plainly
 
-__all__ = ["lay_over_copies"]
+__all__ = ["lay_over_copies", "refuse_micro_batches"]
 
 
 def lay_over_copies(executor: Executor, trained: Sequence[ShardedParameter]) -> list[ShardedParameter]:
@@ -24,3 +25,12 @@ def lay_over_copies(executor: Executor, trained: Sequence[ShardedParameter]) -> 
         with plainly():
             record.param.grad_dtype = None  # any: otherwise torch takes those of the parameter's own alone
     return others
+
+
+def refuse_micro_batches(over_copies: bool) -> None:
+    """Where gradients lie over copies, another micro-batch comes before the step."""
+    if over_copies:
+        raise UnsupportedError(
+            "gradients_over_copies=True is for steps of one micro-batch: the gradients of the first would lie where "
+            "the next one's weights are. Leave the option out, or train without accumulate_grad_batches."
+        )

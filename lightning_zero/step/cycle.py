@@ -24,6 +24,7 @@ from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.hooks import GradientHooks
+from lightning_zero.sharding.over_copies import refuse_micro_batches
 from lightning_zero.sharding.shard import Sharder
 
 __all__ = ["CompiledPart", "State", "StepCycle", "UnderWay"]
@@ -196,7 +197,12 @@ class StepCycle:
         """May surround forward and backward of a micro-batch after which others come before the optimizer steps. With
         ``stage=1`` its gradients stay whole on their ranks until the last one's backward; with several hosts and
         ``reduce_across="step"``, on their hosts; unless users have put hooks on gradients, who would see only a part of
-        each. On every rank alike."""
+        each. On every rank alike.
+
+        Raises:
+            UnsupportedError: gradients lie over compute copies, which the next micro-batch needs.
+        """
+        refuse_micro_batches(self._sharder.memory.over_copies)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True
         if not self._executor.defers or self._hooks.any():
