@@ -143,18 +143,6 @@ def test_a_fault_waits_for_what_others_are_at() -> None:
     assert outcome.ranks[1].code == 3
 
 
-@pytest.mark.slow
-def test_ranks_that_lightning_starts_are_watched_like_others() -> None:
-    with Job(Training(), Fault("exit_at_once", "batch_end"), how="lightning") as made:
-        outcome = made.run(limit_s=20)
-        shutil.rmtree(made.home)
-    assert made.ranks[0].pid != made.ranks[1].pid
-    assert outcome.ranks[1].code == 3
-    assert outcome.ranks[1].seconds is not None
-    assert outcome.ranks[1].seconds < 5
-    nothing_left(made)
-
-
 # -- verdicts
 
 
