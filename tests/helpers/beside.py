@@ -29,13 +29,13 @@ def beside(calls: Mapping[str, Callable[[], Any]], at_once: int = AT_ONCE) -> It
 
 @contextmanager
 def ranks_beside(
-    calls: Sequence[Callable[[], Any]], world_size: int = 2, at_once: int = AT_ONCE
+    calls: Sequence[Callable[[], Any]], world_size: int = 2, at_once: int = AT_ONCE, deadline: float = 60.0
 ) -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
     """The same for calls on ranks, by function: each has ranks that no other has meanwhile."""
     with ExitStack() as stack:
         free: queue.SimpleQueue[RankPool] = queue.SimpleQueue()
         for _ in range(at_once):
-            free.put(stack.enter_context(RankPool(world_size)))
+            free.put(stack.enter_context(RankPool(world_size, deadline=deadline)))
 
         def run(fn: Callable[[], Any]) -> list[Any]:
             pool = free.get()

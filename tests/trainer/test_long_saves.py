@@ -22,13 +22,13 @@ from lightning_zero.checkpoint import archive, full, telling
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
 from lightning_zero.checkpoint.weights import writing
 from lightning_zero.integrations.folders import read_whole
+from tests.helpers.beside import ranks_beside
 from tests.helpers.callbacks import SavesAfter
 from tests.helpers.fabric import closing, make_fabric, network, set_up, train
 from tests.helpers.logs import said_by
 from tests.helpers.options import arguments
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
-from tests.ranks.pool import Ranks
 
 REPORT_S, TIMEOUT_S = 3.0, 6.0
 
@@ -85,18 +85,21 @@ def _said(seconds: Callable[[int], float], save: Callable[[], Any]) -> tuple[str
         return said_by(save)
 
 
-def _saved(home: str) -> dict[str, tuple[str, float]]:
-    found = {}
-    for name, seconds, options in [
-        ("full", slowly, {}),
-        ("async", slowly, {"async_save": True}),
-        ("stalled", stalling, {"timeout": timedelta(seconds=60)}),
-    ]:
-        trainer, module = _trained(**options)
-        found[name] = _said(seconds, lambda trainer=trainer, name=name: trainer.save_checkpoint(f"{home}/{name}.ckpt"))
-        close(module)
-    assert Path(f"{home}/full.ckpt").stat().st_size == Path(f"{home}/async.ckpt").stat().st_size
+def _saved(seconds: Callable[[int], float], name: str, **options: Any) -> tuple[str, float]:
+    trainer, module = _trained(**options)
+    found = _said(seconds, lambda: trainer.save_checkpoint(f"{name}.ckpt"))
+    close(module)
     return found
+
+
+def full_and_async() -> dict[str, tuple[str, float]]:
+    found = {"full": _saved(slowly, "full"), "async": _saved(slowly, "async", async_save=True)}
+    assert Path("full.ckpt").stat().st_size == Path("async.ckpt").stat().st_size
+    return found
+
+
+def stalled() -> tuple[str, float]:
+    return _saved(stalling, "stalled", timeout=timedelta(seconds=60))
 
 
 @contextmanager
@@ -116,37 +119,34 @@ def _at_first(call: int) -> float:
 
 
 @forked_writers(partial(slow_folder, _at_first))
-def _saved_beside(home: str) -> dict[str, tuple[str, float]]:
+def beside() -> tuple[str, float]:
     """Rank 0's writer has ended long before rank 1's."""
     options = OPTIONS | {"state_dict_type": "sharded", "async_save": True}
-    trainer = make_trainer(
-        "eager", callbacks=[SavesAfter(1, f"{home}/beside")], strategy=ZeroStrategy(**arguments(**options))
-    )
+    trainer = make_trainer("eager", callbacks=[SavesAfter(1, "beside")], strategy=ZeroStrategy(**arguments(**options)))
     module = Regression()
     with slow_folder(_at_first):
         found = _said(lambda call: 0.0, lambda: trainer.fit(module, make_loader("eager", steps=2)))
     close(module)
-    assert read_whole(f"{home}/beside", None)["global_step"] == 1
-    return {"beside": found}
+    assert read_whole("beside", None)["global_step"] == 1
+    return found
 
 
-def _exported(home: str) -> dict[str, tuple[str, float]]:
+def exported() -> tuple[str, float]:
     _, module = _trained()
-    found = {"exported": _said(slowly, lambda: lightning_zero.export_safetensors(module, home, max_shard_size="1GB"))}
+    found = _said(slowly, lambda: lightning_zero.export_safetensors(module, "exported", max_shard_size="1GB"))
     close(module)
     return found
 
 
-def _of_fabric(home: str) -> dict[str, tuple[str, float]]:
+def of_fabric() -> tuple[str, float]:
     fabric = make_fabric("eager", **OPTIONS)
     model, optimizer = set_up(fabric, network())
     with closing(model):
         train(fabric, model, optimizer, 2)
-        content = {"model": model, "optimizer": optimizer}
-        return {"fabric": _said(slowly, lambda: fabric.save(f"{home}/fabric.ckpt", content))}
+        return _said(slowly, lambda: fabric.save("fabric.ckpt", {"model": model, "optimizer": optimizer}))
 
 
-def _gathered(home: str) -> dict[str, tuple[str, float]]:
+def gathered() -> tuple[str, float]:
     """As from a device, whose copies take rank 0 long."""
     trainer, module = _trained()
     original = full.gather_value
@@ -156,33 +156,35 @@ def _gathered(home: str) -> dict[str, tuple[str, float]]:
         return original(*args)
 
     with patch.object(full, "gather_value", late):
-        found = {"gathered": _said(lambda call: 0.0, lambda: trainer.save_checkpoint(f"{home}/gathered.ckpt"))}
+        found = _said(lambda call: 0.0, lambda: trainer.save_checkpoint("gathered.ckpt"))
     close(module)
     return found
 
 
-def _all(home: str) -> dict[str, tuple[str, float]]:
-    return _saved_beside(home) | _saved(home) | _exported(home) | _of_fabric(home) | _gathered(home)
+Found = Callable[[Callable[[], Any]], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, float]]]:
-    """By rank and case, what was said, and how long it took."""
-    return ranks.run(2, _all, str(tmp_path_factory.mktemp("saves")), deadline=240)
+def found(native_library: None) -> Iterator[Found]:
+    """By function, what was said on each rank, and how long it took; they sleep for most of their time."""
+    with ranks_beside([full_and_async, beside, exported, of_fabric, stalled, gathered], deadline=120) as outcome:
+        yield outcome
 
 
-def test_a_writer_beside_training_is_waited_for_while_it_goes_on(found: Any) -> None:
-    for text, seconds in (found["beside"] for found in found):
+def test_a_writer_beside_training_is_waited_for_while_it_goes_on(found: Found) -> None:
+    for text, seconds in found(beside):
         assert seconds > TIMEOUT_S, "it did not take long enough to show anything"
         assert "No progress" not in text, text
 
 
 WRITES = {"full": "Saving", "async": "Saving", "fabric": "Saving", "exported": "Exporting weights to"}
+CASES: dict[str, Callable[[], Any]] = {"fabric": of_fabric, "exported": exported}
 
 
 @pytest.mark.parametrize("case", WRITES)
-def test_while_bytes_move_nobody_is_alarmed_or_ended(found: Any, case: str) -> None:
-    for rank, (text, seconds) in enumerate(found[case] for found in found):
+def test_while_bytes_move_nobody_is_alarmed_or_ended(found: Found, case: str) -> None:
+    both = [each[case] for each in found(full_and_async)] if case in ("full", "async") else found(CASES[case])
+    for rank, (text, seconds) in enumerate(both):
         assert seconds > TIMEOUT_S, "it did not take long enough to show anything"
         assert "No progress" not in text, text
         lines = [line for line in text.splitlines() if "this rank has written" in line]
@@ -190,15 +192,15 @@ def test_while_bytes_move_nobody_is_alarmed_or_ended(found: Any, case: str) -> N
         assert all(line.startswith(WRITES[case]) for line in lines)
 
 
-def test_who_gathers_says_so(found: Any) -> None:
-    (first, _), (second, _) = (found["gathered"] for found in found)
+def test_who_gathers_says_so(found: Found) -> None:
+    (first, _), (second, _) = found(gathered)
     assert "Gathering the state of AdamW: this rank has gathered" in first
     assert "this rank has" not in second
     assert "No progress" not in first + second
 
 
-def test_where_nothing_moves_the_writer_is_named_with_what_it_writes(found: Any) -> None:
-    (writer, _), (waiting, _) = (found["stalled"] for found in found)
+def test_where_nothing_moves_the_writer_is_named_with_what_it_writes(found: Found) -> None:
+    (writer, _), (waiting, _) = found(stalled)
     for text in (writer, waiting):
         assert text.count("No progress") == 1, text
         assert "stalled.ckpt (0.00 of 0.00 GiB written)" in text
