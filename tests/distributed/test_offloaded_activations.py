@@ -289,8 +289,16 @@ def test_where_nothing_is_compiled_the_option_is_refused() -> None:
         config(offload=("activations",), compile=False)
 
 
+class TwoLayers(Deep):
+    """Without embeddings and a loss of classes, whose code takes longer to generate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers[2:]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "whole"), [(OneLayer, True), (Deep, False)], ids=["whole", "in pieces"])
+@pytest.mark.parametrize(("case", "whole"), [(TwoLayers, True), (Deep, False)], ids=["whole", "in pieces"])
 def test_generated_code_keeps_what_is_on_its_way(ranks: Ranks, case: type[Case], whole: bool) -> None:
     for plain, away in ranks.run(1, generated, case, whole, deadline=400):  # two show it without code
         assert away["counters"]["offload_bytes"] > 0
