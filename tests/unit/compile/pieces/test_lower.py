@@ -33,7 +33,7 @@ class Layers(nn.Module):
 
 
 def trained(module: nn.Module, batches: list[Tensor], cache: PieceCache | None) -> tuple[list[float], Tensor]:
-    """Losses, and all gradients, with pieces in this cache, or with whole graphs."""
+    """Losses, and all gradients, with pieces in this cache, or with whole graphs, which are compiled for any length."""
 
     def inner(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
         if cache is None:
@@ -48,7 +48,11 @@ def trained(module: nn.Module, batches: list[Tensor], cache: PieceCache | None) 
     torch.compiler.reset()
     torch.manual_seed(0)
     module.zero_grad()
-    run = torch.compile(module, backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner))
+    run = torch.compile(
+        module,
+        backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner),
+        dynamic=True if cache is None else None,
+    )
     losses = []
     with functorch_config.patch(enable_autograd_cache=False):  # it takes no notice of what compiles
         for batch in batches:
