@@ -9,10 +9,11 @@
 # bench: README's chart. checkpoints, more-checkpoints: of 6.7B. starts: to the tenth step, with caches empty and filled.
 # growth: 24 and 96 layers. hosts: two, of one GPU each. precisions, parts, checkpointed, images, lengths: models of
 # models.py, beside peers. memory: budgets. offload: of 6.7B, beside peers, of which some need deepspeed installed, and
-# the largest. stages: 1 and 2, beside peers. tests: those of tests/gpu that take two GPUs or a machine to themselves.
+# the largest. stages: 1 and 2, beside peers. over-copies: gradients over compute copies, beside peers. tests: those of
+# tests/gpu that take two GPUs or a machine to themselves.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory, offload, stages or tests}
+table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory, offload, stages, over-copies or tests}
 out=$(realpath -m "${2:?a folder for logs}")
 wanted=${3:-.*}
 work=$(mktemp -d)
@@ -131,6 +132,18 @@ case $table in
       steps "$size-ddp" 150 "${few[@]}" --strategy ddp_compile # torch compiles the whole of it
       steps "$size-fsdp2-no-reshard" 60 "${few[@]}" --strategy fsdp2 --no-reshard
     done
+    ;;
+  over-copies)
+    build
+    for over in false true; do
+      option=(--option "tuning.gradients_over_copies=$over")
+      models "llama-$over" 80 llama --steps 24 --warm 12 "${option[@]}"
+      steps "1b-$over" 70 --batch 2 --length 2048 --steps 36 --warm 15 "${option[@]}"
+      steps "7b-$over" 130 --size 7b --batch 1 --length 2048 --steps 20 --warm 10 "${option[@]}"
+    done
+    models llama-fsdp2 60 llama --steps 24 --warm 12 --strategy fsdp2
+    steps 1b-fsdp2 60 --batch 2 --length 2048 --steps 36 --warm 15 --strategy fsdp2
+    steps 7b-fsdp2 120 --size 7b --batch 1 --length 2048 --steps 20 --warm 10 --strategy fsdp2
     ;;
   tests)
     build

@@ -163,6 +163,7 @@ WAYS = {
     "accumulated": Way(training={"accumulate": 3}),
     "accumulated, kept until the step": Way(engine=TO_STEP, training={"accumulate": 3, "announce": True}),
     "accumulated, stage 1": Way(engine=STAGE_1, training={"accumulate": 3, "announce": True}),
+    "gradients over copies": Way(engine={"gradients_over_copies": True}),
     "gradients zeroed, not dropped": Way(training={"set_to_none": False}),
     "frozen weights, gradients dropped first, then added to": Way("LoRA", optimizer=Forgetful),
     "gradients added to first, then dropped": Way(optimizer=ForgetfulAtLast),
