@@ -41,7 +41,8 @@ struct ShardCopy {
   bool by_steps = false;  // see [Note: shards on the host] in compute_copies.h
   // -- where gradients lie over copies
   InCopy holds = InCopy::WEIGHT;
-  Pending last_read;  // of it, by this rank, in this backward
+  Pending last_read;      // of it, by this rank, in this backward
+  bool was_read = false;  // since note_reads()
   // -- of a host shard
   const std::string* name = nullptr;  // the parameter's
   int64_t place = -1;                 // in the order of first use; negative: not used yet

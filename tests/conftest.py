@@ -33,7 +33,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if "PYTEST_XDIST_WORKER" not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         # Who is told to end, as by timeout(1), would leave ranks behind that go on with what they do, and not say what
         # has failed until then.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

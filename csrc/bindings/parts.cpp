@@ -83,6 +83,7 @@ void bind_parts(torch::Library& m) {
       ("attached", attached, &AttachedGradients::of_last_backward)                       //
       ("key", attached, &AttachedGradients::key)                                         //
       ("has_any", attached, &AttachedGradients::has_any)                                 //
+      ("lies_there", attached, &AttachedGradients::lies_there, {arg("index")})           //
       ("is_whole_backward", &compat::is_whole_backward)                                  //
       ("backwards", &Reducer::backwards)                                                 //
       ("mark", &Reducer::mark)                                                           //

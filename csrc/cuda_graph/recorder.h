@@ -25,7 +25,7 @@ class Recorder {
            Reducer& reducer)
       : context_(context),
         communicators_(communicators),
-        weights_(weights),
+        weights_(context, weights),
         gradients_(context, transports, reducer) {}
 
   // Why nothing can be recorded now; empty when it can. `segment`: see begin().

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "gradients/over_copies.h"
+
 namespace lightning_zero {
 
 void AttachedGradients::attach(const std::vector<char>& brought, const DeferredGradients& deferred) {
@@ -40,11 +42,18 @@ int64_t AttachedGradients::key() const {
                       "lightning_zero: the data of parameter ", record->name,
                       " was replaced by another tensor, which neither gathers nor optimizer steps would see. "
                       "Copy into it instead (param.data.copy_(x)), or assign to module.weight.data.");
+    over_copies::check_kept(*record);
     const auto& grad = record->param.grad();
     key =
         (key ^ (grad.defined() ? reinterpret_cast<uintptr_t>(grad.const_data_ptr()) : 0)) * 1099511628211ULL;
   }
   return static_cast<int64_t>(key);
+}
+
+bool AttachedGradients::lies_there(int64_t index) const {
+  Lock lock(context_.mutex);
+  const auto& record = context_.at(index);
+  return !record.grad_over_copy() || record.compute_copy.holds != InCopy::WEIGHT;
 }
 
 bool AttachedGradients::has_any() const {

@@ -22,6 +22,8 @@ class AttachedGradients {
   std::vector<int64_t> of_last_backward() const { return attached_; }
   // Changes whenever a parameter's gradient comes, goes or lies elsewhere.
   int64_t key() const;
+  // Whether the memory of this parameter's gradient is not a compute copy now.
+  bool lies_there(int64_t index) const;
   // Whether gradients are there, to which a backward that begins now would add.
   bool has_any() const;
   void close() { attached_.clear(); }

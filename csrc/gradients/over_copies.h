@@ -7,10 +7,14 @@
 //
 // What makes it safe: a bucket is reduced on this rank once all ranks have sent theirs, and each sends it
 // behind its own last read of these weights, for which launching waits. A read that comes later still, in the
-// same backward or before the step, would find the gradient's bits: it is refused, and so is writing a copy
-// while somebody may want the gradient. Nobody wants one that is not in param.grad: the copies of those are
-// lost, and written anew before the next forward.
+// same backward or before the step, would find the gradient's bits. Where ranks read each other's shards, or
+// all-gather, weights come from shards then; elsewhere, and in what is replayed, the read is refused. While
+// somebody may want the gradient, nobody writes the copy; one that is not in param.grad nobody wants, and its
+// copy is stale.
 #pragma once
+
+#include <cstdint>
+#include <vector>
 
 #include "context.h"
 #include "gradients/bucket.h"
@@ -25,10 +29,15 @@ void is_read(ParamRecord& record, const Pending& pending);
 void arrive(ReduceBucket& bucket, const c10::Device& device);
 // What is queued from here on is recorded, or was: it must not wait for what is not, nor the other way round.
 void forget_reads(Context& context);
+// Parameters whose copies were read since note_reads().
+void note_reads(Context& context);
+std::vector<int64_t> reads(const Context& context);
 // The backward is over.
 void have_arrived(Context& context);
-// The copy is about to be written, and is one then.
-void write(ParamRecord& record);
+// Whether the copy may be written now.
+bool may_write(const ParamRecord& record);
+// Refuses what is in param.grad and was a gradient, until its copy was written.
+void check_kept(const ParamRecord& record);
 [[noreturn]] void refuse(const ParamRecord& record);
 
 }  // namespace lightning_zero::over_copies

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "context.h"
-#include "gradients/over_copies.h"
 #include "runtime/tensors.h"
 #include "transport/communicators.h"
 #include "transport/transport.h"
@@ -46,9 +45,9 @@ Pending ShardCopyGather::gather(const std::vector<ParamRecord*>& records, std::v
   std::vector<const std::vector<at::Tensor>*> from;
   for (size_t i = 0; i < records.size(); ++i) {
     const auto& record = *records[i];
-    if (const auto& copies = record.copies_in(outputs[i].scalar_type()); !copies.empty()) {
-      if (&copies == &record.compute_copy.of_ranks)
-        over_copies::check(record);
+    const auto dtype = outputs[i].scalar_type();
+    const bool is_weight = dtype == record.shard.scalar_type() || record.compute_copy.holds == InCopy::WEIGHT;
+    if (const auto& copies = record.copies_in(dtype); is_weight && !copies.empty()) {
       to.push_back(outputs[i]);
       from.push_back(&copies);
       continue;

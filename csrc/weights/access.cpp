@@ -26,14 +26,14 @@ at::Tensor Access::source_in(ParamRecord& record, at::ScalarType dtype) {
   if (record.shard.scalar_type() == dtype)
     return record.shard;
   const auto& copy = record.compute_copy;
-  if (!copy.own.defined() || copy.own.scalar_type() != dtype || record.compute_copy.holds != InCopy::WEIGHT)
+  if (!copy.own.defined() || copy.own.scalar_type() != dtype)
     return {};
   if (copies_.is_stale(record)) {
     if (!copy.of_ranks.empty())
       return {};  // a peer may be reading it
     copies_.write(record);
   }
-  return copy.own;
+  return copy.holds == InCopy::WEIGHT ? copy.own : at::Tensor();
 }
 
 void Access::begin_turn_to_write() {

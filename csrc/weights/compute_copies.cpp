@@ -25,23 +25,26 @@ Stamp ComputeCopies::now(const ParamRecord& record) const {
 }
 
 bool ComputeCopies::is_stale(const ParamRecord& record) const {
-  return record.compute_copy.written != now(record);
+  const auto& copy = record.compute_copy;
+  return over_copies::may_write(record) && (copy.holds != InCopy::WEIGHT || copy.written != now(record));
 }
 
 bool ComputeCopies::any_lost() const {
-  return std::any_of(context_.records.begin(), context_.records.end(), [this](const auto& record) {
-    return record->compute_copy.holds == InCopy::GRADIENT && !record->keeps_gradient() && !is_stale(*record);
+  return std::any_of(context_.records.begin(), context_.records.end(), [](const auto& record) {
+    return record->compute_copy.holds != InCopy::WEIGHT && over_copies::may_write(*record);
   });
 }
 
 void ComputeCopies::is_written(ParamRecord& record) {
   record.compute_copy.written = now(record);
+  record.compute_copy.holds = InCopy::WEIGHT;
 }
 
 std::vector<ParamRecord*> ComputeCopies::stale(bool everything) const {
   std::vector<ParamRecord*> found;
   for (auto& record : context_.records) {
-    if (record->compute_copy.own.defined() && (everything || is_stale(*record)))
+    const bool wanted = everything ? over_copies::may_write(*record) : is_stale(*record);
+    if (record->compute_copy.own.defined() && wanted)
       found.push_back(record.get());
   }
   return found;
@@ -50,21 +53,23 @@ std::vector<ParamRecord*> ComputeCopies::stale(bool everything) const {
 void ComputeCopies::write(ParamRecord& record) {
   TORCH_INTERNAL_ASSERT(!recording, "a replay would write the compute copy of ", record.name, " each time");
   at::NoGradGuard no_grad;
-  over_copies::write(record);
   record.compute_copy.own.copy_(record.shard);
   is_written(record);
   context_.count("compute_copy_writes");
 }
 
 void ComputeCopies::write_all() {
-  for (auto& record : context_.records) over_copies::write(*record);
-  for (auto& [copies, shards] : memory_) copies.copy_(shards);
+  const auto may_write = [](const auto& record) { return over_copies::may_write(*record); };
+  const bool all = std::all_of(context_.records.begin(), context_.records.end(), may_write);
+  if (all) {
+    for (auto& [copies, shards] : memory_) copies.copy_(shards);
+  }
   for (auto& record : context_.records) {
     if (!record->compute_copy.own.defined())
       continue;
-    if (!record->compute_copy.by_steps)
+    if (all && !record->compute_copy.by_steps)
       is_written(*record);
-    else if (is_stale(*record))
+    else if (record->compute_copy.by_steps ? is_stale(*record) : may_write(record))
       write(*record);
   }
 }

@@ -22,9 +22,10 @@ class ComputeCopies {
   void add_memory(at::Tensor copies, at::Tensor shards);
   bool has_memory() const;
 
-  bool is_stale(const ParamRecord& record) const;
-  // Whether there are some that nobody takes for stale and that are gradients, which nobody wants any more.
+  // Whether some are gradients that nobody wants: no step has come, and where ranks take turns nobody writes.
   bool any_lost() const;
+  // Not where it is a gradient that somebody wants.
+  bool is_stale(const ParamRecord& record) const;
   // Parameters whose copies are stale; or all that have one.
   std::vector<ParamRecord*> stale(bool everything) const;
   // The compute copy of one parameter; those of all, in few kernels; and full-precision copies.

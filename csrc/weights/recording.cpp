@@ -1,5 +1,7 @@
 #include "weights/recording.h"
 
+#include "gradients/over_copies.h"
+
 namespace lightning_zero {
 
 std::string WeightRecording::why_not() const {
@@ -13,6 +15,7 @@ std::string WeightRecording::why_not() const {
 void WeightRecording::begin() {
   // Nothing that was launched before may be waited for inside, and nothing inside from without.
   weights_.first().forget();
+  over_copies::note_reads(context_);
   weights_.resident().begin_recording();
   weights_.copies().recording = true;
   if (auto* exchange = weights_.exchange())
@@ -28,7 +31,8 @@ std::string WeightRecording::finish() const {
 WeightRecording::Recorded WeightRecording::end() {
   weights_.copies().recording = false;
   auto* exchange = weights_.exchange();
-  return {weights_.resident().end_recording(), exchange ? exchange->end_recording() : Exchange::Recorded{}};
+  return {weights_.resident().end_recording(), exchange ? exchange->end_recording() : Exchange::Recorded{},
+          over_copies::reads(context_)};
 }
 
 bool WeightRecording::fits(const Recorded& graph, std::set<int64_t>& gathered) const {
@@ -39,6 +43,7 @@ bool WeightRecording::fits(const Recorded& graph, std::set<int64_t>& gathered) c
 
 void WeightRecording::before_replay(const Recorded& graph) {
   weights_.sync_peers();
+  for (const auto index : graph.read) over_copies::check(context_.at(index));
   if (auto* exchange = weights_.exchange())
     exchange->before_replay(graph.exchange);
 }

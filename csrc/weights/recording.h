@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "weights/weights.h"
 
@@ -11,12 +12,13 @@ namespace lightning_zero {
 
 class WeightRecording {
  public:
-  explicit WeightRecording(Weights& weights) : weights_(weights) {}
+  WeightRecording(Context& context, Weights& weights) : context_(context), weights_(weights) {}
 
   // What a graph does with weights.
   struct Recorded {
     ResidentWeights::Recorded resident;
     Exchange::Recorded exchange;
+    std::vector<int64_t> read;  // copies over which gradients come
   };
 
   // Why none can begin now; empty when it can.
@@ -36,6 +38,7 @@ class WeightRecording {
   void after_replay(const Recorded& graph) { weights_.resident().after_replay(graph.resident); }
 
  private:
+  Context& context_;
   Weights& weights_;
 };
 

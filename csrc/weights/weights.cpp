@@ -22,12 +22,6 @@ void Weights::sync_edits_if_any() {
     edits_.sync(/*forget=*/false);
 }
 
-// As if weights had changed: the gradients were dropped, and no optimizer has stepped.
-void Weights::write_lost() {
-  if (copies_.any_lost())
-    begin_writing(/*stepping=*/true);
-}
-
 // ---- ops
 
 at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked) {
@@ -104,7 +98,6 @@ void Weights::check_plan(const std::string& digest, const std::string& plan) {
     lock.lock();
     plans_.insert(digest);
   }
-  write_lost();
   if (!access_.is_shared())
     return;
   sync_edits_if_any();
@@ -140,7 +133,8 @@ void Weights::refresh_compute_copies() {
   first_.drop();
   if (!copies_.has_memory() && !access_.is_shared())
     return;
-  write_lost();
+  if (copies_.any_lost())
+    begin_writing(/*stepping=*/true);  // of all ranks, which elsewhere may not come along
   access_.let_read(/*everything=*/true);
   first_.begin_step(/*noting=*/access_.is_published());
 }
@@ -149,7 +143,6 @@ bool Weights::sync_peers(bool ahead) {
   Lock lock(context_.mutex);
   if (ahead && !(access_.is_shared() && (access_.takes_turns() || context_.exchanges_weights())))
     return false;
-  write_lost();
   sync_edits_if_any();
   first_.drop();
   if (ahead)

@@ -71,7 +71,6 @@ class Weights {
 
  private:
   void sync_edits_if_any();
-  void write_lost();
 
   Context& context_;
   ComputeCopies copies_;

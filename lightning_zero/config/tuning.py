@@ -95,7 +95,7 @@ class Tuning:
     gradients_over_copies: bool = _memory(
         "reduced gradients lie, in bfloat16, where the weights' copies lay that were computed with, which nobody needs "
         "again before the step: 4 bytes less for each weight of a rank's shards. With ``precision='bf16-mixed'``, on "
-        "one host, where each step has one micro-batch; what needs weights between a backward and the step raises. "
+        "one host, where each step has one micro-batch; what needs weights between a backward and the step may raise. "
         "``param.grad`` is bfloat16 until the step, and None from then on",
         default=False,
         change=Change.REFUSED,

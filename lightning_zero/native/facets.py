@@ -138,6 +138,11 @@ class Gradients(Protocol):
     def has_any(self) -> bool:
         """Whether some trainable parameter has a gradient."""
 
+    def lies_there(self, index: int) -> bool:
+        """Whether the memory of this parameter's gradient may be written: where gradients lie over compute copies, once
+        a backward has brought one, and until the copy is written again."""
+        ...
+
     def is_whole_backward(self) -> bool:
         """Whether the backward pass that goes on is for all gradients, not those of ``backward(inputs=...)`` only."""
 

@@ -41,9 +41,11 @@ def _at_once(start: Callable[[bool], dist.Work | None]) -> None:
 
 
 @on_plain_tensors
-def norms_of_each(shards: Sequence[Tensor | None], norm_type: float, mesh: Mesh, device: torch.device) -> list[Tensor]:
+def norms_of_each(
+    shards: Sequence[Tensor | None], norm_type: float, mesh: Mesh, device: torch.device, dtypes: Sequence[torch.dtype]
+) -> list[Tensor]:
     """The p-norm of each of these gradients over all ranks' shards together: scalars on ``device``, the same on every
-    rank, in the gradients' dtypes. Zero where a rank has None; all ranks pass as many. Collective.
+    rank, in these dtypes. Zero where a rank has None; all ranks pass as many. Collective.
 
     Padding is zero and adds nothing.
     """
@@ -60,5 +62,4 @@ def norms_of_each(shards: Sequence[Tensor | None], norm_type: float, mesh: Mesh,
         powers.pow_(norm_type)
         add_up(powers, mesh, _at_once)
         powers.pow_(1 / norm_type)
-    dtypes = [torch.float32 if shard is None else shard.dtype for shard in shards]
     return [norm.to(dtype) for norm, dtype in zip(powers.unbind(), dtypes, strict=True)]

@@ -45,7 +45,8 @@ class StepLayout:
         """Scales the gradients, whose ``squared`` is of all ranks, to a norm of at most ``max_norm``."""
         factor = clip_factor(self.squared, max_norm)
         for segment in self.segments:
-            segment.grad.mul_(factor.to(segment.grad.dtype))
+            wide = factor.to(segment.param.dtype).view(1)  # 1-D, or it would be rounded to what gradients lie in
+            torch.mul(segment.grad, wide, out=segment.grad)
 
     def clip_value(self, most: float) -> None:
         """Clamps the gradients to [-most, most]."""

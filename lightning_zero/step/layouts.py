@@ -111,20 +111,24 @@ class StepLayouts:
 
     def _home(self, param: Tensor) -> bool | int:
         """Whether there is a gradient; one that somebody put in place of ours is copied to where ours lies. Its address
-        where we have no place for it."""
+        where we have no place for it, or none now."""
         grad = param.grad
         if grad is None:
             return False
         record = self._sharder.find(param)
         assert record is not None
         home = record.gradient
-        if home is None:
+        if home is None or not self._is_there(record):
             return grad.data_ptr()
         if grad.data_ptr() != home.data_ptr():
             home.copy_(grad.reshape(-1))
             shown = record.shown_gradient
             param.grad = home.view(record.layout.visible_shape).data if shown is None else shown
         return True
+
+    def _is_there(self, record: ShardedParameter) -> bool:
+        """Whether a gradient may be written to its memory: otherwise others read that as a weight."""
+        return not record.grad_over_copy or self._sharder.executor.gradients.lies_there(record.index)
 
     def _make(self, own: Own) -> StepLayout:
         records = [[self._sharder.find(p) for p in group["params"] if p.grad is not None] for group in own.groups]

@@ -281,7 +281,8 @@ class OptimizerSteps:
         with plainly():
             shards = [record.param.grad for record in live]
         with executor.waiting("norms of gradients", Lane.REDUCE):
-            norms = norms_of_each(shards, norm_type, self._sharder.mesh, executor.device)
+            dtypes = [torch.float32 if t is None else r.param.dtype for r, t in zip(live, shards, strict=True)]
+            norms = norms_of_each(shards, norm_type, self._sharder.mesh, executor.device, dtypes)
         return dict(zip([record.index for record in live], norms, strict=True))
 
 

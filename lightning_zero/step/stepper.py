@@ -174,7 +174,7 @@ class OptimizerStepper:
         # Flat parameters were written, which no parameter's version shows: a backward that needs the old values would
         # take the new ones, and nobody would know.
         own = self._substitute.own
-        for segment in () if self.layout is None else self.layout.segments:
+        for segment in self.layout.segments if self._substitute.stepped and self.layout is not None else ():
             segment.spend_gradient()
         params = [param for group in own.groups for param in group["params"]]
         if not self._may_be_away or self.layout is None:

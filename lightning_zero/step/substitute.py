@@ -39,7 +39,11 @@ class Shown(NamedTuple):
 
 class Substitute:
     """Swaps ``param_groups`` and ``state`` of one optimizer. Its own are back as soon as its ``step`` is over, before
-    any of the user's post-hooks look at them."""
+    any of the user's post-hooks look at them.
+
+    Attributes:
+        stepped: its ``step`` has come to its end since it saw others last.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -48,6 +52,7 @@ class Substitute:
         self._before: Groups = []
         self._after: Callable[[Own], None] = lambda own: None
         self._hook: Any = None
+        self.stepped = False
         self._around: AbstractContextManager[Any] | None = None
 
     @property
@@ -67,7 +72,8 @@ class Substitute:
         self._own, self._shown, self._after = self.own, shown, after
         self._before = [dict(group) for group in shown.groups]
         self._optimizer.param_groups, self._optimizer.state = shown.groups, shown.state
-        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._restore())
+        self.stepped = False
+        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._restore(stepped=True))
         # The user's own hooks come after this one.
         hooks: Any = self._optimizer._optimizer_step_post_hooks
         hooks.move_to_end(self._hook.id, last=False)
@@ -94,7 +100,8 @@ class Substitute:
         finally:
             self._optimizer.param_groups = own
 
-    def _restore(self) -> None:
+    def _restore(self, stepped: bool = False) -> None:
+        self.stepped = self.stepped or stepped
         if self._own is None:
             return
         if self._around is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine import engine_of
+from lightning_zero.engine import Engine, engine_of
 from lightning_zero.report.readings import memory_by_role
 from tests.helpers.checkpointed import NonReentrant, Reentrant
 from tests.helpers.in_parts import FrozenEncoder, OtherHeads, Parts
@@ -62,15 +62,15 @@ def train(
     model: Any = build(case)
     dtypes: set[torch.dtype] = set()
 
-    def round_gradient(param: Tensor) -> None:
+    def look(param: Tensor) -> None:
         assert param.grad is not None
         dtypes.add(param.grad.dtype)
-        param.grad.copy_(param.grad.to(BF16))
+        round_gradient(param)
 
     with engine_for(model, gradients_over_copies=over, **(BASE | options)) as engine:
         for param in model.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(round_gradient)
+                param.register_post_accumulate_grad_hook(look)
         made, batches = adamw(model), make_batches(case, STEPS, SAMPLES)
         got = train_sharded(engine, model, batches, made, context=autocast, before_batch=before_batch, clip_norm=clip)
         assert all(param.grad is None for param in model.parameters())
@@ -103,9 +103,14 @@ def test_clipped_gradients_are_rounded_once_more_by_a_step_that_is_not_replayed(
         assert_close_relative(over.params, plain.params, 1e-2, what="params")
 
 
-def evaluate(model: nn.Module, index: int) -> Tensor:
+def _engine(model: nn.Module) -> Engine:
     engine = engine_of(model)
     assert engine is not None
+    return engine
+
+
+def evaluate(model: nn.Module) -> Tensor:
+    engine = _engine(model)
     engine.eval_step()
     with torch.no_grad(), autocast():
         out: Tensor = model(torch.zeros(5, 8, dtype=torch.int64))
@@ -115,8 +120,7 @@ def evaluate(model: nn.Module, index: int) -> Tensor:
 
 def backward(model: Any, index: int) -> None:
     """Of another batch than those that are trained with."""
-    engine = engine_of(model)
-    assert engine is not None
+    engine = _engine(model)
     with engine.train_step(), autocast():
         loss = model.loss(shard_batch(model.make_batch(99 + index, SAMPLES), engine.rank, engine.world_size))
     loss.backward()
@@ -125,12 +129,12 @@ def backward(model: Any, index: int) -> None:
 def whatever(model: Any, index: int) -> None:
     """Comes between steps: evaluations, gradients that come and are dropped, both, and an edit of a weight."""
     if index % 2:
-        evaluate(model, index)
+        evaluate(model)
     if index in (1, 4, 6):
         backward(model, index)
         model.zero_grad()
     if index == 6:
-        evaluate(model, index)
+        evaluate(model)
     if index in (2, 7):
         with torch.no_grad():
             model.head.weight.mul_(0.9)
@@ -142,64 +146,178 @@ def test_copies_are_weights_again_whatever_comes_between_steps(ranks: Ranks, tra
         check(over, plain)
 
 
-def up_to_a_backward(options: dict[str, Any], then: Callable[[Any, Tensor], None]) -> None:
-    """``then`` is called with a model whose gradients wait for their step, and what an evaluation gave before."""
+Then = Callable[[Any, Any, Tensor], None]
+
+
+def up_to_a_backward(over: bool, options: dict[str, Any], then: Then) -> dict[str, Tensor]:
+    """``then`` is called with a model whose gradients wait for their step, its optimizer, and what an evaluation gave
+    before. Returns weights."""
     torch.manual_seed(17)
     model: Any = build(OneLayer)
-    with engine_for(model, gradients_over_copies=True, **(BASE | options)) as engine:
+    with engine_for(model, gradients_over_copies=over, **(BASE | options)) as engine:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(round_gradient)
         optimizer = adamw(model)
         for index in range(5):
             backward(model, index)
-            with engine.optimizers.stepping(optimizer):
-                optimizer.step()
-            before = evaluate(model, index)
+            step(model, optimizer)
+            before = evaluate(model)
         backward(model, 5)
-        then(model, before)
+        then(model, optimizer, before)
+        return whole_params(engine, model)
 
 
-def another_backward(model: Any, before: Tensor) -> None:
-    backward(model, 6)
+def round_gradient(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.copy_(param.grad.to(BF16))
 
 
-def gradient_of_the_users(model: Any, before: Tensor) -> None:
+def step(model: Any, optimizer: torch.optim.Optimizer, clip: float | None = None) -> None:
+    with _engine(model).optimizers.stepping(optimizer, clip=clip):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluates(model: Any, optimizer: Any, before: Tensor) -> None:
+    assert torch.equal(evaluate(model), before)
+    step(model, optimizer)
+
+
+def one_rank_evaluates(model: Any, optimizer: Any, before: Tensor) -> None:
     model.zero_grad()
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
+    if _engine(model).rank == 0:
+        assert torch.equal(evaluate(model), before)
     backward(model, 6)
+    step(model, optimizer)
 
 
-def another_loss(model: Any, before: Tensor) -> None:
+def adds_up(model: Any, optimizer: Any, before: Tensor) -> None:
+    backward(model, 6)
+    step(model, optimizer)
+
+
+def two_losses(model: Any, optimizer: Any, before: Tensor) -> None:
     model.zero_grad()
-    with engine_of(model).train_step(), autocast():  # type: ignore[union-attr]
+    with _engine(model).train_step(), autocast():
         losses = [model.loss(model.make_batch(seed, SAMPLES)) for seed in (3, 4)]
     for loss in losses:
         loss.backward()
+    step(model, optimizer)
 
 
-REFUSED = [
-    *((transport, another_backward) for transport in TRANSPORTS),
-    ("copies", gradient_of_the_users),
-    ("copies", another_loss),
+def steps_in_turn(model: Any, optimizer: Any, before: Tensor) -> None:
+    """Two optimizers after one backward; what no optimizer has keeps its gradient for good."""
+    model.zero_grad()
+    halves = [list(model.parameters())[0:3], list(model.parameters())[3:-2]]
+    optimizers = [torch.optim.AdamW(half, lr=0.01, eps=1e-4) for half in halves]
+    for index in range(3):
+        backward(model, index)
+        for one in optimizers:
+            with _engine(model).optimizers.stepping(one):
+                one.step()
+        model.zero_grad()
+
+
+def puts_gradients_in(model: Any, optimizer: Any, before: Tensor) -> None:
+    """Of his own: without a backward, for a step with clipping; and then for none."""
+    model.zero_grad()
+    for clip in (0.1, None):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.25)
+        if clip is None:
+            _engine(model).optimizers.stepper(optimizer).clip_norm(0.1)
+            model.zero_grad()
+        else:
+            step(model, optimizer, clip)
+        evaluate(model)
+        backward(model, 6)
+        step(model, optimizer)
+
+
+def replaces_gradients(model: Any, optimizer: Any, before: Tensor) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad = param.grad.float() * 0.5
+    step(model, optimizer)
+
+
+def tries_again(model: Any, optimizer: Any, before: Tensor) -> None:
+    with pytest.raises(ZeroDivisionError), _engine(model).optimizers.stepping(optimizer):
+        raise ZeroDivisionError
+    step(model, optimizer)
+
+
+RIGHT: list[Then] = [
+    evaluates,
+    adds_up,
+    two_losses,
+    steps_in_turn,
+    puts_gradients_in,
+    replaces_gradients,
+    tries_again,
 ]
 
 
-@pytest.mark.parametrize(("transport", "what"), REFUSED)
-def test_who_needs_weights_before_the_step_is_told_what_to_do(ranks: Ranks, transport: str, what: Any) -> None:
+def either_way(options: dict[str, Any], then: Then) -> list[dict[str, Tensor]]:
+    return [up_to_a_backward(over, options, then) for over in (True, False)]
+
+
+@pytest.mark.parametrize("then", RIGHT)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_comes_before_the_step_is_as_right_as_ever(ranks: Ranks, transport: str, then: Then) -> None:
+    for over, plain in ranks.run(2, either_way, TRANSPORTS[transport], then):
+        # Sums of gradients are rounded twice, as are those that are clipped.
+        twice = then in (adds_up, two_losses, puts_gradients_in)
+        assert_close_relative(over, plain, 2e-3 if twice else 1e-6)
+
+
+def adds_up_again_and_again(model: Any, optimizer: Any, before: Tensor) -> None:
+    for index in range(8):
+        adds_up(model, optimizer, before)
+        backward(model, index)
+
+
+def test_replays_that_would_read_gradients_as_weights_are_refused(ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match="is needed once more while its gradient waits for the optimizer's step"):
-        ranks.run(2, up_to_a_backward, TRANSPORTS[transport], what)
+        ranks.run(2, up_to_a_backward, True, COPIES, adds_up_again_and_again)
 
 
-def evaluation_is_right_or_refused(model: Any, before: Tensor) -> None:
-    weights = whole_params(engine_of(model), model)  # type: ignore[arg-type]
-    try:
-        after = evaluate(model, 5)
-    except ValueError as error:
-        assert "while its gradient waits" in str(error)  # noqa: PT017 - it may be right, too
-    else:
-        assert torch.equal(before, after)
-    assert_close_relative(whole_params(engine_of(model), model), weights, 0.0)  # type: ignore[arg-type]
+def test_a_rank_may_evaluate_alone_where_ranks_take_turns(ranks: Ranks) -> None:
+    for over, plain in ranks.run(2, either_way, {}, one_rank_evaluates):
+        assert_close_relative(over, plain, 1e-6)
+
+
+def puts_aside(model: Any, optimizer: Any, before: Tensor) -> None:
+    saved = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    backward(model, 6)
+    step(model, optimizer)
+    evaluate(model)
+    for param, grad in zip(model.parameters(), saved, strict=True):
+        param.grad = grad
+    step(model, optimizer)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_evaluation_before_the_step_is_right_or_refused(ranks: Ranks, transport: str) -> None:
-    ranks.run(2, up_to_a_backward, TRANSPORTS[transport], evaluation_is_right_or_refused)
+def test_gradients_that_are_put_back_when_they_are_gone_are_refused(ranks: Ranks, transport: str) -> None:
+    with pytest.raises(RankFailure, match="was put aside and put back"):
+        ranks.run(2, up_to_a_backward, True, TRANSPORTS[transport], puts_aside)
+
+
+def norms_and_clipped() -> None:
+    torch.manual_seed(17)
+    model: Any = build(OneLayer)
+    with engine_for(model, gradients_over_copies=True, **BASE) as engine:
+        optimizer = adamw(model)
+        backward(model, 0)
+        total = torch.stack(list(engine.optimizers.grad_norms(2.0).values())).norm()
+        with engine.optimizers.stepping(optimizer, clip=0.1) as norm:
+            assert norm is not None
+            assert_close_relative(total, norm, 1e-5)
+            grads = [param.grad for param in model.parameters()]
+            optimizer.step()
+        assert all(grad is not None for grad in grads)
+
+
+def test_norms_are_as_exact_as_those_of_float32(ranks: Ranks) -> None:
+    ranks.run(2, norms_and_clipped)

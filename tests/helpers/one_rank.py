@@ -43,6 +43,7 @@ class OneRank:
                     gradient=grads.views[index],
                     shown_gradient=None,
                     on_host=None,
+                    grad_over_copy=False,
                 )
             )
         self.params = [record.param for record in self.live]

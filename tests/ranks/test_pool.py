@@ -309,6 +309,7 @@ def test_a_run_of_tests_that_is_told_to_end_says_what_has_failed_so_far(tmp_path
     )
     command = [sys.executable, "-m", "pytest", "-n0", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tests)]
     environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    environ.pop("PYTEST_XDIST_WORKER", None)
     run = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
     try:
         end = time.monotonic() + 60

@@ -244,7 +244,7 @@ def test_the_handler_of_slurms_signal_saves_and_can_be_replaced(trainer: Any) ->
 
 def test_the_handler_of_a_sigterm_can_be_replaced_before_it_is_registered(trainer: Any) -> None:
     connector, got = trainer._signal_connector, []
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another one would be called, too
     connector._sigterm_notifier_fn = lambda signum, frame: got.append(signum)
     connector.register_signal_handlers()
     try:
