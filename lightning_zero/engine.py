@@ -97,7 +97,7 @@ class Engine(NotCopied):
         impossible = self.peers.why_not_replayed(self.executor)
         self.replays = Replays(self.executor, device, self.config, ready, self._lasting, report, impossible)
         self.session.begin(self.replays)
-        self.sharder = Sharder(self.executor, mesh, self.peers, away, self.config.tuning.gradients_over_copies)
+        self.sharder = Sharder(self.executor, mesh, self.peers, away, self.config.over_copies(mesh.host_count))
         self.sharder.view.belongs_to(self)
         self._copies = Copies(self.sharder)
         self.module: nn.Module | None = None

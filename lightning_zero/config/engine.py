@@ -114,10 +114,19 @@ class EngineConfig(Options):
 
     def over(self, hosts: int, ranks_of_each: int) -> EngineConfig:
         """What the options come to there: where a host has one rank, the weights that lie on it are whole, and compiled
-        code reads them where they lie.
+        code reads them where they lie."""
+        exchange = hosts > 1 and self.tuning.replicate_over is None
+        lie_whole = exchange and ranks_of_each == 1 and self.tuning.shard_compute_copy == "host"
+        if not (lie_whole and self.compile and self.tuning.prefetch) or self.stage < 3:
+            return self
+        tuning = replace(self.tuning, resident_mb=None, resident_until="step")
+        return replace(self, reshard_after_forward=False, tuning=tuning)
+
+    def over_copies(self, hosts: int) -> bool:
+        """Whether gradients lie over compute copies.
 
         Raises:
-            UnsupportedError: options that are not for there.
+            UnsupportedError: they should, and there are none in bfloat16, or several hosts.
         """
         if self.tuning.gradients_over_copies and (hosts > 1 or self.compute_dtype is not torch.bfloat16):
             where = f"has {hosts} hosts" if hosts > 1 else f"computes in {self.compute_dtype or 'float32'}"
@@ -125,12 +134,7 @@ class EngineConfig(Options):
                 "gradients_over_copies=True is for one host and precision='bf16-mixed', where there are copies of "
                 f"weights in bfloat16, and this training {where}. Leave the option out."
             )
-        exchange = hosts > 1 and self.tuning.replicate_over is None
-        lie_whole = exchange and ranks_of_each == 1 and self.tuning.shard_compute_copy == "host"
-        if not (lie_whole and self.compile and self.tuning.prefetch) or self.stage < 3:
-            return self
-        tuning = replace(self.tuning, resident_mb=None, resident_until="step")
-        return replace(self, reshard_after_forward=False, tuning=tuning)
+        return self.tuning.gradients_over_copies
 
     @cached_property
     def compiled(self) -> CompileConfig:

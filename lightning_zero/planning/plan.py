@@ -82,6 +82,7 @@ def plan(
     replicas = config.tuning.replicate_over is not None
     holders = inside if replicas else world_size
     check_masters(config, hosts)
+    config.over_copies(hosts)  # raises
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         cuts = cut(module, holders, kind.own)
