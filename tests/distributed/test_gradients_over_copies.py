@@ -1,7 +1,7 @@
 """Gradients that lie where the compute copies of their weights lay: training is what it is with rounded gradients, and
 what would read them as weights is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -149,11 +149,12 @@ def test_copies_are_weights_again_whatever_comes_between_steps(ranks: Ranks, tra
 Then = Callable[[Any, Any, Tensor], None]
 
 
-def up_to_a_backward(over: bool, options: dict[str, Any], then: Then) -> dict[str, Tensor]:
-    """``then`` is called with a model whose gradients wait for their step, its optimizer, and what an evaluation gave
-    before. Returns weights."""
+def up_to_backwards(over: bool, options: dict[str, Any], thens: Sequence[Then]) -> list[dict[str, Tensor]]:
+    """Each of these is called with a model whose gradients wait for their step, its optimizer, and what an evaluation
+    gave before. Returns the weights behind each."""
     torch.manual_seed(17)
     model: Any = build(OneLayer)
+    weights = []
     with engine_for(model, gradients_over_copies=over, **(BASE | options)) as engine:
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(round_gradient)
@@ -161,10 +162,13 @@ def up_to_a_backward(over: bool, options: dict[str, Any], then: Then) -> dict[st
         for index in range(5):
             backward(model, index)
             step(model, optimizer)
+            evaluate(model)
+        for then in thens:
             before = evaluate(model)
-        backward(model, 5)
-        then(model, optimizer, before)
-        return whole_params(engine, model)
+            backward(model, 5)
+            then(model, optimizer, before)
+            weights.append(whole_params(engine, model))
+    return weights
 
 
 def round_gradient(param: Tensor) -> None:
@@ -247,28 +251,21 @@ def tries_again(model: Any, optimizer: Any, before: Tensor) -> None:
     step(model, optimizer)
 
 
-RIGHT: list[Then] = [
-    evaluates,
-    adds_up,
-    two_losses,
-    steps_in_turn,
-    puts_gradients_in,
-    replaces_gradients,
-    tries_again,
-]
+RIGHT: list[Then] = [evaluates, replaces_gradients, tries_again, steps_in_turn]
+# Sums of gradients are rounded twice, as are those that are clipped: from then on weights differ.
+ROUNDED: list[Then] = [puts_gradients_in, adds_up, two_losses]
 
 
-def either_way(options: dict[str, Any], then: Then) -> list[dict[str, Tensor]]:
-    return [up_to_a_backward(over, options, then) for over in (True, False)]
+def either_way(options: dict[str, Any], thens: Sequence[Then]) -> Any:
+    return [up_to_backwards(over, options, thens) for over in (True, False)]
 
 
-@pytest.mark.parametrize("then", RIGHT)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_comes_before_the_step_is_as_right_as_ever(ranks: Ranks, transport: str, then: Then) -> None:
-    for over, plain in ranks.run(2, either_way, TRANSPORTS[transport], then):
-        # Sums of gradients are rounded twice, as are those that are clipped.
-        twice = then in (adds_up, two_losses, puts_gradients_in)
-        assert_close_relative(over, plain, 2e-3 if twice else 1e-6)
+def test_what_comes_before_the_step_is_as_right_as_ever(ranks: Ranks, transport: str) -> None:
+    rounded = ROUNDED[:1] if transport == "replayed" else ROUNDED  # of the others replays are refused: see below
+    for over, plain in ranks.run(2, either_way, TRANSPORTS[transport], [*RIGHT, *rounded], deadline=120):
+        assert_close_relative(over[: len(RIGHT)], plain[: len(RIGHT)], 1e-6)
+        assert_close_relative(over, plain, 3e-3)
 
 
 def adds_up_again_and_again(model: Any, optimizer: Any, before: Tensor) -> None:
@@ -279,11 +276,11 @@ def adds_up_again_and_again(model: Any, optimizer: Any, before: Tensor) -> None:
 
 def test_replays_that_would_read_gradients_as_weights_are_refused(ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match="is needed once more while its gradient waits for the optimizer's step"):
-        ranks.run(2, up_to_a_backward, True, COPIES, adds_up_again_and_again)
+        ranks.run(2, up_to_backwards, True, COPIES, [adds_up_again_and_again])
 
 
 def test_a_rank_may_evaluate_alone_where_ranks_take_turns(ranks: Ranks) -> None:
-    for over, plain in ranks.run(2, either_way, {}, one_rank_evaluates):
+    for over, plain in ranks.run(2, either_way, {}, [one_rank_evaluates]):
         assert_close_relative(over, plain, 1e-6)
 
 
@@ -301,7 +298,7 @@ def puts_aside(model: Any, optimizer: Any, before: Tensor) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_gradients_that_are_put_back_when_they_are_gone_are_refused(ranks: Ranks, transport: str) -> None:
     with pytest.raises(RankFailure, match="was put aside and put back"):
-        ranks.run(2, up_to_a_backward, True, TRANSPORTS[transport], puts_aside)
+        ranks.run(2, up_to_backwards, True, TRANSPORTS[transport], [puts_aside])
 
 
 def norms_and_clipped() -> None:
