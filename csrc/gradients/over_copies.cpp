@@ -11,11 +11,10 @@ void refuse(const ParamRecord& record) {
       false, "lightning_zero: the weight ", record.name,
       " is needed once more while its gradient waits for the optimizer's step, or comes: with "
       "gradients_over_copies=True that lies where the copy of the weight that is computed with lay. Drop "
-      "gradients that no optimizer steps by (zero_grad()) before weights are used again, or leave the option "
-      "out: where micro-batches are accumulated, where backward() is called several times for one step, "
-      "where "
-      "a backward uses a weight in several graphs, and where weights are used between a backward and the "
-      "step.");
+      "gradients that no optimizer steps by (zero_grad()) before weights are used again, or leave the "
+      "option out: where micro-batches are accumulated, where backward() is called several times for one "
+      "step, where a backward uses a weight in several graphs, and where weights are used between a "
+      "backward and the step.");
 }
 
 void check(const ParamRecord& record) {
@@ -75,8 +74,7 @@ void check_kept(const ParamRecord& record) {
       !record.grad_over_copy() || record.compute_copy.holds != InCopy::WEIGHT || !record.keeps_gradient(),
       "lightning_zero: the gradient of ", record.name,
       " was put aside and put back, and its weight was needed in between: with gradients_over_copies=True "
-      "that "
-      "is what lies there now. Put a clone aside (p.grad.clone()), or leave the option out.");
+      "that is what lies there now. Put a clone aside (p.grad.clone()), or leave the option out.");
 }
 
 }  // namespace lightning_zero::over_copies
