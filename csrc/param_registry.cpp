@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "gradients/over_copies.h"
+#include "over_copies.h"
 
 namespace lightning_zero {
 

@@ -100,8 +100,7 @@ struct ParamRecord {
   // Somebody may have put a tensor of their own into param.grad; it counts as what has been accumulated so
   // far.
   void take_in_gradient();
-  // Whether `grad` is the compute copy's memory: see [Note: gradients over copies] in
-  // gradients/over_copies.h.
+  // Whether `grad` is the compute copy's memory: see [Note: gradients over copies] in over_copies.h.
   bool grad_over_copy() const {
     return grad.defined() && compute_copy.own.defined() &&
            grad.const_data_ptr() == compute_copy.own.const_data_ptr();

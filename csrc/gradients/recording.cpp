@@ -4,9 +4,8 @@
 
 #include <algorithm>
 #include <set>
-#include <tuple>
 
-#include "gradients/over_copies.h"
+#include "over_copies.h"
 #include "runtime/compat.h"
 
 namespace lightning_zero {
@@ -39,13 +38,11 @@ void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
   recorded_.deferred = reducer_.deferred().is_on();
   recorded_.taking = !recorded_.deferred && reducer_.deferred().any();
   // Replays find something there, or zeros: before_replay() sees to it.
-  deferred_around_.clear();
-  in_copies_around_.clear();
+  records_around_.clear();
   over_copies::forget_reads(context_);
   for (auto& record : context_.records) {
     auto& kept = record->deferred;
-    deferred_around_.emplace_back(kept.filled, kept.version);
-    in_copies_around_.push_back(record->compute_copy.holds);
+    records_around_.emplace_back(kept.filled, kept.version, record->compute_copy.holds);
     const bool filled = kept.memory.defined() && (recorded_.deferred || recorded_.taking);
     if (filled && !kept.filled && !has_streams(context_.device))
       kept.memory.zero_();  // what a CPU records takes place
@@ -115,10 +112,9 @@ void GradientRecording::restore() {
   reducer_.pools().exchange(std::move(pools_around_));
   reducer_.backward() = std::move(around_);
   over_copies::forget_reads(context_);
-  for (size_t i = 0; i < deferred_around_.size(); ++i) {
-    auto& kept = context_.records[i]->deferred;
-    std::tie(kept.filled, kept.version) = deferred_around_[i];
-    context_.records[i]->compute_copy.holds = in_copies_around_[i];
+  for (size_t i = 0; i < records_around_.size(); ++i) {
+    auto& record = *context_.records[i];
+    std::tie(record.deferred.filled, record.deferred.version, record.compute_copy.holds) = records_around_[i];
   }
 }
 
@@ -204,9 +200,10 @@ void GradientRecording::after_replay(const Recorded& graph) {
   if (reducer_.deferred().is_whole())
     return;
   for (size_t b = graph.begin; b < graph.end; ++b) {
-    layout.buckets()[b].has_left();
-    over_copies::arrive(layout.buckets()[b], context_.device);
-    now.segment = layout.buckets()[b].segment();
+    auto& bucket = layout.buckets()[b];
+    bucket.has_left();
+    for (auto& slot : bucket.slots()) over_copies::arrive(*slot.record, context_.device);
+    now.segment = bucket.segment();
   }
   for (const auto i : graph.arrivals) ++layout.slot(within(graph, i).first).arrivals;
   now.next_launch = std::max(now.next_launch, graph.end);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -59,8 +60,8 @@ class GradientRecording {
   // What goes on around the recording.
   Backward around_;
   std::vector<ReduceBucket> buckets_around_, late_around_;
-  std::vector<std::pair<bool, int64_t>> deferred_around_;  // by parameter: DeferredGradient's
-  std::vector<InCopy> in_copies_around_;                   // likewise
+  // By parameter: `filled` and `version` of DeferredGradient, and what lies where its compute copy belongs.
+  std::vector<std::tuple<bool, int64_t, InCopy>> records_around_;
   BufferPools::Pools pools_around_;
   // Gradients, and what was there before a replay that overwrites it.
   std::vector<std::pair<at::Tensor, at::Tensor>> overwritten_;

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "gradients/over_copies.h"
+#include "over_copies.h"
 #include "runtime/compat.h"
 #include "runtime/tensors.h"
 
@@ -178,7 +178,7 @@ void Reducer::launch(size_t number, bool late) {
     return late || backward_.recorded_adding ||
            layout_.was_launched(slot.record->index, static_cast<int64_t>(number));
   });
-  over_copies::arrive(bucket, context_.device);
+  for (auto& slot : bucket.slots()) over_copies::arrive(*slot.record, context_.device);
   if (!late && std::exchange(backward_.segment, bucket.segment()) != bucket.segment())
     transports_.reduce().begin_segment();
   context_.count("flushes");

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "context.h"
-#include "gradients/over_copies.h"
+#include "over_copies.h"
 #include "transport/communicators.h"
 #include "transport/transport.h"
 

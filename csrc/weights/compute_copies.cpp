@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "gradients/over_copies.h"
+#include "over_copies.h"
 #include "runtime/tensors.h"
 
 namespace lightning_zero {

@@ -1,6 +1,6 @@
 #include "weights/recording.h"
 
-#include "gradients/over_copies.h"
+#include "over_copies.h"
 
 namespace lightning_zero {
 

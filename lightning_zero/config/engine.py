@@ -103,13 +103,16 @@ class EngineConfig(Options):
             self._check_gradients_over_copies()
 
     def _check_gradients_over_copies(self) -> None:
-        found: dict[str, Any] = {"compile": False} if not self.compile else {"stage": 1} if self.stage == 1 else {}
-        found |= {"offload": self.offload} if "parameters" in self.offload else {}
-        for name, value in found.items():
+        against = {
+            "compile=False": not self.compile,
+            "stage=1": self.stage == 1,
+            f"offload={self.offload!r}": "parameters" in self.offload,
+        }
+        if any(against.values()):
             raise UnsupportedError(
                 "gradients_over_copies=True: gradients lie over the copies of weights in bfloat16 that compiled code "
-                f"reads with stage=2 or 3 and master weights on the device, not with {name}={value!r}. Leave one of "
-                "them out."
+                "reads with stage=2 or 3 and master weights on the device, not with "
+                f"{next(option for option, is_so in against.items() if is_so)}. Leave one of them out."
             )
 
     def over(self, hosts: int, ranks_of_each: int) -> EngineConfig:

@@ -23,10 +23,9 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
     with plainly():
         found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.holds(role)) for role in Role}
         copies = {t.data_ptr() for what in (Role.COMPUTE_COPY, Role.FULL_PRECISION_COPY) for t in memory.holds(what)}
-        own = [tensor for tensor in memory.holds(Role.GRADIENT) if tensor.data_ptr() not in copies]
-        found["gradient"] = _bytes(own)  # others lie over copies
-        own = [tensor for tensor in memory.holds(Role.RESIDENT) if tensor.data_ptr() not in copies]
-        found["resident_weight"] = _bytes(own)  # others are host shards
+        # Other gradients lie over copies, and other resident weights are host shards.
+        for name, role in (("gradient", Role.GRADIENT), ("resident_weight", Role.RESIDENT)):
+            found[name] = _bytes([tensor for tensor in memory.holds(role) if tensor.data_ptr() not in copies])
         away = memory.on_host.nbytes if memory.on_host is not None else 0
         found["master_shard"] -= away
         found["master_shard_on_host"] = away

@@ -1,4 +1,4 @@
-"""Gradients that lie where the compute copies of their weights lay: see csrc/gradients/over_copies.h."""
+"""Gradients that lie where the compute copies of their weights lay: see csrc/over_copies.h."""
 
 from __future__ import annotations
 

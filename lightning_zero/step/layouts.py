@@ -118,17 +118,13 @@ class StepLayouts:
         record = self._sharder.find(param)
         assert record is not None
         home = record.gradient
-        if home is None or not self._is_there(record):
+        if home is None or not self._sharder.executor.gradients.lies_there(record.index):
             return grad.data_ptr()
         if grad.data_ptr() != home.data_ptr():
             home.copy_(grad.reshape(-1))
             shown = record.shown_gradient
             param.grad = home.view(record.layout.visible_shape).data if shown is None else shown
         return True
-
-    def _is_there(self, record: ShardedParameter) -> bool:
-        """Whether a gradient may be written to its memory: otherwise others read that as a weight."""
-        return not record.grad_over_copy or self._sharder.executor.gradients.lies_there(record.index)
 
     def _make(self, own: Own) -> StepLayout:
         records = [[self._sharder.find(p) for p in group["params"] if p.grad is not None] for group in own.groups]

@@ -174,8 +174,9 @@ class OptimizerStepper:
         # Flat parameters were written, which no parameter's version shows: a backward that needs the old values would
         # take the new ones, and nobody would know.
         own = self._substitute.own
-        for segment in self.layout.segments if self._substitute.stepped and self.layout is not None else ():
-            segment.spend_gradient()
+        if self._substitute.stepped and self.layout is not None:
+            for segment in self.layout.segments:
+                segment.spend_gradient()
         params = [param for group in own.groups for param in group["params"]]
         if not self._may_be_away or self.layout is None:
             torch.autograd.graph.increment_version(params)

@@ -43,7 +43,6 @@ class OneRank:
                     gradient=grads.views[index],
                     shown_gradient=None,
                     on_host=None,
-                    grad_over_copy=False,
                 )
             )
         self.params = [record.param for record in self.live]
@@ -51,7 +50,7 @@ class OneRank:
         self.collectives: list[str] = []
         self.executor: Any = SimpleNamespace(
             device=CPU,
-            gradients=SimpleNamespace(key=lambda: self.key),
+            gradients=SimpleNamespace(key=lambda: self.key, lies_there=lambda index: True),
             weights=SimpleNamespace(written=list, mark_written=lambda indices, written: None),
             collective=self._collective,
             waiting=None,

@@ -1,4 +1,4 @@
-#include "gradients/over_copies.h"
+#include "over_copies.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -30,13 +30,11 @@ void is_read(ParamRecord& record, const Pending& pending) {
   record.compute_copy.last_read.drop_continuation();
 }
 
-void arrive(ReduceBucket& bucket, const c10::Device& device) {
-  for (auto& slot : bucket.slots()) {
-    if (!slot.record->grad_over_copy())
-      continue;
-    slot.record->compute_copy.holds = InCopy::GRADIENT_COMES;
-    std::exchange(slot.record->compute_copy.last_read, {}).wait(device);
-  }
+void arrive(ParamRecord& record, const c10::Device& device) {
+  if (!record.grad_over_copy())
+    return;
+  record.compute_copy.holds = InCopy::GRADIENT_COMES;
+  std::exchange(record.compute_copy.last_read, {}).wait(device);
 }
 
 void forget_reads(Context& context) {
@@ -58,6 +56,8 @@ std::vector<int64_t> reads(const Context& context) {
 
 void have_arrived(Context& context) {
   for (auto& record : context.records) {
+    if (!record->grad_over_copy())
+      continue;
     if (record->compute_copy.holds == InCopy::GRADIENT_COMES)
       record->compute_copy.holds = InCopy::GRADIENT;
     record->compute_copy.last_read = {};

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "context.h"
-#include "gradients/bucket.h"
+#include "transport/pending.h"
 
 namespace lightning_zero::over_copies {
 
@@ -25,8 +25,8 @@ namespace lightning_zero::over_copies {
 void check(const ParamRecord& record);
 // It is read until `pending` is over.
 void is_read(ParamRecord& record, const Pending& pending);
-// What is in the bucket is about to be reduced, or was by a replay.
-void arrive(ReduceBucket& bucket, const c10::Device& device);
+// The parameter's gradient is about to be reduced, or was by a replay.
+void arrive(ParamRecord& record, const c10::Device& device);
 // What is queued from here on is recorded, or was: it must not wait for what is not, nor the other way round.
 void forget_reads(Context& context);
 // Parameters whose copies were read since note_reads().
