@@ -12,10 +12,12 @@ behind it on their way in. A :class:`Pass` has three parts:
 Three waits keep copies and compute apart, beside compute's own for what it is about to use:
 
     a copy in waits for compute         whatever compute was given before the pass comes first
-    a copy in waits for a copy out      of the load that had the buffer before, and of the last time that this load left
+    a copy in waits for a copy out      of the load that had the buffer before, and of the last time that this load
+                                        left; behind a pass of other loads, for all copies out
     a copy out waits for compute        which writes what is to be copied
 
-Copies of one direction keep their order, so that a wait for the last one is a wait for all.
+Copies of one direction keep their order, so that a wait for the last one is a wait for all. Loads that come ahead do so
+in the order in which their buffers get free: copies go both ways at once, however many buffers there are.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class Ring:
         slots: number of the buffers.
         slot_bytes: of each.
         last: all that was to leave so far; None before there was anything.
+        leaving: the loads of the pass that left last, and when those that it had in buffers have left, by number, in
+            their order.
         current: the pass whose loads the buffers have.
     """
 
@@ -67,6 +71,7 @@ class Ring:
         self.slot_bytes = max(min(nbytes // LEAST_SLOTS, MOST_BYTES) // ALIGNMENT, LEAST) * ALIGNMENT
         self.slots = max(nbytes // self.slot_bytes, LEAST_SLOTS)
         self.last: Event = None
+        self.leaving: tuple[Sequence[Load], dict[int, Event]] = ((), {})
         self.current: Pass | None = None
         self._memory: Tensor | None = None
 
@@ -121,14 +126,20 @@ class Pass:
         self._versions: list[Any] = []
 
     def ahead(self) -> None:
-        """The first loads come, once all that was to leave is on the host."""
+        """The first loads come, each once its buffer, and it itself, has left."""
         self._ring.current = self
         if any(self._loads):
             # With deterministic algorithms torch fills new memory, on compute: behind `now` that would meet copies.
             self._ring.allocated()
-        after = [self._lanes.now(), *([] if self._ring.last is None else [self._ring.last])]
-        for number in range(min(self._ring.slots, len(self._loads))):
-            self._bring(number, after)
+        now, slots = self._lanes.now(), self._ring.slots
+        loads, left = self._ring.leaving
+        # Of the same loads the last ones leave, one from each buffer, and none that comes has left later than that.
+        if loads is self._loads and len(left) == min(slots, len(loads)):
+            for number, event in left.items():
+                self._bring(number % slots, [now, event])
+        else:
+            for number in range(min(slots, len(self._loads))):
+                self._bring(number, [now, *([] if self._ring.last is None else [self._ring.last])])
         self._versions = self._look()
 
     @property
@@ -143,7 +154,7 @@ class Pass:
     def join(self) -> None:
         """Compute waits for all that comes ahead. What follows on it may be captured up to :meth:`rejoin`."""
         if self._came:
-            self._lanes.wait(self._came[max(self._came)])
+            self._lanes.wait(next(reversed(self._came.values())))
         self._came.clear()
 
     def open(self, number: int) -> dict[str, Tensor]:
@@ -176,11 +187,13 @@ class Pass:
 
     def leave(self, numbers: Iterable[int] | None = None) -> None:
         """What is still in its buffers leaves: of these loads, or of those that were closed here."""
-        for number in self._changed if numbers is None else numbers:
+        left: dict[int, Event] = {}
+        for number in sorted(self._changed if numbers is None else numbers):
             if number + self._ring.slots >= len(self._loads):
-                self._left = self._take(number, self._changed.get(number, self._loads[number]))
+                self._left = left[number] = self._take(number, self._changed.get(number, self._loads[number]))
         if self._left is not None:
             self._ring.last = self._left
+        self._ring.leaving = self._loads, left
 
     def _bring(self, number: int, after: Sequence[Event]) -> None:
         load = self._loads[number]

@@ -174,10 +174,10 @@ class OptimizerSteps:
                 "load only the weights with load_from_checkpoint()."
             )
 
-    def _bring_ahead(self) -> None:
+    def _bring_ahead(self, masters: bool = True) -> None:
         if self._on_host is not None and len(self._steppers) == 1:  # of several nobody knows which one steps next
             for stepper in self._steppers.values():
-                stepper.bring_ahead()
+                stepper.bring_ahead(masters)
 
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:
@@ -203,7 +203,10 @@ class OptimizerSteps:
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """After the optimizer's ``step``, whether it succeeded or not, and before a closure is run again."""
         stepper = self.stepper(optimizer)
-        self._cycle.end_step(stepper, changed=stepper.end())
+        changed = stepper.end()
+        self._cycle.end_step(stepper, changed=changed)
+        if changed:
+            self._bring_ahead(masters=False)
 
     @contextmanager
     def stepping(

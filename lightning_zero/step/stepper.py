@@ -125,12 +125,15 @@ class OptimizerStepper:
 
     # -- stepping
 
-    def bring_ahead(self) -> None:
-        """State that lies on the host begins to come for a step like the last one."""
+    def bring_ahead(self, masters: bool) -> None:
+        """State that lies on the host begins to come for a step like the last one.
+
+        masters: also that with which master shards come
+        """
         layout = self._layouts.last
         kernel = None if layout is None else self._captured.kernel(layout)
         if kernel is not None:
-            kernel.bring_ahead()
+            kernel.bring_ahead(masters)
 
     @contextmanager
     def flat(self) -> Iterator[None]:

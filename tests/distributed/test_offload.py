@@ -95,6 +95,39 @@ def test_training_is_the_same_to_the_last_bit(ranks: Ranks, cases: list[tuple[st
         assert wrong == []
 
 
+def when_it_comes(masters: bool) -> list[str]:
+    """In training: forwards, steps, and when state begins to come for the next one."""
+    seen: list[str] = []
+    ahead = Pass.ahead
+    model = build(Parts)
+    others = {"offload": ("optimizer", "parameters"), "compute_dtype": torch.bfloat16} if masters else {}
+    with (
+        engine_for(model, emulate_cuda_graph_step=True, **ON_HOST | others) as engine,
+        patch.object(Pass, "ahead", lambda through: (seen.append("comes"), ahead(through))[1]),
+    ):
+        with engine.shards_in_sight():
+            optimizer = OPTIMIZERS["AdamW"](model)
+        for step in range(4):
+            seen.append("forward")
+            with engine.train_step():
+                loss = model(torch.randn(6, 19), extra=True).float().square().mean()
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                seen.append("step")
+                optimizer.step()
+            if step == 2:  # between steps nobody says so, and nobody need
+                for state in optimizer.state.values():
+                    state["exp_avg"].zero_()
+    return seen
+
+
+def test_state_comes_once_behind_the_step_before_and_masters_beside_backward(ranks: Ranks) -> None:
+    (seen,) = ranks.run(1, when_it_comes, False)
+    assert seen[-7:] == ["forward", "step", "comes", "forward", "comes", "step", "comes"]
+    (seen,) = ranks.run(1, when_it_comes, True)
+    assert seen[-6:] == ["forward", "comes", "step", "forward", "comes", "step"]
+
+
 def refuse() -> str:
     model = build(Parts)
     with engine_for(model, "eager", **ON_HOST) as engine:

@@ -33,12 +33,13 @@ def pass_through(through: Pass, lanes: DelayedLanes, joined: bool) -> None:
     through.leave()
 
 
-def in_every_order(without: str = "", joined: bool = False) -> list[bool]:
+def in_every_order(without: str = "", joined: bool = False, slots: int = LEAST_SLOTS) -> list[bool]:
     """Whether three passes, the first of which is given up halfway, leave on the host what they should."""
     found = []
     for order in ORDERS:
         lanes = DelayedLanes(without)
-        ring = Ring(CPU, SMALL, lanes)
+        ring = Ring(CPU, slots * SMALL // LEAST_SLOTS, lanes)
+        assert ring.slots == slots
         loads, expected = host(), host()
         given_up = Pass(ring, loads)
         given_up.ahead()
@@ -55,9 +56,16 @@ def in_every_order(without: str = "", joined: bool = False) -> list[bool]:
     return found
 
 
+@pytest.fixture(params=[LEAST_SLOTS, LOADS - 4, LOADS, LOADS + 2])
+def slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A part of the loads, most of them, all, and more."""
+    monkeypatch.setattr("lightning_zero.offload.ring.MOST_BYTES", SMALL // LEAST_SLOTS)
+    return request.param
+
+
 @pytest.mark.parametrize("joined", [False, True])
-def test_loads_pass_unharmed_in_any_order_of_copies_and_compute(joined: bool) -> None:
-    assert all(in_every_order(joined=joined))
+def test_loads_pass_unharmed_in_any_order_of_copies_and_compute(joined: bool, slots: int) -> None:
+    assert all(in_every_order(joined=joined, slots=slots))
 
 
 @pytest.mark.parametrize(
@@ -69,8 +77,27 @@ def test_loads_pass_unharmed_in_any_order_of_copies_and_compute(joined: bool) ->
         "compute behind in",  # and compute waits for copies in
     ],
 )
-def test_each_wait_is_needed(race: str) -> None:
-    assert not all(in_every_order(race))
+def test_each_wait_is_needed(race: str, slots: int) -> None:
+    assert not all(in_every_order(race, slots=slots))
+
+
+def test_what_comes_ahead_waits_for_no_buffer_but_its_own(slots: int) -> None:
+    """If it waited for all, nothing would come while the last ones leave: twice the time where buffers hold much."""
+    lanes = DelayedLanes()
+    ring, loads = Ring(CPU, slots * SMALL // LEAST_SLOTS, lanes), host()
+    through = Pass(ring, loads)
+    through.ahead()
+    pass_through(through, lanes, joined=False)
+    behind = Pass(ring, loads)
+    behind.ahead()
+    there = set()
+    while lanes.waiting("out"):
+        lanes.run(("in", "compute"), all_of_it=False)
+        left = sum(event.done for event in ring.leaving[1].values())
+        assert sum(event.done for event in behind._came.values()) == left
+        there.add(left)
+        assert lanes.waiting("out").popleft()()
+    assert there >= {*range(min(slots, LOADS))}
 
 
 def test_copies_in_wait_for_what_fills_the_new_buffers() -> None:
