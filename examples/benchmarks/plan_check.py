@@ -289,7 +289,7 @@ def row_of(name: str, ours: dict[str, Any], real: dict[str, Any]) -> str:
 
 
 def limits() -> dict[str, float]:
-    given = dict.fromkeys(ROWS, 90.0)
+    given = dict.fromkeys(ROWS, 150.0)
     for one in ARGS.limit:
         name, _, seconds = one.rpartition("=")
         given |= {name: float(seconds)} if name else dict.fromkeys(ROWS, float(seconds))
@@ -325,7 +325,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(ROWS)}; by default {', '.join(SMALL)}")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, in JSON")
-    parser.add_argument("--limit", action="append", default=[], metavar="[MODEL=]S", help="seconds for each model: 90")
+    parser.add_argument("--limit", action="append", default=[], metavar="[MODEL=]S", help="seconds for each model: 150")
     parser.add_argument("--memory", type=float, metavar="GIB", help="that is to suffice")
     parser.add_argument("--warm", type=int, help="steps that are not measured: 8, or 18 with --memory")
     parser.add_argument("--steps", type=int, default=12, help="steps that are")

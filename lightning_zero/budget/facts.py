@@ -25,6 +25,7 @@ class Chosen:
         weights: bytes of whole weights that are not gathered again.
         until: how long they stay.
         reduce_once: gradients of accumulated micro-batches stay whole until the last one's backward, as with stage 1.
+        ring: bytes of the buffers through which goes what lies on the host; 0: as many as the options say.
     """
 
     activation_memory_budget: float = 1.0
@@ -32,6 +33,7 @@ class Chosen:
     weights: float = 0.0
     until: Literal["backward", "step"] = "backward"
     reduce_once: bool = False
+    ring: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Freedom:
         weights: how many stay whole.
         offload: what may go to the host, in addition to what is there now; None where the user has chosen.
         gradients: whether those of micro-batches stay whole.
+        ring: how much of the device what lies on the host passes through.
     """
 
     activations: bool = True
     weights: bool = True
     offload: tuple[str, ...] | None = ()
     gradients: bool = True
+    ring: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,11 @@ class Speed:
     pass_known: str = "guessed"
     host_known: str = "nominal"
 
+    @property
+    def guessed(self) -> bool:
+        """Whether ``pass_s`` only puts choices in order."""
+        return self.pass_known.startswith("guessed")
+
     def in_words(self) -> str:
         """How sure what is reckoned from these is."""
         link = f"{self.host_known} ({self.host_bytes_per_s / 1e9:.0f} GB/s each way)"
@@ -95,7 +104,7 @@ class Facts:
         masters: of the shards that optimizers step.
         gradients: whole ones of micro-batches, where they can wait to be reduced; 0 where they cannot.
         wire: of gradients that a pass reduces.
-        ring: of buffers through which goes what lies on the host.
+        ring: of buffers through which goes what lies on the host, as the options say.
         host: free on the host, for this rank.
         speed: what things cost.
     """

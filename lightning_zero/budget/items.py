@@ -8,7 +8,8 @@ Seconds are estimates that serve to compare, as those of :mod:`lightning_zero.pr
 * Gradients of micro-batches that each reduces wait likewise; those that stay whole until the last one's do not.
 * What lies on the host is copied there and back. Of activations as many leave as are copied beside forward, and come
   beside backward. An optimizer's state, and master weights with it, come and go while it steps, in both directions at
-  once: what the device's buffers hold comes beside backward and leaves beside the next forward; nothing hides the rest.
+  once. What the device's buffers hold of state goes both ways beside forward and backward, as far as these last;
+  nothing hides the rest. Masters do not come before backward, and have left before the next forward.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ STAYS = 0.15  # of activations that go to the host: those that are on their way
 PARTS = 16  # in which weights are counted
 # Of a step: what reducing once has to save. Until then ``param.grad`` holds zeros, and nobody should see that for less.
 WORTH = 0.02
+LEAST_RING = 1 << 20  # of buffers that a plan chooses, however few the options say
 
 
 def items_of(facts: Facts, free: Freedom) -> list[Item]:
@@ -57,9 +59,10 @@ def items_of(facts: Facts, free: Freedom) -> list[Item]:
 def chosen_of(values: tuple[Variant, ...], facts: Facts) -> Chosen:
     """What a pick of these items comes to."""
     (budget, away), weights, host, once = (variant.value for variant in values)
-    offload = tuple(name for name in OFFLOADED if name in {*host, *away})
+    way, ring = host
+    offload = tuple(name for name in OFFLOADED if name in {*way, *away})
     until = facts.now.until if facts.speed.passes < 2 or not weights else "step"
-    return Chosen(budget, offload, weights, until, once)
+    return Chosen(budget, offload, weights, until, once, ring)
 
 
 def size_of(chosen: Chosen, facts: Facts) -> float:
@@ -70,7 +73,7 @@ def size_of(chosen: Chosen, facts: Facts) -> float:
         saved
         - (_leaving(saved, facts.speed) if leave else 0.0)
         + chosen.weights
-        + _optimizer_bytes(chosen.offload, facts)
+        + _optimizer_bytes(chosen.offload, chosen.ring, facts)
         + facts.gradients * chosen.reduce_once
     )
 
@@ -80,7 +83,7 @@ def host_bytes(values: tuple[Variant, ...], facts: Facts) -> float:
     activations, _, host, _ = values
     (budget, away), now = activations.value, facts.now.offload
     moved = _leaving(facts.activations * budget, facts.speed) if away and "activations" not in now else 0.0
-    return moved + _moved(host.value, facts)
+    return moved + _moved(host.value[0], facts)
 
 
 def carried_out(facts: Facts, chosen: Chosen, peak: float) -> Facts:
@@ -161,24 +164,44 @@ def _host(facts: Facts, free: Freedom) -> Item:
             ways |= {("optimizer",)}
         if {"optimizer", "parameters"} <= {*free.offload} and facts.states + facts.masters <= facts.host:
             ways |= {("optimizer", "parameters")}
-    variants = [Variant(way, int(_optimizer_bytes(way, facts)), _optimizer_seconds(way, facts)) for way in sorted(ways)]
+    variants = [
+        Variant((way, ring), int(_optimizer_bytes(way, ring, facts)), _optimizer_seconds(way, ring, facts))
+        for way in sorted(ways)
+        for ring in (_rings(facts) if free.ring and way == ("optimizer",) else [facts.now.ring if way else 0])
+    ]
     return Item(HOST, tuple(variants), by_hand=free.offload is None)
 
 
-def _optimizer_bytes(offload: tuple[str, ...], facts: Facts) -> float:
+def _rings(facts: Facts) -> list[int]:
+    """Bytes of buffers, of which 0 are as many as the options say, to all that is of use: twice as much each time, so
+    that two measurements of the same training do not find two of them."""
+    found, ring = [0], 2 * max(facts.ring, LEAST_RING)
+    while not facts.speed.guessed and ring < min(2 * _hidden(float("inf"), facts), facts.states):
+        found.append(int(ring))
+        ring *= 2
+    return found
+
+
+def _hidden(ring: float, facts: Facts) -> float:
+    """Bytes of an optimizer's state that come, and leave, beside forward and backward."""
+    speed = facts.speed
+    return min(ring, speed.passes * speed.pass_s * speed.host_bytes_per_s, facts.states)
+
+
+def _optimizer_bytes(offload: tuple[str, ...], ring: int, facts: Facts) -> float:
     states = 0.0 if "optimizer" in offload else facts.states
     masters = 0.0 if "parameters" in offload else facts.masters
     away = {"optimizer", "parameters"} & {*offload}
-    return states + masters + (min(facts.ring, facts.states + facts.masters) if away else 0.0)
+    return states + masters + (min(ring or facts.ring, facts.states + facts.masters) if away else 0.0)
 
 
 def _moved(offload: tuple[str, ...], facts: Facts) -> float:
     return facts.states * ("optimizer" in offload) + facts.masters * ("parameters" in offload)
 
 
-def _optimizer_seconds(offload: tuple[str, ...], facts: Facts) -> float:
+def _optimizer_seconds(offload: tuple[str, ...], ring: int, facts: Facts) -> float:
     moved = _moved(offload, facts)
-    hidden = min(facts.ring, moved)
+    hidden = 0.0 if "parameters" in offload else min(_hidden(ring or facts.ring, facts), moved)
     return exposed(moved / facts.speed.host_bytes_per_s, hidden / facts.speed.host_bytes_per_s)
 
 

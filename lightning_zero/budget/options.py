@@ -9,8 +9,12 @@ from typing import Any, cast
 from lightning_zero.budget.facts import Chosen, Freedom
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.option import OFFLOADED
+from lightning_zero.config.tuning import Tuning
 
 __all__ = ["applied", "as_set", "freedom"]
+
+MIB = 2**20
+BUFFER_MB = Tuning().offload_buffer_mb  # which nobody has chosen
 
 
 def as_set(config: EngineConfig, away: Iterable[str] = ()) -> Chosen:
@@ -34,6 +38,7 @@ def freedom(config: EngineConfig, may_leave: Iterable[str] = ()) -> Freedom:
         weights=config.compile and kept and (planned or config.reshard_after_forward == "auto"),
         offload=tuple(may_leave) if planned and not config.offload else None,
         gradients=planned and config.stage == 3,
+        ring=planned and tuning.offload_buffer_mb == BUFFER_MB,
     )
 
 
@@ -41,5 +46,7 @@ def applied(config: EngineConfig, chosen: Chosen) -> EngineConfig:
     """The options with what was chosen in their places; how many weights stay is no option, but measured."""
     same = set(chosen.offload) == set(config.offload)
     offload = config.offload if same else chosen.offload
-    budget = chosen.activation_memory_budget
-    return replace(config, activation_memory_budget=budget, offload=cast(Any, offload))
+    budget, tuning = chosen.activation_memory_budget, config.tuning
+    if chosen.ring:
+        tuning = replace(tuning, offload_buffer_mb=chosen.ring / MIB)
+    return replace(config, activation_memory_budget=budget, offload=cast(Any, offload), tuning=tuning)

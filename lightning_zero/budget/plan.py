@@ -20,6 +20,7 @@ from lightning_zero.budget.items import (
 )
 from lightning_zero.budget.knapsack import Item, Pick, Variant, pick
 from lightning_zero.config.text import gib
+from lightning_zero.config.tuning import Tuning
 
 __all__ = ["Line", "MemoryPlan", "advised", "decide"]
 
@@ -99,6 +100,8 @@ class MemoryPlan:
             found["activation_memory_budget"] = self.chosen.activation_memory_budget
         if self.chosen.offload:
             found["offload"] = self.chosen.offload
+        if self.chosen.ring:
+            found["tuning"] = Tuning(offload_buffer_mb=self.chosen.ring / 2**20)
         return found
 
     def instead(self) -> str:
@@ -229,4 +232,6 @@ def _in_words(name: str, chosen: Variant) -> str:
         return "stay whole, reduced once a step" if chosen.value else "reduced in each pass"
     assert name == HOST
     words = {"optimizer": "optimizer state", "parameters": "master weights"}
-    return " and ".join(words[one] for one in chosen.value) or "nothing"
+    way, ring = chosen.value
+    buffers = f", {gib(ring)} GiB of buffers" if ring else ""
+    return (" and ".join(words[one] for one in way) or "nothing") + buffers

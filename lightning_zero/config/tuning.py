@@ -66,8 +66,8 @@ class Tuning:
         change=Change.COMPILED,
     )
     offload_buffer_mb: float = _memory(
-        "so many MiB of the device through which passes what ``offload`` has put on the host; as much of it comes "
-        "beside backward and leaves beside the next forward",
+        "so many MiB of the device through which passes what ``offload`` has put on the host; as much of optimizers' "
+        "state goes both ways beside forward and backward. With ``memory`` a plan may choose more of them",
         default=256.0,
         check=_mib(256),
         change=Change.APPLIED,

@@ -68,11 +68,20 @@ class Ring:
         self._device = device
         self.stamp = stamp
         self.lanes = lanes or lanes_of(device)
+        self.last: Event = None
+        self.current: Pass | None = None
+        self.resize(nbytes)
+
+    def resize(self, nbytes: int) -> None:
+        """Other buffers, of so many bytes, from the next pass on. Not while one is under way."""
+        if self.current is not None:
+            self.current.join()  # what came ahead: nobody else may get that memory before it has
+        if self.last is not None:
+            self.lanes.wait(self.last)
         self.slot_bytes = max(min(nbytes // LEAST_SLOTS, MOST_BYTES) // ALIGNMENT, LEAST) * ALIGNMENT
         self.slots = max(nbytes // self.slot_bytes, LEAST_SLOTS)
-        self.last: Event = None
         self.leaving: tuple[Sequence[Load], dict[int, Event]] = ((), {})
-        self.current: Pass | None = None
+        self.current = None
         self._memory: Tensor | None = None
 
     @property

@@ -75,7 +75,11 @@ def with_first_step(found: TrainingPlan, held: Callable[[], StepOnPaper | None])
 
 def _same(chosen: Chosen, now: Chosen) -> bool:
     """But for weights, of which what is kept follows from the rest."""
-    return (chosen.activation_memory_budget, chosen.offload) == (now.activation_memory_budget, now.offload)
+    return (chosen.activation_memory_budget, chosen.offload, chosen.ring) == (
+        now.activation_memory_budget,
+        now.offload,
+        now.ring,
+    )
 
 
 def _facts(found: TrainingPlan, config: EngineConfig, known: Known, passes: int, now: Chosen) -> Facts:

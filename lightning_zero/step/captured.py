@@ -74,6 +74,10 @@ class CapturedRunner:
         """What steps this layout; None before it was first taken."""
         return self._kernels.get(layout)
 
+    def forget(self) -> None:
+        """Each layout is captured once more; their state stays as it is."""
+        self._kernels.clear()
+
     def takes(self, layout: StepLayout, own: Own) -> bool:
         if layout in self._kernels:
             return True

@@ -99,7 +99,7 @@ class OptimizerSteps:
 
     def configure(self, config: EngineConfig) -> None:
         """Other options. Where they capture steps otherwise, or have state lie elsewhere, each optimizer's next step is
-        laid out anew."""
+        laid out anew; other buffers are for state that stays where it is."""
         if (_capture(config), _offload(config)) != (_capture(self.config), _offload(self.config)):
             self.settle()
             if self.narrow and config.tuning.state_dtype is None:
@@ -110,6 +110,10 @@ class OptimizerSteps:
                     leave_device(optimizer, self._sharder.find)
             self._steppers.clear()
             self._on_host = None
+        elif self._on_host is not None and _buffer_bytes(config) != _buffer_bytes(self.config):
+            self._on_host.ring.resize(_buffer_bytes(config))
+            for stepper in self._steppers.values():
+                stepper.forget_captures()
         self.config = config
 
     @property
@@ -182,7 +186,7 @@ class OptimizerSteps:
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:
             device, told = self._sharder.executor.device, self._sharder.executor.weights.told
-            ring = Ring(device, int(self.config.tuning.offload_buffer_mb * 2**20), stamp=told)
+            ring = Ring(device, _buffer_bytes(self.config), stamp=told)
             self._on_host = StateOnHost(HostMemory(device), ring)
         return self._on_host
 
@@ -293,5 +297,9 @@ def _capture(config: EngineConfig) -> tuple[bool | str, bool]:
     return config.cuda_graph_step, config.tuning.emulate_cuda_graph_step
 
 
-def _offload(config: EngineConfig) -> tuple[tuple[str, ...], float, str | None]:
-    return config.offload, config.tuning.offload_buffer_mb, config.tuning.state_dtype
+def _offload(config: EngineConfig) -> tuple[tuple[str, ...], str | None]:
+    return config.offload, config.tuning.state_dtype
+
+
+def _buffer_bytes(config: EngineConfig) -> int:
+    return int(config.tuning.offload_buffer_mb * 2**20)

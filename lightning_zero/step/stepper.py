@@ -135,6 +135,10 @@ class OptimizerStepper:
         if kernel is not None:
             kernel.bring_ahead(masters)
 
+    def forget_captures(self) -> None:
+        """State passes through other buffers from now on."""
+        self._captured.forget()
+
     @contextmanager
     def flat(self) -> Iterator[None]:
         """Inside, the optimizer's parameters are the flat ones, with their gradients; nothing may be stepped."""

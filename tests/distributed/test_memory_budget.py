@@ -102,6 +102,7 @@ def train(
             "compiles_in": [i for i, (a, b) in enumerate(zip(before, before[1:], strict=False)) if b > a],
             "activations": engine.session._compiler.context().config.activation_memory_budget,
             "offload": engine.optimizers.config.offload,
+            "buffers": engine.optimizers.config.tuning.offload_buffer_mb,
             "kept": {g.until for plan in engine.session.plans.plan.graphs for g in plan.gathers},
             "plan": None if engine.memory.plan is None else engine.memory.plan.as_dict(),
             "reduced": reduced[-1] - reduced[-1 - accumulate] if len(reduced) > accumulate else 0,  # in as many batches
@@ -181,6 +182,33 @@ def test_optimizer_state_goes_to_the_host_at_setup_where_the_rest_would_not_fit(
     assert less["plan"]["fits"]
     assert less["losses"] == by_hand["losses"]
     assert same(less["params"], by_hand["params"])
+
+
+def train_with_few_buffers(device: Device | None, steps: int, **options: Any) -> dict[str, Any]:
+    """Nobody has chosen how large they are, and they are small."""
+    mb = options["offload_buffer_mb"]
+    with (
+        patch("lightning_zero.budget.options.BUFFER_MB", mb),
+        patch("lightning_zero.budget.items.LEAST_RING", 1),
+        patch("lightning_zero.offload.ring.MOST_BYTES", 1024),
+    ):
+        return train(device, steps, emulate_cuda_graph_step=True, **options)
+
+
+def test_what_lies_on_the_host_passes_through_as_much_as_there_is_room_for_once_a_pass_was_measured(
+    ranks: Ranks,
+) -> None:
+    options: dict[str, Any] = {"offload": ("optimizer",), "offload_buffer_mb": 0.001}
+    small = int(0.001 * 2**20)
+    room = (HELD + SAVED + 3 * small) / GIB  # one buffer of that size is there already
+    found = ranks.run(2, train_with_few_buffers, Device(), 9, memory=room, **options)
+    by_hand = ranks.run(2, train_with_few_buffers, None, 9, **options)
+    for mine, theirs in zip(found, by_hand, strict=True):
+        assert mine["buffers"] * 2**20 == 4 * small
+        assert (mine["plan"]["chosen"]["ring"], mine["plan"]["fits"]) == (4 * small, True)
+        assert theirs["buffers"] == 0.001
+        assert mine["losses"] == theirs["losses"]
+        assert same(mine["params"], theirs["params"])
 
 
 def test_auto_is_nothing_where_the_device_does_not_tell(ranks: Ranks) -> None:

@@ -42,12 +42,24 @@ def come_and_go(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -
         engine.configure(replace(engine.config, offload=() if engine.config.offload else ("optimizer",)))
 
 
+def other_buffers(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Their size changes, as a plan has it once it is measured what they would hide; state stays where it is."""
+    engine = engine_of(model)
+    assert engine is not None
+    if engine.config.offload and step in (4, 9):
+        before = [value.data_ptr() for state in optimizer.state.values() for value in state.values()]
+        tuning = replace(engine.config.tuning, offload_buffer_mb=0.5 if step == 4 else 0.0001)
+        engine.configure(replace(engine.config, tuning=tuning))
+        assert [value.data_ptr() for state in optimizer.state.values() for value in state.values()] == before
+
+
 OWN = [
     ("AdamW", nothing),
     ("SGD", nothing),
     ("ASGD", load_own_state),
     ("AdamW", unfreeze_and_add),
     ("Adam", come_and_go),
+    ("AdamW", other_buffers),
 ]
 CAPTURED = [
     ("AdamW", other_settings),
@@ -56,6 +68,7 @@ CAPTURED = [
     ("NAdam", load_own_state),
     ("Rprop", nothing),
     ("a user's own", nothing),
+    ("Adam", other_buffers),
 ]
 
 

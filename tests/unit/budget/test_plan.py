@@ -10,14 +10,15 @@ import pytest
 from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Speed
 from lightning_zero.budget.items import BUDGETS, host_bytes, items_of, recomputed_share, size_of
 from lightning_zero.budget.knapsack import Variant
-from lightning_zero.budget.options import freedom
+from lightning_zero.budget.options import applied, freedom
 from lightning_zero.budget.plan import advised, decide
 from lightning_zero.config import EngineConfig
+from lightning_zero.config.tuning import Tuning
 
-SPEED = Speed(pass_s=0.1, gather_s=1 / 300e9, host_bytes_per_s=50e9)
+SPEED = Speed(pass_s=0.1, gather_s=1 / 300e9, host_bytes_per_s=50e9, pass_known="measured")
 # 60 GiB with all saved and nothing kept; 10 of state.
 FACTS = Facts("measured", 100 * GIB, 60 * GIB, activations=30 * GIB, weights=3 * GIB, states=10 * GIB, speed=SPEED)
-ALL = Freedom(offload=("optimizer", "activations", "parameters"))
+ALL = Freedom(offload=("optimizer", "activations", "parameters"), ring=True)
 LIMITS = [gib * GIB for gib in (1, 15, 20, 25, 30, 33, 36, 40, 45, 50, 55, 58, 59, 60, 61, 62, 63, 64, 70, 100)]
 
 
@@ -49,6 +50,38 @@ def test_state_goes_to_the_host_where_many_passes_share_a_step() -> None:
     many = replace(SPEED, passes=64.0)
     assert within(50, speed=many, now=Chosen()).offload == ("optimizer",)
     assert within(50).offload == ()
+
+
+# Nothing but state that can go, of which 4.66 GiB come, and leave, beside a pass.
+LIGHT = replace(FACTS, activations=0.0, weights=0.0)
+
+
+@pytest.mark.parametrize(("limit", "ring"), [(60, None), (59, 8), (55, 4), (53.9, 2), (51.5, 1), (51, 1), (50.5, 0.5)])
+def test_buffers_are_as_large_as_the_limit_allows_and_a_pass_makes_use_of(limit: float, ring: float | None) -> None:
+    plan = decide(replace(LIGHT, limit=limit * GIB), ALL)
+    assert plan.chosen == (Chosen() if ring is None else Chosen(offload=("optimizer",), ring=int(ring * GIB)))
+    (line,) = (line for line in plan.lines if line.what == "on the host")
+    hidden = 10 if ring is None else min(ring, 5e9 / GIB)
+    assert line.seconds == pytest.approx((10 - hidden) * GIB / 50e9)
+    if ring is not None:
+        assert plan.peak == (50 + ring) * GIB
+        assert line.choice == f"optimizer state, {ring:.2f} GiB of buffers"
+        assert plan.options() == {"offload": ("optimizer",), "tuning": Tuning(offload_buffer_mb=ring * 1024)}
+
+
+def test_buffers_stay_as_they_are_by_hand_while_nobody_knows_a_pass_and_for_masters() -> None:
+    tight = replace(LIGHT, limit=55 * GIB)
+    assert decide(replace(tight, limit=50.3 * GIB), ALL).chosen.ring == 0
+    assert decide(replace(tight, ring=0.0), ALL).chosen.ring == 4 * GIB
+    assert decide(tight, replace(ALL, ring=False)).chosen == Chosen(offload=("optimizer",))
+    assert decide(replace(tight, speed=replace(SPEED, pass_known="guessed from the first")), ALL).chosen.ring == 0
+    masters = decide(replace(tight, masters=6 * GIB, limit=45 * GIB), ALL).chosen
+    assert (masters.offload, masters.ring) == (("optimizer", "parameters"), 0)
+    chosen = decide(tight, ALL).chosen
+    assert applied(EngineConfig(memory=55.0), chosen).tuning.offload_buffer_mb == 4096
+    assert freedom(EngineConfig(memory=55.0)).ring
+    assert not freedom(EngineConfig()).ring
+    assert not freedom(EngineConfig(memory=55.0, tuning=Tuning(offload_buffer_mb=1000))).ring
 
 
 def test_only_what_may_leave_does() -> None:
@@ -128,7 +161,7 @@ def least(free: Freedom) -> float:
     return decide(replace(HEAVY, limit=0.0), free).peak
 
 
-def test_master_weights_leave_where_nothing_else_would_do_and_what_the_ring_holds_is_hidden() -> None:
+def test_master_weights_leave_where_nothing_else_would_do_and_nothing_hides_their_copies() -> None:
     without = Freedom(offload=("optimizer", "activations"))
     limit = least(without) - GIB
     plan = decide(replace(HEAVY, limit=limit), ALL)
@@ -137,7 +170,7 @@ def test_master_weights_leave_where_nothing_else_would_do_and_what_the_ring_hold
     assert least(without) - least(ALL) == pytest.approx(6 * GIB, abs=2)
     line = next(line for line in plan.lines if line.what == "on the host")
     assert line.choice == "optimizer state and master weights"
-    assert line.seconds == pytest.approx(15.75 * GIB / 50e9)
+    assert line.seconds == pytest.approx(16 * GIB / 50e9)
     assert not decide(replace(HEAVY, limit=limit, host=15 * GIB), ALL).fits, "the host has no room for both"
 
 
