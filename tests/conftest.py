@@ -59,7 +59,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     ):
         option.numprocesses, option.dist, option.loadscopereorder = WORKERS, "loadfile", False
         if sys.platform == "linux":
-            serve_nurseries(3)  # which would otherwise import the same in each process
+            serve_nurseries(4)  # which would otherwise import the same in each process
 
 
 def _adds_nothing(item: pytest.Item) -> bool:

@@ -113,11 +113,13 @@ def differences(backend: str, edits: str, checkpointed: bool) -> dict[str, float
     return found
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
-    ("backend", "edits"),
-    # Which buffers backward reads is settled before code is generated, which then takes seconds for each graph.
-    [*(("aot_eager", edits) for edits in EDITS), pytest.param("inductor", ALL, marks=pytest.mark.slow)],
+    ("backend", "edits", "checkpointed"),
+    [
+        *(("aot_eager", edits, checkpointed) for edits in EDITS for checkpointed in (False, True)),
+        # Which buffers backward reads is settled before code is generated, which then takes seconds for each graph.
+        pytest.param("inductor", ALL, True, marks=pytest.mark.slow),
+    ],
 )
 def test_backward_reads_buffers_as_forward_has_read_them(
     ranks: Ranks, backend: str, edits: str, checkpointed: bool

@@ -2,7 +2,7 @@
 what would read them as weights is refused."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from tests.helpers.in_parts import FrozenEncoder, OtherHeads, Parts
 from tests.helpers.models import Case, OneLayer, TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, shard_batch
 from tests.helpers.sharded import adamw, engine_for, train_sharded, whole_params
-from tests.ranks.pool import RankFailure, Ranks
+from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 STEPS, SAMPLES = 8, 12
@@ -27,24 +27,19 @@ COPIES = REPLAYED | {"reduce_transport": "copy"}
 ON_HOST = {"offload": ("optimizer",), "offload_buffer_mb": 0.001}
 WAYS: dict[str, tuple[int, type[Case], dict[str, Any]]] = {
     "one rank": (1, OneLayer, REPLAYED),
-    "by copies": (2, OneLayer, {}),
     "by collectives": (3, OneLayer, COLLECTIVES),
     "gradients by copies": (2, OneLayer, {"gather_transport": "collective", "reduce_transport": "copy"}),
-    "poisoned": (2, OneLayer, {"poison": True}),
-    "reduced in float32": (3, OneLayer, {"reduce_dtype": None}),
-    "replayed": (3, OneLayer, COPIES),
+    "by copies, poisoned": (2, OneLayer, {"poison": True}),
     "replayed, by collectives": (2, OneLayer, REPLAYED | COLLECTIVES),
     "replayed, state on the host": (2, OneLayer, COPIES | ON_HOST),
-    "state on the host": (2, OneLayer, ON_HOST),
-    "narrow state": (2, OneLayer, COPIES | {"state_dtype": "bf16"}),
     "stage 2": (2, OneLayer, {"stage": 2}),
-    "kept until backward": (2, OneLayer, {"resident_mb": float("inf")}),
-    "a tied weight": (2, TiedLayer, COPIES),
-    "modules one after another": (2, Parts, COPIES),
-    "heads in turn": (2, OtherHeads, {}),
+    "a tied weight, narrow state": (2, TiedLayer, COPIES | {"state_dtype": "bf16"}),
+    "modules one after another": (3, Parts, COPIES),
+    "heads in turn, state on the host": (2, OtherHeads, ON_HOST),
     "a frozen encoder": (2, FrozenEncoder, COPIES),
+    "kept until backward": (2, OneLayer, {"resident_mb": float("inf")}),
     "checkpointed": (2, NonReentrant, COPIES),
-    "checkpointed, by the reentrant way": (2, Reentrant, {}),
+    "checkpointed by the reentrant way, reduced in float32": (2, Reentrant, {"reduce_dtype": None}),
 }
 TRANSPORTS: dict[str, dict[str, Any]] = {"copies": {}, "collectives": COLLECTIVES, "replayed": COPIES}
 autocast = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
@@ -53,7 +48,6 @@ autocast = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
 def train(
     over: bool,
     case: type[Case],
-    before_batch: Callable[[nn.Module, int], None] | None = None,
     clip: float | None = None,
     **options: Any,
 ) -> tuple[Reference, dict[str, int], set[torch.dtype]]:
@@ -72,13 +66,13 @@ def train(
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(look)
         made, batches = adamw(model), make_batches(case, STEPS, SAMPLES)
-        got = train_sharded(engine, model, batches, made, context=autocast, before_batch=before_batch, clip_norm=clip)
+        got = train_sharded(engine, model, batches, made, context=autocast, clip_norm=clip)
         assert all(param.grad is None for param in model.parameters())
         return got, memory_by_role(engine, [made]), dtypes
 
 
-def both(case: type[Case], options: dict[str, Any], before_batch: Any = None) -> list[Any]:
-    return [train(over, case, before_batch, **options) for over in (True, False)]
+def both(case: type[Case], options: dict[str, Any]) -> list[Any]:
+    return [train(over, case, **options) for over in (True, False)]
 
 
 def check(over: Reference, plain: Reference, rtol: float = 1e-6) -> None:
@@ -126,35 +120,18 @@ def backward(model: Any, index: int) -> None:
     loss.backward()
 
 
-def whatever(model: Any, index: int) -> None:
-    """Comes between steps: evaluations, gradients that come and are dropped, both, and an edit of a weight."""
-    if index % 2:
-        evaluate(model)
-    if index in (1, 4, 6):
-        backward(model, index)
-        model.zero_grad()
-    if index == 6:
-        evaluate(model)
-    if index in (2, 7):
-        with torch.no_grad():
-            model.head.weight.mul_(0.9)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_copies_are_weights_again_whatever_comes_between_steps(ranks: Ranks, transport: str) -> None:
-    for (over, *_), (plain, *_) in ranks.run(2, both, OneLayer, TRANSPORTS[transport], whatever):
-        check(over, plain)
-
-
 Then = Callable[[Any, Any, Tensor], None]
+Trained = tuple[list[dict[str, Tensor]], list[str]]
 
 
-def up_to_backwards(over: bool, options: dict[str, Any], thens: Sequence[Then]) -> list[dict[str, Tensor]]:
+def up_to_backwards(
+    over: bool, options: dict[str, Any], thens: Sequence[Then], refused: Sequence[Then] = ()
+) -> Trained:
     """Each of these is called with a model whose gradients wait for their step, its optimizer, and what an evaluation
-    gave before. Returns the weights behind each."""
+    gave before. Returns the weights behind each, and with what those end that are refused."""
     torch.manual_seed(17)
     model: Any = build(OneLayer)
-    weights = []
+    weights, errors = [], []
     with engine_for(model, gradients_over_copies=over, **(BASE | options)) as engine:
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(round_gradient)
@@ -168,7 +145,15 @@ def up_to_backwards(over: bool, options: dict[str, Any], thens: Sequence[Then]) 
             backward(model, 5)
             then(model, optimizer, before)
             weights.append(whole_params(engine, model))
-    return weights
+        for then in refused:
+            before = evaluate(model)
+            backward(model, 5)
+            with pytest.raises(Exception) as caught:  # noqa: PT011 - who asks for it looks at what it says
+                then(model, optimizer, before)
+            errors.append(str(caught.value))
+            engine.cycle.reset()
+            model.zero_grad()
+    return weights, errors
 
 
 def round_gradient(param: Tensor) -> None:
@@ -188,10 +173,38 @@ def evaluates(model: Any, optimizer: Any, before: Tensor) -> None:
 
 
 def one_rank_evaluates(model: Any, optimizer: Any, before: Tensor) -> None:
+    """Where ranks take turns; others do it together."""
     model.zero_grad()
-    if _engine(model).rank == 0:
+    if _engine(model).rank == 0 or _engine(model).config.tuning.gather_transport == "collective":
         assert torch.equal(evaluate(model), before)
     backward(model, 6)
+    step(model, optimizer)
+
+
+def drops_gradients(model: Any, optimizer: Any, before: Tensor) -> None:
+    """With a step that comes behind them at once, behind an evaluation, and behind others that are dropped."""
+    for index, evaluated in enumerate((False, True, True)):
+        model.zero_grad()
+        if index == 2:
+            backward(model, 7)
+            model.zero_grad()
+        if evaluated:
+            evaluate(model)
+        backward(model, index)
+        step(model, optimizer)
+        backward(model, 8)
+    step(model, optimizer)
+
+
+def edits_a_weight(model: Any, optimizer: Any, before: Tensor) -> None:
+    """With an evaluation before that, and without."""
+    for evaluated in (False, True):
+        step(model, optimizer)
+        if evaluated:
+            evaluate(model)
+        with torch.no_grad():
+            model.head.weight.mul_(0.9)
+        backward(model, 6)
     step(model, optimizer)
 
 
@@ -251,39 +264,6 @@ def tries_again(model: Any, optimizer: Any, before: Tensor) -> None:
     step(model, optimizer)
 
 
-RIGHT: list[Then] = [evaluates, replaces_gradients, tries_again, steps_in_turn]
-# Sums of gradients are rounded twice, as are those that are clipped: from then on weights differ.
-ROUNDED: list[Then] = [puts_gradients_in, adds_up, two_losses]
-
-
-def either_way(options: dict[str, Any], thens: Sequence[Then]) -> Any:
-    return [up_to_backwards(over, options, thens) for over in (True, False)]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_comes_before_the_step_is_as_right_as_ever(ranks: Ranks, transport: str) -> None:
-    rounded = ROUNDED[:1] if transport == "replayed" else ROUNDED  # of the others replays are refused: see below
-    for over, plain in ranks.run(2, either_way, TRANSPORTS[transport], [*RIGHT, *rounded], deadline=120):
-        assert_close_relative(over[: len(RIGHT)], plain[: len(RIGHT)], 1e-6)
-        assert_close_relative(over, plain, 3e-3)
-
-
-def adds_up_again_and_again(model: Any, optimizer: Any, before: Tensor) -> None:
-    for index in range(8):
-        adds_up(model, optimizer, before)
-        backward(model, index)
-
-
-def test_replays_that_would_read_gradients_as_weights_are_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match="is needed once more while its gradient waits for the optimizer's step"):
-        ranks.run(2, up_to_backwards, True, COPIES, [adds_up_again_and_again])
-
-
-def test_a_rank_may_evaluate_alone_where_ranks_take_turns(ranks: Ranks) -> None:
-    for over, plain in ranks.run(2, either_way, {}, [one_rank_evaluates]):
-        assert_close_relative(over, plain, 1e-6)
-
-
 def puts_aside(model: Any, optimizer: Any, before: Tensor) -> None:
     saved = [param.grad for param in model.parameters()]
     model.zero_grad()
@@ -295,10 +275,71 @@ def puts_aside(model: Any, optimizer: Any, before: Tensor) -> None:
     step(model, optimizer)
 
 
+def adds_up_again_and_again(model: Any, optimizer: Any, before: Tensor) -> None:
+    for index in range(8):
+        adds_up(model, optimizer, before)
+        backward(model, index)
+
+
+RIGHT: list[Then] = [
+    evaluates,
+    one_rank_evaluates,
+    drops_gradients,
+    edits_a_weight,
+    replaces_gradients,
+    tries_again,
+    steps_in_turn,
+]
+# Sums of gradients are rounded twice, as are those that are clipped: from then on weights differ.
+ROUNDED: list[Then] = [puts_gradients_in, adds_up, two_losses]
+
+
+Found = Callable[[str], list[Trained]]
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks) -> Found:
+    """By transport, of each rank: weights behind each of these, where gradients have memory of their own."""
+    return cache(
+        lambda transport: ranks.run(2, up_to_backwards, False, TRANSPORTS[transport], of(transport), deadline=120)
+    )
+
+
+@pytest.fixture(scope="module")
+def over(ranks: Ranks) -> Found:
+    """The same where gradients lie over copies, and what is refused then."""
+
+    @cache
+    def trained(transport: str) -> list[Trained]:
+        refused = [puts_aside, *([adds_up_again_and_again] if transport == "replayed" else [])]
+        options, thens = TRANSPORTS[transport], of(transport)
+        return ranks.run(2, up_to_backwards, True, options, thens, refused, deadline=120)
+
+    return trained
+
+
+def of(transport: str) -> list[Then]:
+    """Replays refuse what needs weights again."""
+    return [*RIGHT, *(ROUNDED[:1] if transport == "replayed" else ROUNDED)]
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_gradients_that_are_put_back_when_they_are_gone_are_refused(ranks: Ranks, transport: str) -> None:
-    with pytest.raises(RankFailure, match="was put aside and put back"):
-        ranks.run(2, up_to_backwards, True, TRANSPORTS[transport], [puts_aside])
+def test_what_comes_before_the_step_is_as_right_as_ever(over: Found, plain: Found, transport: str) -> None:
+    # Which transport it was changes no bit of a sum of two.
+    expected = plain("replayed" if transport == "replayed" else "copies")
+    for (mine, _), (its, _) in zip(over(transport), expected, strict=True):
+        assert_close_relative(mine[: len(RIGHT)], its[: len(RIGHT)], 1e-6)
+        assert_close_relative(mine, its, 3e-3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradients_that_are_put_back_when_they_are_gone_are_refused(over: Found, transport: str) -> None:
+    assert all("was put aside and put back" in refused[0] for _, refused in over(transport))
+
+
+def test_replays_that_would_read_gradients_as_weights_are_refused(over: Found) -> None:
+    what = "is needed once more while its gradient waits for the optimizer's step"
+    assert all(what in refused[1] for _, refused in over("replayed"))
 
 
 def norms_and_clipped() -> None:

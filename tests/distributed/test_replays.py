@@ -29,11 +29,11 @@ QUICK = (
     "a weight in two modules, stage 1",
     "a graph that is broken in two",
 )
-# What others do, too: test_replays_by_collectives.py, test_stages.py, and those here that accumulate, that zero gradients at
-# first and drop them later, and whose sizes are others in each step.
+# What others do, too: test_replays_by_collectives.py, test_stages.py, test_gradients_over_copies.py, and those here that
+# accumulate, that zero gradients at first and drop them later, and whose sizes are others in each step.
 ELSEWHERE = (
     *("clipped", "accumulated", "accumulated, stage 1", "modules one after another"),
-    *("gradients zeroed, not dropped", "a smaller batch between"),
+    *("gradients zeroed, not dropped", "a smaller batch between", "gradients over copies"),
 )
 EMULATED = [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))

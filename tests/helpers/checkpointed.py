@@ -190,7 +190,7 @@ class DeepGPT2(_Transformers):
     def make(self) -> Any:
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=4, n_head=4, n_positions=8))
+        return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=8))
 
 
 class T5Encoder(_Transformers):

@@ -175,7 +175,7 @@ def test_sharded_averages_are_those_of_a_full_checkpoint(ranks: Ranks, tmp_path:
             assert torch.equal(joined[part][name], value), f"{part}[{name!r}]"
 
 
-DEPTH = 6
+DEPTH = 4
 
 
 class Watched(Block):
