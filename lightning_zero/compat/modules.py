@@ -2,6 +2,7 @@
 
 import torch
 import torch._dynamo
+from torch.optim import optimizer as optimizers
 
 # All layers that torch.nn.SyncBatchNorm.convert_sync_batchnorm() would have replaced. (torch 2.11+)
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
@@ -13,6 +14,9 @@ extra_state_suffix = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 # Has Dynamo run a function as it is where nobody traces it, and trace it where it is called by what is traced, which
 # torch.compiler.disable would forbid. (torch 2.11+)
 skip_code = torch._dynamo.eval_frame.skip_code
+
+# Hooks of register_optimizer_step_pre_hook, of all optimizers, behind which a step begins. (torch 2.11+)
+global_pre_hooks = optimizers._global_optimizer_pre_hooks
 
 ATTRIBUTES = {
     # What is registered. Reading it from the module would ask the property that gathers; Dynamo traces this, too.
@@ -51,6 +55,8 @@ ATTRIBUTES = {
     # Hooks of register_step_post_hook by their handles' ids, which has no `prepend`: ours must come before the user's.
     # (torch 2.11+)
     "torch.optim.Optimizer._optimizer_step_post_hooks",
+    # Hooks of register_step_pre_hook, behind which a step begins. (torch 2.11+)
+    "torch.optim.Optimizer._optimizer_step_pre_hooks",
     # What checkpoint() asks: a generator, advanced once before the function runs and once after; put aside where its
     # regions are wanted, and no second computation. (torch 2.11+)
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator",

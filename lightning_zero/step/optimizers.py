@@ -190,11 +190,11 @@ class OptimizerSteps:
             self._on_host = StateOnHost(HostMemory(device), ring)
         return self._on_host
 
-    def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None, inside: bool = True) -> None:
         """Gradients are final, and the optimizer's own ``step`` is next; :meth:`end` must come after it. Inside its
         ``step(closure)``, the closure's last act.
 
-        skip: see :meth:`OptimizerStepper.begin`
+        skip, inside: see :meth:`OptimizerStepper.begin`
 
         Raises:
             RuntimeError: another optimizer's step is not over.
@@ -202,7 +202,7 @@ class OptimizerSteps:
         """
         stepper = self.stepper(optimizer)
         self._cycle.begin_step(stepper)
-        stepper.begin(skip)
+        stepper.begin(skip, inside)
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """After the optimizer's ``step``, whether it succeeded or not, and before a closure is run again."""
@@ -229,7 +229,7 @@ class OptimizerSteps:
             self._cycle.gradients_are_final()
             norm = self.stepper(optimizer).clip_norm(clip, later=True)
         try:
-            self.begin(optimizer, skip)
+            self.begin(optimizer, skip, inside=False)
             yield norm
         finally:
             self.end(optimizer)

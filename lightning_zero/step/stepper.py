@@ -12,10 +12,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_zero.compat.modules import global_pre_hooks
 from lightning_zero.native.watchdog import Lane
 from lightning_zero.optim.norms import add_up
 from lightning_zero.optim.stretches import StateOnHost
@@ -79,6 +81,7 @@ class OptimizerStepper:
         self._runners: Sequence[StepRunner] = (self._captured, own) if self._graphs or narrow else (own,)
         self.runner: StepRunner | None = None
         self._clip: tuple[StepLayout, float] | None = None  # to be done by the step
+        self._behind: Any = None  # the hook in which the step begins, behind those of users
 
     @property
     def layout(self) -> StepLayout | None:
@@ -93,7 +96,7 @@ class OptimizerStepper:
     @property
     def under_way(self) -> bool:
         """Whether the optimizer's own ``step`` is still to come, or is not over, after :meth:`begin`."""
-        return self._substitute.shown
+        return self._substitute.shown or self._behind is not None
 
     # -- gradients
 
@@ -113,7 +116,7 @@ class OptimizerStepper:
         add_up(squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", Lane.REDUCE))
         norm = squared.sqrt()
         self._clip = layout, max_norm
-        if not later or not self._runner_of(layout, own).clips:
+        if not later or self._has_pre_hooks or not self._runner_of(layout, own).clips:
             self._clip = None
             layout.clip_norm(max_norm)
         return norm
@@ -148,14 +151,33 @@ class OptimizerStepper:
         with self._substitute.instead(groups):
             yield
 
-    @on_plain_tensors
-    def begin(self, skip: Tensor | None = None) -> None:
+    def begin(self, skip: Tensor | None = None, inside: bool = True) -> None:
         """The gradients are final: the optimizer's ``step`` comes next.
 
-        skip: 0-dim float32 on the device; where it is not zero, nothing changes. Only for optimizers that
-            ``may_skip``.
+        Args:
+            skip: 0-dim float32 on the device; where it is not zero, nothing changes. Only for optimizers that
+                ``may_skip``.
+            inside: of its ``step(closure)``, whose pre-hooks are over. Otherwise these come first, see what is the
+                optimizer's own, and may change it; if one raises, nothing is stepped.
         """
         self.end()
+        if inside or not self._has_pre_hooks:
+            self._begin(skip)
+            return
+
+        def behind(*_: Any) -> None:
+            if self._behind is not None and not self._substitute.shown:
+                self._begin(skip)
+
+        self._behind = self._optimizer.register_step_pre_hook(behind)
+
+    @property
+    def _has_pre_hooks(self) -> bool:
+        own: Any = self._optimizer._optimizer_step_pre_hooks
+        return bool(own or global_pre_hooks)
+
+    @on_plain_tensors
+    def _begin(self, skip: Tensor | None) -> None:
         own = self._substitute.own
         # Between a clipping that is left to the step and the step, nobody has touched anything.
         clip, self._clip = self._clip, None
@@ -176,6 +198,9 @@ class OptimizerStepper:
     def end(self) -> bool:
         """The optimizer has its own parameters again. Harmless when repeated; returns whether there was a step to
         end."""
+        if self._behind is not None:
+            self._behind.remove()
+            self._behind = None
         if not self._substitute.end():
             return False
         # Flat parameters were written, which no parameter's version shows: a backward that needs the old values would
@@ -208,7 +233,7 @@ class OptimizerStepper:
     def may_skip(self) -> bool:
         """Whether ``begin`` can skip the step by what the device knows."""
         own = self._substitute.own
-        return self._runner_of(self._layouts.current(own), own).skips
+        return not self._has_pre_hooks and self._runner_of(self._layouts.current(own), own).skips
 
     def _runner_of(self, layout: StepLayout, own: Own) -> StepRunner:
         return next(runner for runner in self._runners if runner.takes(layout, own))

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_zero.compat.modules import BatchNorm, skip_code
+from lightning_zero.compat.modules import BatchNorm, global_pre_hooks, skip_code
 
 
 def test_batch_norms_are_what_torch_would_synchronise() -> None:
@@ -106,6 +107,18 @@ def test_ours_of_an_optimizers_hooks_can_be_moved_to_the_front() -> None:
     optimizer._optimizer_step_post_hooks.move_to_end(ours.id, last=False)  # type: ignore[attr-defined]
     optimizer.step()
     assert called == ["ours", "user's"]
+
+
+def test_whether_anything_is_called_ahead_of_a_step_is_known() -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not global_pre_hooks
+    hooks = optimizer.register_step_pre_hook(print), register_optimizer_step_pre_hook(print)
+    assert len(optimizer._optimizer_step_pre_hooks) == len(global_pre_hooks) == 1
+    for hook in hooks:
+        hook.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not global_pre_hooks
 
 
 @pytest.mark.parametrize(("gradient", "found"), [(1.0, 0), (float("inf"), 1)])

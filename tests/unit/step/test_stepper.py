@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.step.captured import CapturedRunner
@@ -224,6 +225,58 @@ def test_hooks_of_users_see_the_optimizers_own(capture: bool) -> None:
     bench.step()
     assert [(groups is own[0], state is own[1]) for groups, state in seen] == [(True, True)] * 2
     assert len(bench.optimizer._optimizer_step_post_hooks) == 1, "ours is gone"
+
+
+def quarter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """What users do ahead of a step, in a hook: of all gradients, and of the settings of one group."""
+    optimizer.param_groups[0]["lr"] = 0.5 * 0.02
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad.mul_(0.25)
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["of one", "of all optimizers"])
+@pytest.mark.parametrize("capture", [False, True])
+def test_hooks_ahead_of_a_step_change_what_is_stepped(capture: bool, everywhere: bool) -> None:
+    bench = Bench(capture=capture)
+    bench.step()
+    hooks = [register_optimizer_step_pre_hook(quarter)] if everywhere else []
+    if not everywhere:
+        hooks = [optimizer.register_step_pre_hook(quarter) for optimizer in (bench.optimizer, bench.plain)]
+    for _ in range(3):
+        bench.bring()
+        assert not bench.stepper.may_skip(), "the hooks would know nothing of it"
+        norm = bench.stepper.clip_norm(CLIP, later=True)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(bench.copies, CLIP))
+        bench.stepper.begin(inside=False)
+        assert bench.stepper.under_way
+        bench.optimizer.step()
+        assert bench.stepper.end()
+        bench.plain.step()
+        bench.check()
+    for hook in hooks:
+        hook.remove()
+    bench.step(clip=CLIP)
+    assert type(bench.stepper.runner) is (CapturedRunner if capture else EagerRunner)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_where_a_hook_raises_nothing_is_stepped(capture: bool) -> None:
+    bench = Bench(capture=capture)
+    bench.step()
+    hook = bench.optimizer.register_step_pre_hook(refuse)
+    bench.bring()
+    bench.stepper.begin(inside=False)
+    with pytest.raises(ValueError, match="not now"):
+        bench.optimizer.step()
+    assert not bench.stepper.end()
+    bench.check()
+    hook.remove()
+    bench.step()
+
+
+def refuse(*_: Any) -> None:
+    raise ValueError("not now")
 
 
 def test_under_way_is_from_begin_to_the_end_of_the_optimizers_own_step() -> None:
