@@ -23,6 +23,10 @@ Event = Any
 class Lanes(Protocol):
     """Takes copies. Nothing here waits on the host."""
 
+    def use(self, memory: Tensor) -> None:
+        """Copies will go there, and from there: once it is given back, whoever gets it next waits for them."""
+        ...
+
     def bring(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
         """From the host, once all of ``after`` is done."""
         ...
@@ -48,6 +52,10 @@ class StreamLanes:
         self._device = device
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
+    def use(self, memory: Tensor) -> None:
+        for stream in (self._in, self._out):
+            memory.record_stream(stream)
+
     def bring(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
         return _on(self._in, copies, after)
 
@@ -72,6 +80,9 @@ def _on(stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Event
 
 class PlainLanes:
     """Of a CPU: whatever is given is done at once, so nobody ever waits."""
+
+    def use(self, memory: Tensor) -> None:
+        pass
 
     def bring(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
         for to, source in copies:

@@ -99,6 +99,8 @@ class Ring:
         """The memory of all buffers: bytes, allocated now if it was not before."""
         if self._memory is None:
             self._memory = torch.empty(self.slots * self.slot_bytes, dtype=torch.uint8, device=self._device)
+            # A training may end, and all of it go, while state is on its way.
+            self.lanes.use(self._memory)
         return self._memory
 
     def buffers(self, number: int, like: Load) -> dict[str, Tensor]:

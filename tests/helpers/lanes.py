@@ -32,6 +32,10 @@ class DelayedLanes:
         self._lane_of: dict[int, str] = {}
         self._events: list[Event] = []  # held, so that their ids stay theirs
         self._without = without
+        self.used: list[torch.Tensor] = []
+
+    def use(self, memory: torch.Tensor) -> None:
+        self.used.append(memory)
 
     def compute(self, work: Callable[[], Any]) -> None:
         self._add("compute", work)
@@ -91,6 +95,9 @@ class LateLanes:
         self.done = {"in": 0, "out": 0}  # copies
         self._queues: dict[str, deque[tuple[int, Sequence[Copy]]]] = {"in": deque(), "out": deque()}
         self._given = 0
+
+    def use(self, memory: torch.Tensor) -> None:
+        pass
 
     def bring(self, copies: Sequence[Copy], after: Sequence[Any]) -> tuple[str, int]:
         return self._copy("in", copies)

@@ -116,6 +116,25 @@ def test_copies_in_wait_for_what_fills_the_new_buffers() -> None:
     assert there == [False, True]
 
 
+def test_whoever_gets_the_buffers_next_waits_for_copies_and_so_does_a_ring_of_another_size() -> None:
+    lanes = DelayedLanes()
+    ring, loads = Ring(CPU, SMALL, lanes), host()
+    for nbytes in (SMALL, 2 * SMALL):
+        ring.resize(nbytes)
+        lanes.compute(lambda: order.append(sum(map(len, map(lanes.waiting, ("in", "out"))))))
+        through = Pass(ring, loads)
+        through.ahead()
+        pass_through(through, lanes, joined=False)
+        Pass(ring, loads).ahead()
+    ring.resize(SMALL)
+    lanes.compute(lambda: order.append(sum(map(len, map(lanes.waiting, ("in", "out"))))))
+    assert [memory.nbytes for memory in lanes.used] == [SMALL, 2 * SMALL]
+    order: list[int] = []
+    lanes.run(("compute", "out", "in"))
+    assert order[-1] == 0, "other buffers are there while copies to the old ones are under way"
+    assert all(torch.equal(load["a"], torch.full((SIZE,), 4.0 * n + 3)) for n, load in enumerate(loads))
+
+
 def test_copies_out_copies_in_and_compute_are_under_way_at_once() -> None:
     lanes = DelayedLanes()
     loads = host()
