@@ -105,6 +105,8 @@ class Facts:
         gradients: whole ones of micro-batches, where they can wait to be reduced; 0 where they cannot.
         wire: of gradients that a pass reduces.
         ring: of buffers through which goes what lies on the host, as the options say.
+        ahead: what these hold of optimizers' state comes, and leaves, beside forward and backward: captured steps of
+            one optimizer.
         host: free on the host, for this rank.
         speed: what things cost.
     """
@@ -120,5 +122,6 @@ class Facts:
     gradients: float = 0.0
     wire: float = 0.0
     ring: float = 0.25 * GIB
+    ahead: bool = True
     host: float = float("inf")
     speed: Speed = field(default_factory=Speed)

@@ -33,6 +33,7 @@ __all__ = [
     "items_of",
     "recomputed_share",
     "size_of",
+    "without_copies",
 ]
 
 ACTIVATIONS, WEIGHTS, HOST, GRADIENTS = "activations", "whole weights", "on the host", "gradients"
@@ -48,6 +49,7 @@ PARTS = 16  # in which weights are counted
 # Of a step: what reducing once has to save. Until then ``param.grad`` holds zeros, and nobody should see that for less.
 WORTH = 0.02
 LEAST_RING = 1 << 20  # of buffers that a plan chooses, however few the options say
+LEAST_PASS = 0.1  # of what was measured, whatever is reckoned of copies that were in it
 
 
 def items_of(facts: Facts, free: Freedom) -> list[Item]:
@@ -174,7 +176,7 @@ def _host(facts: Facts, free: Freedom) -> Item:
 
 def _rings(facts: Facts) -> list[int]:
     """Bytes of buffers, of which 0 are as many as the options say, to all that is of use: twice as much each time, so
-    that two measurements of the same training do not find two of them."""
+    that two measurements of the same training seldom find two of them."""
     found, ring = [0], 2 * max(facts.ring, LEAST_RING)
     while not facts.speed.guessed and ring < min(2 * _hidden(float("inf"), facts), facts.states):
         found.append(int(ring))
@@ -185,7 +187,7 @@ def _rings(facts: Facts) -> list[int]:
 def _hidden(ring: float, facts: Facts) -> float:
     """Bytes of an optimizer's state that come, and leave, beside forward and backward."""
     speed = facts.speed
-    return min(ring, speed.passes * speed.pass_s * speed.host_bytes_per_s, facts.states)
+    return min(ring, speed.passes * speed.pass_s * speed.host_bytes_per_s, facts.states) if facts.ahead else 0.0
 
 
 def _optimizer_bytes(offload: tuple[str, ...], ring: int, facts: Facts) -> float:
@@ -203,6 +205,14 @@ def _optimizer_seconds(offload: tuple[str, ...], ring: int, facts: Facts) -> flo
     moved = _moved(offload, facts)
     hidden = 0.0 if "parameters" in offload else min(_hidden(ring or facts.ring, facts), moved)
     return exposed(moved / facts.speed.host_bytes_per_s, hidden / facts.speed.host_bytes_per_s)
+
+
+def without_copies(facts: Facts) -> Facts:
+    """Where a pass is the time from one to the next, and in each step there was what waits for copies: without that."""
+    speed, host = facts.speed, tuple(name for name in facts.now.offload if name != "activations")
+    hidden = (facts.now.ring or facts.ring) if facts.ahead and "parameters" not in host else 0.0
+    waits = max(_moved(host, facts) - hidden, 0.0) / speed.host_bytes_per_s / speed.passes
+    return replace(facts, speed=replace(speed, pass_s=max(speed.pass_s - waits, LEAST_PASS * speed.pass_s)))
 
 
 def _gradients(facts: Facts, free: Freedom) -> Item:

@@ -131,7 +131,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         rows = [("", "choice", "GiB", "GiB saved", "ms lost")]
         for line in self.lines:
-            choice = f"{line.choice} (by hand)" if line.by_hand else line.choice
+            choice = f"{line.choice} (by hand)" if line.by_hand and "by hand" not in line.choice else line.choice
             rows.append((line.what, choice, gib(line.nbytes), gib(line.saved), f"{line.seconds * 1e3:.1f}"))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -213,7 +213,7 @@ def _line(item: Item, chosen: Variant) -> Line:
     fastest = min(item.variants, key=lambda one: (one.seconds, one.nbytes))
     return Line(
         item.name,
-        _in_words(item.name, chosen),
+        _in_words(item.name, chosen, item.by_hand),
         chosen.nbytes,
         fastest.nbytes - chosen.nbytes,
         max(chosen.seconds - fastest.seconds, 0.0),
@@ -221,7 +221,7 @@ def _line(item: Item, chosen: Variant) -> Line:
     )
 
 
-def _in_words(name: str, chosen: Variant) -> str:
+def _in_words(name: str, chosen: Variant, by_hand: bool) -> str:
     if name == ACTIVATIONS:
         budget, away = chosen.value
         kept = "all saved" if budget == 1.0 else f"activation_memory_budget={budget:g}"
@@ -233,5 +233,5 @@ def _in_words(name: str, chosen: Variant) -> str:
     assert name == HOST
     words = {"optimizer": "optimizer state", "parameters": "master weights"}
     way, ring = chosen.value
-    buffers = f", {gib(ring)} GiB of buffers" if ring else ""
+    buffers = f"{' (by hand)' * by_hand}, {gib(ring)} GiB of buffers" if ring else ""
     return (" and ".join(words[one] for one in way) or "nothing") + buffers

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from lightning_zero.budget.facts import GAPS, Chosen, Facts, Speed
+from lightning_zero.budget.items import without_copies
 from lightning_zero.compile.first_step import Shown
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
@@ -34,6 +35,7 @@ class Known:
         wire: of gradients that a pass reduces.
         whole: of all weights, whole, in the dtype they are used in.
         ring: of the device's buffers for what lies on the host.
+        ahead: as in :class:`~lightning_zero.budget.facts.Facts`.
         host: free on the host, for this rank; None where nobody says.
         may_leave: what can go to the host in this training.
         before: what could have, had that been said before the model was sharded.
@@ -50,6 +52,7 @@ class Known:
     wire: int = 0
     whole: int = 0
     ring: int = 0
+    ahead: bool = True
     host: float | None = None
     may_leave: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
@@ -78,6 +81,7 @@ class Known:
             gradients=self.gradients,
             wire=self.wire,
             ring=self.ring,
+            ahead=self.ahead,
             host=host,
             speed=speed,
         )
@@ -158,7 +162,7 @@ def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Cho
     facts = known.facts("measured", limit, limit - (quiet.replayed if captured else quiet.room), now)
     whole = known.whole if now.until == "step" or quiet.passes >= 2 else quiet.traffic / 2
     whole = whole if known.gather_s else 0.0  # one rank has nothing to gather
-    return replace(
+    found = replace(
         facts,
         activations=(quiet.saved or EAGER_SAVED * quiet.took) / max(now.activation_memory_budget, 0.01),
         weights=max(whole, now.weights),
@@ -170,3 +174,4 @@ def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Cho
             pass_known="measured" if quiet.pass_s else facts.speed.pass_known,
         ),
     )
+    return found if found.speed.guessed else without_copies(found)

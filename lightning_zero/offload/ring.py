@@ -22,6 +22,7 @@ in the order in which their buffers get free: copies go both ways at once, howev
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from lightning_zero.offload.lanes import Copy, Event, Lanes, lanes_of
 
-__all__ = ["Load", "Pass", "Ring"]
+__all__ = ["Load", "Loads", "Pass", "Ring"]
 
 LEAST_SLOTS = 4  # in use, going out, and two coming in
 MOST_BYTES = 64 << 20  # of a slot: a copy of that size is as fast per byte as any
@@ -38,6 +39,14 @@ ALIGNMENT = 512  # bytes, as torch's allocator aligns
 LEAST = 8  # tensors of which a slot has room for 32 elements
 
 Load = Mapping[str, Tensor]  # contiguous memory of the host
+
+
+class Loads(list[Load]):
+    """Those of passes that are made again and again."""
+
+
+def _nothing() -> None:
+    """The loads of no pass."""
 
 
 class Ring:
@@ -53,8 +62,8 @@ class Ring:
         slots: number of the buffers.
         slot_bytes: of each.
         last: all that was to leave so far; None before there was anything.
-        leaving: the loads of the pass that left last, and when those that it had in buffers have left, by number, in
-            their order.
+        leaving: the loads of the pass that left last, if it is made again, and when those that it had in buffers have
+            left, by number, in their order. Holds no load: state that an optimizer has dropped is to be gone.
         current: the pass whose loads the buffers have.
     """
 
@@ -80,7 +89,7 @@ class Ring:
             self.lanes.wait(self.last)
         self.slot_bytes = max(min(nbytes // LEAST_SLOTS, MOST_BYTES) // ALIGNMENT, LEAST) * ALIGNMENT
         self.slots = max(nbytes // self.slot_bytes, LEAST_SLOTS)
-        self.leaving: tuple[Sequence[Load], dict[int, Event]] = ((), {})
+        self.leaving: tuple[Callable[[], Sequence[Load] | None], dict[int, Event]] = _nothing, {}
         self.current = None
         self._memory: Tensor | None = None
 
@@ -143,9 +152,9 @@ class Pass:
             # With deterministic algorithms torch fills new memory, on compute: behind `now` that would meet copies.
             self._ring.allocated()
         now, slots = self._lanes.now(), self._ring.slots
-        loads, left = self._ring.leaving
+        (of, left), self._ring.leaving = self._ring.leaving, (_nothing, {})
         # Of the same loads the last ones leave, one from each buffer, and none that comes has left later than that.
-        if loads is self._loads and len(left) == min(slots, len(loads)):
+        if of() is self._loads and len(left) == min(slots, len(self._loads)):
             for number, event in left.items():
                 self._bring(number % slots, [now, event])
         else:
@@ -204,7 +213,7 @@ class Pass:
                 self._left = left[number] = self._take(number, self._changed.get(number, self._loads[number]))
         if self._left is not None:
             self._ring.last = self._left
-        self._ring.leaving = self._loads, left
+        self._ring.leaving = (weakref.ref(self._loads) if isinstance(self._loads, Loads) else _nothing), left
 
     def _bring(self, number: int, after: Sequence[Event]) -> None:
         load = self._loads[number]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.ring import Load, Pass, Ring
+from lightning_zero.offload.ring import Load, Loads, Pass, Ring
 from lightning_zero.optim.rounding import Places
 from lightning_zero.optim.segments import Segment
 
@@ -141,14 +141,14 @@ class Parts:
             self._parts += stretches(segment, min(numel, most) if segment.narrow and most else numel)
         self.places = {id(s): Places.of(s.members, s.param.device) for s in segments if s.narrow}
         self._places = [part.places(self.places) for part in self._parts]
-        self._loads = [part.load(names(part.segment)) for part in self._parts]
+        self._loads = Loads(part.load(names(part.segment)) for part in self._parts)
         self._ahead: Pass | None = None
 
     def bring_ahead(self, masters: bool = True) -> None:
         """State begins to come for the next step, as far as there is room. Harmless when repeated, and when that step
         is never made.
 
-        masters: those may come as well, which users write to between steps, and not from then on
+        masters: those may come as well, which users write to until backward begins, and not from then on
         """
         if self._ring is None or (self._masters and not masters):
             return

@@ -141,6 +141,7 @@ def _known(cuts: list[Cut], kept: Kept, config: EngineConfig, card: Device, rank
         masters=masters,
         whole=whole if ranks > 1 and config.stage == 3 else 0,
         ring=int(config.tuning.offload_buffer_mb * 2**20),
+        ahead=config.cuda_graph_step is not False,
         may_leave=tuple(name for name in OFFLOADED if needs.get(name, True)),
         gather_s=1 / (card.inside * LINKS) if ranks > 1 else 0.0,
     )
@@ -173,4 +174,8 @@ def _assembled(
     if step is None:
         return found
     seconds = step_seconds(step, cuts, config, where)
-    return replace(found, seconds=replace(seconds, optimizer=seconds.optimizer + moved / HOST_BYTES_PER_S))
+    waits = moved / HOST_BYTES_PER_S
+    if config.cuda_graph_step is not False and "parameters" not in config.offload:
+        # What buffers hold of state goes beside forward and backward.
+        waits -= min(ring / HOST_BYTES_PER_S, seconds.compute, waits)
+    return replace(found, seconds=replace(seconds, optimizer=seconds.optimizer + waits))

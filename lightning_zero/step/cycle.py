@@ -89,7 +89,7 @@ class StepCycle:
 
     Attributes:
         state: where in its cycle the engine is.
-        beside_backward: is called where a backward begins, for what may go on beside it.
+        beside_forward, beside_backward: are called where either begins, for what may go on beside it.
         accumulates: micro-batches have been announced whose gradients may wait.
     """
 
@@ -98,6 +98,7 @@ class StepCycle:
     ) -> None:
         self.state = State.IDLE
         self.accumulates = False
+        self.beside_forward: Callable[[], None] = lambda: None
         self.beside_backward: Callable[[], None] = lambda: None
         self._inside = False  # of train_step
         self._step: UnderWay | None = None  # that began last
@@ -158,6 +159,7 @@ class StepCycle:
             self._sharder.memory.allocate_gradients()
             self._executor.begin_epoch()
             self._compiled.prepare()
+            self.beside_forward()
             self._hooks.adopt()
             self._buffers.before_forward()
             self._sharder.view.begin_forward()

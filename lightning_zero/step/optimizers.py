@@ -28,6 +28,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ class OptimizerSteps:
         self._cycle = cycle
         self.before_arranging: Callable[[Sequence[torch.optim.Optimizer]], None] = lambda optimizers: None
         self._on_host: StateOnHost | None = None  # once some state is
+        # Not behind the step before: between steps users may write to state in ways that no version shows.
+        cycle.beside_forward = partial(self._bring_ahead, masters=False)
         cycle.beside_backward = self._bring_ahead
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
 
@@ -111,6 +114,7 @@ class OptimizerSteps:
             self._steppers.clear()
             self._on_host = None
         elif self._on_host is not None and _buffer_bytes(config) != _buffer_bytes(self.config):
+            self.settle()  # a step that failed may have left copies that nobody waits for
             self._on_host.ring.resize(_buffer_bytes(config))
             for stepper in self._steppers.values():
                 stepper.forget_captures()
@@ -186,7 +190,8 @@ class OptimizerSteps:
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:
             device, told = self._sharder.executor.device, self._sharder.executor.weights.told
-            ring = Ring(device, _buffer_bytes(self.config), stamp=told)
+            stamp = told if "parameters" in self.config.offload else lambda: None  # of master shards alone
+            ring = Ring(device, _buffer_bytes(self.config), stamp=stamp)
             self._on_host = StateOnHost(HostMemory(device), ring)
         return self._on_host
 
@@ -207,10 +212,7 @@ class OptimizerSteps:
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """After the optimizer's ``step``, whether it succeeded or not, and before a closure is run again."""
         stepper = self.stepper(optimizer)
-        changed = stepper.end()
-        self._cycle.end_step(stepper, changed=changed)
-        if changed:
-            self._bring_ahead(masters=False)
+        self._cycle.end_step(stepper, changed=stepper.end())
 
     @contextmanager
     def stepping(
@@ -270,6 +272,10 @@ class OptimizerSteps:
         """Lays the shards out for these optimizers, so that each steps its groups as few tensors. Best called before
         training; without it everything works in smaller pieces. Collective."""
         self.before_arranging(optimizers)
+        # What steps an optimizer holds it, and its state: one of an earlier training would be there for good.
+        for earlier in [one for one in self._steppers if not any(one is other for other in optimizers)]:
+            if not self._steppers[earlier].under_way:
+                del self._steppers[earlier]
         groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
 

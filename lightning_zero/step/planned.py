@@ -116,6 +116,7 @@ class PlannedMemory:
             **self._gradients(config),
             whole=whole if self._mesh.holders.size > 1 else 0,
             ring=int(config.tuning.offload_buffer_mb * MIB),
+            ahead=len(optimizers) == 1 and self._optimizers.stepper(optimizers[0]).may_capture,
             host=None if free is None else free / self._mesh.inside.size,
             may_leave=may_leave,
             before=(MASTERS,) if masters_may and not now else (),
@@ -213,6 +214,8 @@ class PlannedMemory:
         if plan is None:
             return ""
         options = plan.options()
+        if "tuning" in options:  # what is set there besides stays
+            options["tuning"] = replace(config.tuning, offload_buffer_mb=options["tuning"].offload_buffer_mb)
         if plan.chosen.weights < self._session.budget.now(config).weights:
             options["reshard_after_forward"] = True
         if not plan.fits or not options:

@@ -89,6 +89,11 @@ class OptimizerStepper:
         return self._layouts.last
 
     @property
+    def may_capture(self) -> bool:
+        """Whether steps are captured, as far as the optimizer tells beforehand."""
+        return self._graphs and self.why_eager is None
+
+    @property
     def replays(self) -> int:
         """Steps that were one launch."""
         return self._captured.replays

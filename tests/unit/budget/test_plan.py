@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Speed
-from lightning_zero.budget.items import BUDGETS, host_bytes, items_of, recomputed_share, size_of
+from lightning_zero.budget.items import BUDGETS, host_bytes, items_of, recomputed_share, size_of, without_copies
 from lightning_zero.budget.knapsack import Variant
 from lightning_zero.budget.options import applied, freedom
 from lightning_zero.budget.plan import advised, decide
@@ -77,11 +77,38 @@ def test_buffers_stay_as_they_are_by_hand_while_nobody_knows_a_pass_and_for_mast
     assert decide(replace(tight, speed=replace(SPEED, pass_known="guessed from the first")), ALL).chosen.ring == 0
     masters = decide(replace(tight, masters=6 * GIB, limit=45 * GIB), ALL).chosen
     assert (masters.offload, masters.ring) == (("optimizer", "parameters"), 0)
+    by_hand = decide(replace(tight, now=Chosen(offload=("optimizer",)), peak=50.25 * GIB), replace(ALL, offload=None))
+    assert "optimizer state (by hand), 4.00 GiB of buffers  " in str(by_hand)
     chosen = decide(tight, ALL).chosen
     assert applied(EngineConfig(memory=55.0), chosen).tuning.offload_buffer_mb == 4096
     assert freedom(EngineConfig(memory=55.0)).ring
     assert not freedom(EngineConfig()).ring
     assert not freedom(EngineConfig(memory=55.0, tuning=Tuning(offload_buffer_mb=1000))).ring
+
+
+def test_where_nothing_comes_ahead_no_memory_is_spent_on_it() -> None:
+    """Of several optimizers nobody knows which one steps next, and what is not captured asks for state as it steps."""
+    facts = replace(LIGHT, limit=55 * GIB, ahead=False)
+    plan = decide(facts, ALL)
+    assert plan.chosen == Chosen(offload=("optimizer",))
+    (line,) = (line for line in plan.lines if line.what == "on the host")
+    assert line.seconds == pytest.approx(10 * GIB / 50e9)
+    away = replace(facts, now=plan.chosen, peak=plan.peak, speed=replace(SPEED, pass_s=0.5))
+    assert without_copies(away).speed.pass_s == pytest.approx(0.5 - 10 * GIB / 50e9)
+
+
+@pytest.mark.parametrize("ring", [0, 2 * GIB])
+def test_what_a_step_waited_for_copies_is_no_time_that_could_hide_them(ring: int) -> None:
+    waited = (10 * GIB - (ring or 0.25 * GIB)) / 50e9
+    facts = replace(LIGHT, now=Chosen(offload=("optimizer",), ring=ring))
+    for passes in (1.0, 4.0):
+        seen = replace(SPEED, pass_s=0.1 + waited / passes, passes=passes)
+        assert without_copies(replace(facts, speed=seen)).speed.pass_s == pytest.approx(0.1)
+    assert without_copies(facts).speed.pass_s == pytest.approx(0.01), "something is left, whatever is reckoned"
+    assert without_copies(replace(facts, now=Chosen())).speed == SPEED
+    masters = replace(facts, now=Chosen(offload=("optimizer", "parameters"), ring=ring), masters=2 * GIB)
+    seen = replace(SPEED, pass_s=0.1 + 12 * GIB / 50e9)
+    assert without_copies(replace(masters, speed=seen)).speed.pass_s == pytest.approx(0.1)
 
 
 def test_only_what_may_leave_does() -> None:

@@ -1,10 +1,11 @@
 """Loads pass through a ring unharmed, in whatever order copies and compute get on; and no wait is there in vain."""
 
+import weakref
+
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_zero.offload.ring import LEAST_SLOTS, Load, Pass, Ring
+from lightning_zero.offload.ring import LEAST_SLOTS, Load, Loads, Pass, Ring
 from tests.helpers.lanes import ORDERS, DelayedLanes, Event
 
 CPU = torch.device("cpu")
@@ -12,8 +13,8 @@ LOADS, SIZE = 3 * LEAST_SLOTS + 1, 40
 SMALL = 1 << 14  # bytes of a ring with as few slots as can be
 
 
-def host() -> list[dict[str, Tensor]]:
-    return [{"a": torch.full((SIZE,), float(n)), "b": torch.full((SIZE,), 100.0 + n)} for n in range(LOADS)]
+def host() -> Loads:
+    return Loads({"a": torch.full((SIZE,), float(n)), "b": torch.full((SIZE,), 100.0 + n)} for n in range(LOADS))
 
 
 def step(buffers: Load) -> None:
@@ -89,15 +90,28 @@ def test_what_comes_ahead_waits_for_no_buffer_but_its_own(slots: int) -> None:
     through.ahead()
     pass_through(through, lanes, joined=False)
     behind = Pass(ring, loads)
+    leaving = ring.leaving[1]
     behind.ahead()
+    assert ring.leaving[1] == {}, "a pass that is given up does not leave twice"
     there = set()
     while lanes.waiting("out"):
         lanes.run(("in", "compute"), all_of_it=False)
-        left = sum(event.done for event in ring.leaving[1].values())
+        left = sum(event.done for event in leaving.values())
         assert sum(event.done for event in behind._came.values()) == left
         there.add(left)
         assert lanes.waiting("out").popleft()()
     assert there >= {*range(min(slots, LOADS))}
+
+
+def test_what_is_on_its_way_out_does_not_hold_what_its_owner_has_dropped() -> None:
+    ring, loads = Ring(CPU, SMALL), host()
+    through = Pass(ring, loads)
+    through.ahead()
+    through.leave(range(LOADS))
+    ring.current, gone = None, weakref.ref(loads)
+    del through, loads
+    assert gone() is None
+    Pass(ring, host()).ahead()
 
 
 def test_copies_in_wait_for_what_fills_the_new_buffers() -> None:

@@ -1,6 +1,8 @@
 """Who carries out a step, over which layout; and that the optimizer's users notice nothing."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -336,6 +338,24 @@ def test_stepping_surrounds_a_plain_step() -> None:
         bench.check()
     assert log == ["final", "begin", ("end", True)] * 3
     assert type(optimizers.stepper(bench.optimizer).runner) is CapturedRunner
+
+
+def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
+    """And do not count as others of which one might step next."""
+    bench: Any = Bench()
+    bench.sharder.memory, bench.stepper = SimpleNamespace(arrange=lambda *_: None), None
+    optimizers = steps(bench, [])
+    for _ in range(2):
+        optimizers.arrange([bench.optimizer])
+        bench.bring()
+        with optimizers.stepping(bench.optimizer):
+            bench.optimizer.step()
+        gone, bench.optimizer = weakref.ref(bench.optimizer), adamw(bench.sharder.params)
+        assert len(optimizers._steppers) == 1
+        optimizers.arrange([bench.optimizer])
+        gc.collect()
+        assert gone() is None
+        assert len(optimizers._steppers) == 0
 
 
 def test_a_step_that_fails_is_ended() -> None:
