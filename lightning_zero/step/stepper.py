@@ -162,11 +162,11 @@ class OptimizerStepper:
         Args:
             skip: 0-dim float32 on the device; where it is not zero, nothing changes. Only for optimizers that
                 ``may_skip``.
-            inside: of its ``step(closure)``, whose pre-hooks are over. Otherwise these come first, see what is the
-                optimizer's own, and may change it; if one raises, nothing is stepped.
+            inside: of its ``step(closure)``, whose pre-hooks are over. Otherwise it begins inside, behind them: they
+                see what is the optimizer's own, and may change it; if anything raises before, nothing is stepped.
         """
         self.end()
-        if inside or not self._has_pre_hooks:
+        if inside:
             self._begin(skip)
             return
 

@@ -124,6 +124,7 @@ def when_it_comes(masters: bool) -> list[str]:
             with engine.train_step():
                 seen.append("forward")
                 loss = model(torch.randn(6, 19), extra=True).float().square().mean()
+            engine.cycle.before_backward()
             loss.backward()
             with engine.optimizers.stepping(optimizer):
                 seen.append("step")
