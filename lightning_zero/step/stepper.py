@@ -81,7 +81,8 @@ class OptimizerStepper:
         self._runners: Sequence[StepRunner] = (self._captured, own) if self._graphs or narrow else (own,)
         self.runner: StepRunner | None = None
         self._clip: tuple[StepLayout, float] | None = None  # to be done by the step
-        self._behind: Any = None  # the hook in which the step begins, behind those of users
+        self._behind: Any = None  # the hook in which the step begins, behind those of users,
+        self._waits = False  # and whether it still has to
 
     @property
     def layout(self) -> StepLayout | None:
@@ -101,7 +102,7 @@ class OptimizerStepper:
     @property
     def under_way(self) -> bool:
         """Whether the optimizer's own ``step`` is still to come, or is not over, after :meth:`begin`."""
-        return self._substitute.shown or self._behind is not None
+        return self._substitute.shown or self._waits
 
     # -- gradients
 
@@ -171,10 +172,11 @@ class OptimizerStepper:
             return
 
         def behind(*_: Any) -> None:
-            if self._behind is not None and not self._substitute.shown:
+            if self._waits:
+                self._waits = False
                 self._begin(skip)
 
-        self._behind = self._optimizer.register_step_pre_hook(behind)
+        self._waits, self._behind = True, self._optimizer.register_step_pre_hook(behind)
 
     @property
     def _has_pre_hooks(self) -> bool:
@@ -205,7 +207,7 @@ class OptimizerStepper:
         end."""
         if self._behind is not None:
             self._behind.remove()
-            self._behind = None
+            self._waits, self._behind = False, None
         if not self._substitute.end():
             return False
         # Flat parameters were written, which no parameter's version shows: a backward that needs the old values would

@@ -253,6 +253,7 @@ def test_hooks_ahead_of_a_step_change_what_is_stepped(capture: bool, everywhere:
         bench.stepper.begin(inside=False)
         assert bench.stepper.under_way
         bench.optimizer.step()
+        assert not bench.stepper.under_way
         assert bench.stepper.end()
         bench.plain.step()
         bench.check()
