@@ -178,16 +178,16 @@ def _rings(facts: Facts) -> list[int]:
     """Bytes of buffers, of which 0 are as many as the options say, to all that is of use: twice as much each time, so
     that two measurements of the same training seldom find two of them."""
     found, ring = [0], 2 * max(facts.ring, LEAST_RING)
-    while not facts.speed.guessed and ring < min(2 * _hidden(float("inf"), facts), facts.states):
+    of_use = facts.ahead and not facts.speed.guessed
+    while of_use and ring < min(2 * _beside_passes(facts.speed), facts.states):
         found.append(int(ring))
         ring *= 2
     return found
 
 
-def _hidden(ring: float, facts: Facts) -> float:
-    """Bytes of an optimizer's state that come, and leave, beside forward and backward."""
-    speed = facts.speed
-    return min(ring, speed.passes * speed.pass_s * speed.host_bytes_per_s, facts.states) if facts.ahead else 0.0
+def _beside_passes(speed: Speed) -> float:
+    """Bytes that are copied, each way, beside a step's passes."""
+    return speed.passes * speed.pass_s * speed.host_bytes_per_s
 
 
 def _optimizer_bytes(offload: tuple[str, ...], ring: int, facts: Facts) -> float:
@@ -201,17 +201,22 @@ def _moved(offload: tuple[str, ...], facts: Facts) -> float:
     return facts.states * ("optimizer" in offload) + facts.masters * ("parameters" in offload)
 
 
+def _ahead(offload: tuple[str, ...], ring: int, facts: Facts) -> float:
+    """Bytes that come, and leave, beside passes, if these last long enough."""
+    goes = facts.ahead and "parameters" not in offload
+    return min(ring or facts.ring, _moved(offload, facts)) if goes else 0.0
+
+
 def _optimizer_seconds(offload: tuple[str, ...], ring: int, facts: Facts) -> float:
-    moved = _moved(offload, facts)
-    hidden = 0.0 if "parameters" in offload else min(_hidden(ring or facts.ring, facts), moved)
-    return exposed(moved / facts.speed.host_bytes_per_s, hidden / facts.speed.host_bytes_per_s)
+    hidden = min(_ahead(offload, ring, facts), _beside_passes(facts.speed))
+    link = facts.speed.host_bytes_per_s
+    return exposed(_moved(offload, facts) / link, hidden / link)
 
 
 def without_copies(facts: Facts) -> Facts:
     """Where a pass is the time from one to the next, and in each step there was what waits for copies: without that."""
-    speed, host = facts.speed, tuple(name for name in facts.now.offload if name != "activations")
-    hidden = (facts.now.ring or facts.ring) if facts.ahead and "parameters" not in host else 0.0
-    waits = max(_moved(host, facts) - hidden, 0.0) / speed.host_bytes_per_s / speed.passes
+    speed, now = facts.speed, facts.now
+    waits = (_moved(now.offload, facts) - _ahead(now.offload, now.ring, facts)) / speed.host_bytes_per_s / speed.passes
     return replace(facts, speed=replace(speed, pass_s=max(speed.pass_s - waits, LEAST_PASS * speed.pass_s)))
 
 

@@ -125,6 +125,11 @@ class EngineConfig(Options):
         tuning = replace(self.tuning, resident_mb=None, resident_until="step")
         return replace(self, reshard_after_forward=False, tuning=tuning)
 
+    @property
+    def offload_buffer_bytes(self) -> int:
+        """Of the device, through which passes what lies on the host."""
+        return int(self.tuning.offload_buffer_mb * 2**20)
+
     def over_copies(self, hosts: int) -> bool:
         """Whether gradients lie over compute copies.
 

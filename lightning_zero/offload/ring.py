@@ -154,12 +154,11 @@ class Pass:
         now, slots = self._lanes.now(), self._ring.slots
         (of, left), self._ring.leaving = self._ring.leaving, (_nothing, {})
         # Of the same loads the last ones leave, one from each buffer, and none that comes has left later than that.
-        if of() is self._loads and len(left) == min(slots, len(self._loads)):
-            for number, event in left.items():
-                self._bring(number % slots, [now, event])
-        else:
-            for number in range(min(slots, len(self._loads))):
-                self._bring(number, [now, *([] if self._ring.last is None else [self._ring.last])])
+        coming, count = {number % slots: event for number, event in left.items()}, min(slots, len(self._loads))
+        if of() is not self._loads or len(coming) != count:
+            coming = dict.fromkeys(range(count), self._ring.last)
+        for number, event in coming.items():
+            self._bring(number, [now] if event is None else [now, event])
         self._versions = self._look()
 
     @property

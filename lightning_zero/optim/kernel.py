@@ -135,9 +135,9 @@ class StepKernel:
             segment.copied = segment.copy is not None
         return self._sequences[variant].captured
 
-    def bring_ahead(self, masters: bool) -> None:
-        """State that lies on the host begins to come for the next step; see :meth:`Parts.bring_ahead`."""
-        self._parts.bring_ahead(masters)
+    def bring_ahead(self) -> None:
+        """State that lies on the host begins to come for the next step."""
+        self._parts.bring_ahead()
 
     def _update(self) -> None:
         numbers = {id(segment): self._numbers(self._rule(segment), segment) for segment in self._segments}

@@ -144,15 +144,10 @@ class Parts:
         self._loads = Loads(part.load(names(part.segment)) for part in self._parts)
         self._ahead: Pass | None = None
 
-    def bring_ahead(self, masters: bool = True) -> None:
+    def bring_ahead(self) -> None:
         """State begins to come for the next step, as far as there is room. Harmless when repeated, and when that step
-        is never made.
-
-        masters: those may come as well, which users write to until backward begins, and not from then on
-        """
-        if self._ring is None or (self._masters and not masters):
-            return
-        if self._ahead is None or not self._ahead.is_good:
+        is never made."""
+        if self._ring is not None and (self._ahead is None or not self._ahead.is_good):
             self._ahead = Pass(self._ring, self._loads)
             self._ahead.ahead()
 

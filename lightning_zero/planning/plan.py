@@ -140,7 +140,7 @@ def _known(cuts: list[Cut], kept: Kept, config: EngineConfig, card: Device, rank
         wire=sum(c.elements * ranks * (config.wire_dtype or c.dtype).itemsize for c in trained),
         masters=masters,
         whole=whole if ranks > 1 and config.stage == 3 else 0,
-        ring=int(config.tuning.offload_buffer_mb * 2**20),
+        ring=config.offload_buffer_bytes,
         ahead=config.cuda_graph_step is not False,
         may_leave=tuple(name for name in OFFLOADED if needs.get(name, True)),
         gather_s=1 / (card.inside * LINKS) if ranks > 1 else 0.0,
@@ -156,7 +156,7 @@ def _assembled(
     roles = memory_that_stays(cuts, config, hosts, how.accumulate)
     away = "optimizer" in config.offload
     moved = (kept.states if away else 0) + masters_away(cuts, config)
-    ring = min(config.tuning.offload_buffer_mb * 2**20, moved)
+    ring = min(config.offload_buffer_bytes, moved)
     roles["optimizer_state"] = 0 if away else kept.states
     roles["offload_buffers"] = int(ring)
     roles["reduce_buckets"] = bucket_bytes(cuts, config, inside, copied=ranks > 1 and inside > 1)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +54,7 @@ from lightning_zero.optim.support import (
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import Sharder
+from lightning_zero.step.captured import why_not_captured
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.stepper import OptimizerStepper
 
@@ -81,9 +81,7 @@ class OptimizerSteps:
         self._cycle = cycle
         self.before_arranging: Callable[[Sequence[torch.optim.Optimizer]], None] = lambda optimizers: None
         self._on_host: StateOnHost | None = None  # once some state is
-        # Not behind the step before: between steps users may write to state in ways that no version shows.
-        cycle.beside_forward = partial(self._bring_ahead, masters=False)
-        cycle.beside_backward = self._bring_ahead
+        cycle.beside_forward, cycle.beside_backward = self._before_forward, self._bring_ahead
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
@@ -113,12 +111,16 @@ class OptimizerSteps:
                     leave_device(optimizer, self._sharder.find)
             self._steppers.clear()
             self._on_host = None
-        elif self._on_host is not None and _buffer_bytes(config) != _buffer_bytes(self.config):
+        elif self._on_host is not None and config.offload_buffer_bytes != self.config.offload_buffer_bytes:
             self.settle()  # a step that failed may have left copies that nobody waits for
-            self._on_host.ring.resize(_buffer_bytes(config))
+            self._on_host.ring.resize(config.offload_buffer_bytes)
             for stepper in self._steppers.values():
                 stepper.forget_captures()
         self.config = config
+
+    @property
+    def _masters_away(self) -> bool:
+        return "parameters" in self.config.offload
 
     @property
     def on_host(self) -> bool:
@@ -182,16 +184,26 @@ class OptimizerSteps:
                 "load only the weights with load_from_checkpoint()."
             )
 
-    def _bring_ahead(self, masters: bool = True) -> None:
+    def captures(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether its steps are captured, as far as it tells before it has made one."""
+        return why_not_captured(optimizer, self._sharder.executor.device, *_capture(self.config)) is None
+
+    def _before_forward(self) -> None:
+        """Not behind the step before: between steps users may write to state in ways that no version shows, and until
+        backward to master shards."""
+        if not self._masters_away:
+            self._bring_ahead()
+
+    def _bring_ahead(self) -> None:
         if self._on_host is not None and len(self._steppers) == 1:  # of several nobody knows which one steps next
             for stepper in self._steppers.values():
-                stepper.bring_ahead(masters)
+                stepper.bring_ahead()
 
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:
             device, told = self._sharder.executor.device, self._sharder.executor.weights.told
-            stamp = told if "parameters" in self.config.offload else lambda: None  # of master shards alone
-            ring = Ring(device, _buffer_bytes(self.config), stamp=stamp)
+            stamp = told if self._masters_away else lambda: None  # of master shards alone
+            ring = Ring(device, self.config.offload_buffer_bytes, stamp=stamp)
             self._on_host = StateOnHost(HostMemory(device), ring)
         return self._on_host
 
@@ -273,8 +285,8 @@ class OptimizerSteps:
         training; without it everything works in smaller pieces. Collective."""
         self.before_arranging(optimizers)
         # What steps an optimizer holds it, and its state: one of an earlier training would be there for good.
-        for earlier in [one for one in self._steppers if not any(one is other for other in optimizers)]:
-            if not self._steppers[earlier].under_way:
+        for earlier, stepper in [*self._steppers.items()]:
+            if earlier not in optimizers and not stepper.under_way:
                 del self._steppers[earlier]
         groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
@@ -305,7 +317,3 @@ def _capture(config: EngineConfig) -> tuple[bool | str, bool]:
 
 def _offload(config: EngineConfig) -> tuple[tuple[str, ...], str | None]:
     return config.offload, config.tuning.state_dtype
-
-
-def _buffer_bytes(config: EngineConfig) -> int:
-    return int(config.tuning.offload_buffer_mb * 2**20)

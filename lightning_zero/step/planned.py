@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from lightning_zero.budget.facts import Chosen
-from lightning_zero.budget.options import as_set
+from lightning_zero.budget.options import applied, as_set
 from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.compile.known import MASTERS, Known
 from lightning_zero.compile.steps import CompiledSteps
@@ -115,8 +115,8 @@ class PlannedMemory:
             masters=sum(record.shard.nbytes for record in masters),
             **self._gradients(config),
             whole=whole if self._mesh.holders.size > 1 else 0,
-            ring=int(config.tuning.offload_buffer_mb * MIB),
-            ahead=len(optimizers) == 1 and self._optimizers.stepper(optimizers[0]).may_capture,
+            ring=config.offload_buffer_bytes,
+            ahead=len(optimizers) == 1 and self._optimizers.captures(optimizers[0]),
             host=None if free is None else free / self._mesh.inside.size,
             may_leave=may_leave,
             before=(MASTERS,) if masters_may and not now else (),
@@ -215,7 +215,7 @@ class PlannedMemory:
             return ""
         options = plan.options()
         if "tuning" in options:  # what is set there besides stays
-            options["tuning"] = replace(config.tuning, offload_buffer_mb=options["tuning"].offload_buffer_mb)
+            options["tuning"] = applied(config, plan.chosen).tuning
         if plan.chosen.weights < self._session.budget.now(config).weights:
             options["reshard_after_forward"] = True
         if not plan.fits or not options:

@@ -2,8 +2,8 @@
 
 Protocol, for each step: ``clip_norm()`` if gradients are to be clipped; ``begin()`` when they are final; the
 optimizer's own ``step``; ``end()``. Between begin and end the optimizer sees a few flat parameters in place of its own,
-so that whatever it does, it does in a few kernels; or none at all, where ``begin()`` has replayed the whole step. Its
-hooks, counters and schedulers notice nothing.
+so that whatever it does, it does in a few kernels; or none at all, where the whole step has been replayed: by begin()
+inside its ``step(closure)``, otherwise where its ``step`` begins. Its hooks, counters and schedulers notice nothing.
 """
 
 from __future__ import annotations
@@ -90,11 +90,6 @@ class OptimizerStepper:
         return self._layouts.last
 
     @property
-    def may_capture(self) -> bool:
-        """Whether steps are captured, as far as the optimizer tells beforehand."""
-        return self._graphs and self.why_eager is None
-
-    @property
     def replays(self) -> int:
         """Steps that were one launch."""
         return self._captured.replays
@@ -134,15 +129,12 @@ class OptimizerStepper:
 
     # -- stepping
 
-    def bring_ahead(self, masters: bool) -> None:
-        """State that lies on the host begins to come for a step like the last one.
-
-        masters: also that with which master shards come
-        """
+    def bring_ahead(self) -> None:
+        """State that lies on the host begins to come for a step like the last one."""
         layout = self._layouts.last
         kernel = None if layout is None else self._captured.kernel(layout)
         if kernel is not None:
-            kernel.bring_ahead(masters)
+            kernel.bring_ahead()
 
     def forget_captures(self) -> None:
         """State passes through other buffers from now on."""
