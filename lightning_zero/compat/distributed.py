@@ -1,6 +1,7 @@
 """Process groups, and files of torch's distributed checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,19 @@ MemoryFormat = metadata._MEM_FORMAT_ENCODING
 
 # What a pickled torch.layout, which stands there, too, is made by. (torch 2.11+)
 get_layout = serialization._get_layout
+
+
+@contextmanager
+def connected_when_used() -> Iterator[None]:
+    """Process groups made inside connect with their first collective. Otherwise each takes memory of the device at once
+    if the world's group was made for that device: it splits that one's communicator. (torch 2.11+)"""
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def all_gather_into() -> Callable[..., Any]:

@@ -27,7 +27,7 @@ def add_up(values: Tensor, mesh: Mesh, collective: Callable[[Callable[[bool], di
     Args:
         collective: starts one and waits for it, see :meth:`Executor.collective`.
     """
-    group = mesh.holders.reduce_group
+    group = mesh.holders.gather_group  # see Mesh.reduce_group
     if not mesh.replicated:
         collective(lambda later: dist.all_reduce(values, group=group, async_op=later))
         return
@@ -57,7 +57,7 @@ def norms_of_each(
         local = foreach_norm(list(grads), norm_type, dtype=norm_dtype(grads))
         powers[list(numbers)] = torch.stack(list(local)).to(device=device, dtype=torch.float64)
     if math.isinf(norm_type):
-        dist.all_reduce(powers, op=dist.ReduceOp.MAX, group=mesh.holders.reduce_group)
+        dist.all_reduce(powers, op=dist.ReduceOp.MAX, group=mesh.holders.gather_group)
     else:
         powers.pow_(norm_type)
         add_up(powers, mesh, _at_once)

@@ -305,7 +305,7 @@ class OptimizerSteps:
         executor = self._sharder.executor
         with plainly():
             shards = [record.param.grad for record in live]
-        with executor.waiting("norms of gradients", Lane.REDUCE):
+        with executor.waiting("norms of gradients", Lane.GATHER):
             dtypes = [torch.float32 if t is None else r.param.dtype for r, t in zip(live, shards, strict=True)]
             norms = norms_of_each(shards, norm_type, self._sharder.mesh, executor.device, dtypes)
         return dict(zip([record.index for record in live], norms, strict=True))

@@ -114,7 +114,7 @@ class OptimizerStepper:
         layout = self._layouts.current(own)
         squared = layout.sum_squares(captured=self._graphs)
         executor = self._sharder.executor
-        add_up(squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", Lane.REDUCE))
+        add_up(squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", Lane.GATHER))
         norm = squared.sqrt()
         self._clip = layout, max_norm
         if not later or self._has_pre_hooks or not self._runner_of(layout, own).clips:

@@ -140,3 +140,23 @@ def destroyed() -> int:
 @pytest.mark.gpu(2)
 def test_process_groups_can_be_destroyed_once_the_engine_is_closed(ranks: Ranks) -> None:
     assert ranks.run(2, destroyed, backend="nccl", deadline=90) == [5, 5]
+
+
+def connected(options: dict[str, Any]) -> list[bool]:
+    """Whether the groups for gathers and for reductions have communicators when a graph has been replayed."""
+    world = dist.group.WORLD
+    assert world is not None
+    dist.barrier(device_ids=[torch.cuda.current_device()])
+    world.bound_device_id = torch.device(device())  # as Lightning makes it: groups split its communicator at once
+    model: Any = build("OneBlock").to(device())
+    with engine_for(model, "aot_eager", device=device(), cuda_graph_model=True, **options) as engine:
+        train_up_to_a_replayed_forward(engine, model)
+        groups = engine.mesh.shard_group, engine.mesh.reduce_group
+        return [group._get_backend(engine.device)._is_initialized() for group in groups]  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("by_copies", [True, False])
+def test_a_communicator_that_copies_make_superfluous_is_not_made(ranks: Ranks, by_copies: bool) -> None:
+    found = ranks.run(2, connected, COPY if by_copies else COPY | BOTH, backend="nccl", deadline=90)
+    assert found == [[True, not by_copies]] * 2

@@ -14,7 +14,7 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh, host_name, hosts_of, numbered
 from tests.ranks.pool import Ranks
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def whole_world() -> None:
@@ -31,6 +31,35 @@ def whole_world() -> None:
 
 def test_a_mesh_of_all_ranks(ranks: Ranks) -> None:
     ranks.run(2, whole_world)
+
+
+def groups_of_a_world_for_one_device() -> list[tuple[str, torch.device | None]]:
+    made: list[tuple[str, torch.device | None]] = []
+    new_group = dist.new_group
+
+    def new(*args: Any, **kwargs: Any) -> Any:
+        assert dist.group.WORLD is not None
+        made.append((kwargs["backend"], dist.group.WORLD.bound_device_id))
+        dist.group.WORLD.bound_device_id = None  # gloo cannot be split
+        group = new_group(*args, **kwargs)
+        dist.group.WORLD.bound_device_id = made[-1][1]
+        return group
+
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.bound_device_id = GPU
+    with patch.object(dist, "new_group", new):
+        Mesh.of(CPU, ranks_per_host=1)
+    assert dist.group.WORLD.bound_device_id == GPU
+    dist.group.WORLD.bound_device_id = None
+    return made
+
+
+def test_groups_for_gradients_connect_when_they_are_used(ranks: Ranks) -> None:
+    """Each of NCCL's communicators takes half a GiB, and copies between GPUs need none for gradients."""
+    at_once, later = ("gloo", GPU), ("gloo", None)
+    # Of all ranks, that on the CPU, of each host, and of their one place.
+    for made in ranks.run(2, groups_of_a_world_for_one_device):
+        assert made == [at_once, later, at_once, *[at_once, later] * 3]
 
 
 def parts_of_the_world(parts: list[list[int]]) -> None:

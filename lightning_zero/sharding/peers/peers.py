@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.mesh import Mesh
+from lightning_zero.mesh import Mesh, Side
 from lightning_zero.native import Executor
+from lightning_zero.native.watchdog import Lane
 from lightning_zero.sharding.peers.gradients import GradientWay
 from lightning_zero.sharding.peers.memory import PeerMemory
 from lightning_zero.sharding.peers.rows import MeetingRows
@@ -43,6 +46,7 @@ class Peers:
         # gloo does, and so do replicas of one rank each.
         self._adds_in_place = mesh.device.type == "cpu" or self._alone and replicas
         self._copied = False  # whether compute copies were asked for
+        self._met: list[Side] = []  # whose groups for gradients are connected
         self._told = self._ways
 
     @classmethod
@@ -122,11 +126,23 @@ class Peers:
         executor = memory.executor
         self._rows.set_barrier(executor, self.for_gradients or self.for_weights)
         self._gradients.stage(executor, self._config.tuning.reduce_bucket_mb)
+        self._connect(executor)
         if self._wants_copies and not self._copied:
             self._copied = True
             self._weights.allocate_compute_copies(executor, lambda peers: self._allocate_copies(memory, peers))
         before, self._told = self._told, self._ways
         return before != self._told
+
+    def _connect(self, executor: Executor) -> None:
+        """Ranks that reduce gradients by collectives meet. On an accelerator their group connects with the first: in
+        the middle of backward that would be a wait that the watchdog cannot end."""
+        mesh = self._gradients.mesh
+        if executor.device.type == "cpu":
+            return
+        for side in (mesh.across, None if self.for_gradients is not None else mesh.inside):
+            if side is not None and side not in self._met:
+                self._met.append(side)
+                executor.collective("ranks that reduce gradients", Lane.REDUCE, partial(_meet, side, executor.device))
 
     @property
     def _wants_copies(self) -> bool:
@@ -201,3 +217,7 @@ class Peers:
     def nbytes(self) -> int:
         """Of this rank's memory that peers read or write."""
         return sum(memory.nbytes for memory in {self.for_weights, self.for_gradients} if memory is not None)
+
+
+def _meet(side: Side, device: torch.device, later: bool) -> dist.Work | None:
+    return dist.all_reduce(torch.zeros(1, device=device), group=side.reduce_group, async_op=later)

@@ -165,3 +165,32 @@ def test_shards_take_turns_once_ranks_can_meet(monkeypatch: pytest.MonkeyPatch) 
     assert peers.allocate_shards(recorded.executor, {torch.float32: 64}) == {torch.float32: 64}
     meet = call.rows.set_barrier(recorded.executor, ask.return_value[0])
     assert recorded.order.mock_calls == [meet, call.rows.take_turns(recorded.executor, "memory")]
+
+
+@pytest.mark.parametrize(
+    ("config", "several_hosts", "meet"),
+    [
+        (COPY, False, []),
+        (WEIGHTS_ONLY, False, ["inside"]),
+        (COPY, True, ["across"]),
+        (NOTHING, True, ["across", "inside"]),
+    ],
+    ids=["copies", "collectives", "copies inside hosts", "collectives everywhere"],
+)
+def test_groups_connect_once_where_gradients_are_reduced_in_them(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig, several_hosts: bool, meet: list[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(module.PeerMemory, "of", MagicMock(return_value=(MagicMock(), "")))
+    monkeypatch.setattr(module, "MeetingRows", MagicMock())
+    monkeypatch.setattr(module.GradientWay, "stage", MagicMock())
+    monkeypatch.setattr(module.WeightWay, "allocate_compute_copies", MagicMock())
+    started = MagicMock()
+    monkeypatch.setattr(module, "_meet", started)
+    sides = {"inside": MagicMock(), "across": MagicMock() if several_hosts else None}
+    peers = Peers.of(config, MagicMock(world_size=2, rank=0, device=GPU, exchanging=None, **sides))
+    memory = MagicMock(**{"executor.device": GPU})
+    memory.executor.collective.side_effect = lambda what, lane, start: start(True)
+    for _ in range(2):
+        peers.allocate(memory)
+    assert started.mock_calls == [call(sides[name], GPU, True) for name in meet]
