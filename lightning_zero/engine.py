@@ -140,7 +140,6 @@ class Engine(NotCopied):
         self.cycle.end_accumulation()
         self.config = config
         self.watchdog.configure(config.tuning.report_stall_after_s)
-        self.optimizers.configure(config)
         self.executor.configure(config)
         self.replays.configure(config)
         self.buffers.configure(config)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_zero.budget.options import applied
+from lightning_zero.budget.options import applied, as_set
 from lightning_zero.compile.agreement import Agreement
 from lightning_zero.compile.backend import Compiler
 from lightning_zero.compile.budget import MeasuredBudget
@@ -119,18 +119,20 @@ class CompileSession:
 
     def configure(self, config: EngineConfig) -> None:
         """Other options from now on; legal between steps. Where they are about compiling, everything begins anew: the
-        next step runs eagerly and shows what to compile. Otherwise what a plan has chosen still holds. :meth:`check`
-        has nothing against them.
+        next step runs eagerly and shows what to compile. Otherwise what a plan has chosen still holds, and what does
+        not compile hears of the options with that alone. :meth:`check` has nothing against them.
         """
         before, self.config = self.config, config
         self._agreement.patience_s = config.tuning.agreement_timeout_s
         if config.memory != before.memory:
             self.budget.reset(forget=True)
         chosen = config.memory is not None and (config.offload, config.stage) != (before.offload, before.stage)
-        if config.compiled != self._compiler.context().config or config.memory != before.memory or chosen:
+        if config.compiled != before.compiled or config.memory != before.memory or chosen:
             self._anew()
-        elif config.memory is not None:
+        if config.memory is not None:
             self.hold(Decided(self.budget.now(config)))
+        else:
+            self.budget.apply(config, as_set(config))
 
     def links_changed(self) -> None:
         """Weights or gradients travel another way than was thought. Measures again, and everything begins anew; what

@@ -68,6 +68,7 @@ def train(
     graphs: list[int] = [0]
     before: list[int] = []
     reduced: list[int] = []
+    stays = True
     Gauge.engine, Gauge.laps = None, 0
 
     def count(what: str, graph: Graph) -> None:
@@ -89,8 +90,10 @@ def train(
         runs = []
         for chosen in (None, again) if again is not None else (None,):
             if chosen is not None:
+                on_host = engine.optimizers._on_host
                 engine.configure(config(**{**STILL, **chosen}))
                 before.append(graphs[0])
+                stays = engine.optimizers._on_host is on_host
             engine.optimizers.check(optimizer)
             engine.optimizers.arrange([optimizer])
             batches, told = make_batches(Blocks, steps * accumulate, 12), {"accumulate": accumulate, "announce": True}
@@ -102,6 +105,7 @@ def train(
             "compiles_in": [i for i, (a, b) in enumerate(zip(before, before[1:], strict=False)) if b > a],
             "activations": engine.session._compiler.context().config.activation_memory_budget,
             "offload": engine.optimizers.config.offload,
+            "stays": stays,
             "buffers": engine.optimizers.config.tuning.offload_buffer_mb,
             "kept": {g.until for plan in engine.session.plans.plan.graphs for g in plan.gathers},
             "plan": None if engine.memory.plan is None else engine.memory.plan.as_dict(),
@@ -270,16 +274,24 @@ def goes_on(again: dict[str, Any]) -> dict[str, Any]:
     return train(Device(), 2, needed | by_hand | again, **needed, **by_hand)
 
 
-def goes_on_both_ways() -> list[dict[str, Any]]:
-    return [goes_on(again) for again in ({"report_stall_after_s": 20.0}, {"offload": ("activations",)})]
+def goes_on_in_three_ways() -> list[dict[str, Any]]:
+    patient, less = {"report_stall_after_s": 20.0}, {"memory": (HELD + 0.5 * SAVED) / GIB}
+    return [
+        goes_on(patient),
+        goes_on({"offload": ("activations",)}),
+        train(Device(eager=1000), AGAIN + 1, less | patient, **less),
+    ]
 
 
 def test_what_was_planned_holds_under_other_options_but_for_those_that_are_set_by_hand(ranks: Ranks) -> None:
-    [(others, offload)] = ranks.run(1, goes_on_both_ways)
+    [(others, offload, activations)] = ranks.run(1, goes_on_in_three_ways)
     assert others["offload"] == ("optimizer",)
     assert tuple(others["plan"]["chosen"]["offload"]) == ("optimizer",)
     assert others["compiles_in"] == [1], "nothing begins anew"
+    assert others["stays"], "state leaves the host and comes back"
     assert offload["offload"] == ("activations",)
+    assert activations["activations"] < 1.0
+    assert activations["compiles_in"] == [1, AGAIN]
 
 
 @pytest.mark.slow
