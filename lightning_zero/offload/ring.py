@@ -54,13 +54,15 @@ class Ring:
 
     Args:
         device: where.
-        nbytes: of all buffers together. The memory is allocated with the first pass.
+        nbytes: of all buffers together, at most. The memory is allocated with the first pass, for no more buffers than
+            that has loads.
         lanes: for copies; by default the device's.
         stamp: is another one once loads may have been written to otherwise than through their tensors.
 
     Attributes:
         slots: number of the buffers.
         slot_bytes: of each.
+        most: loads of the longest pass.
         last: all that was to leave so far; None before there was anything.
         leaving: the loads of the pass that left last, if it is made again, and when those that it had in buffers have
             left, by number, in their order. Holds no load: state that an optimizer has dropped is to be gone.
@@ -79,6 +81,7 @@ class Ring:
         self.lanes = lanes or lanes_of(device)
         self.last: Event = None
         self.current: Pass | None = None
+        self.most = 0
         self.resize(nbytes)
 
     def resize(self, nbytes: int) -> None:
@@ -88,7 +91,7 @@ class Ring:
         if self.last is not None:
             self.lanes.wait(self.last)
         self.slot_bytes = max(min(nbytes // LEAST_SLOTS, MOST_BYTES) // ALIGNMENT, LEAST) * ALIGNMENT
-        self.slots = max(nbytes // self.slot_bytes, LEAST_SLOTS)
+        self.slots = self._allowed = max(nbytes // self.slot_bytes, LEAST_SLOTS)
         self.leaving: tuple[Callable[[], Sequence[Load] | None], dict[int, Event]] = _nothing, {}
         self.current = None
         self._memory: Tensor | None = None
@@ -97,6 +100,11 @@ class Ring:
     def nbytes(self) -> int:
         """On the device, now."""
         return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def is_short(self) -> bool:
+        """Whether :meth:`resize` would make more buffers, for a pass that is longer than the first one was."""
+        return self.slots < min(self._allowed, self.most)
 
     def elements(self, itemsizes: Sequence[int]) -> int:
         """How many elements of several tensors, of these sizes in bytes, one buffer holds: a multiple of 32, and at
@@ -107,6 +115,7 @@ class Ring:
     def allocated(self) -> Tensor:
         """The memory of all buffers: bytes, allocated now if it was not before."""
         if self._memory is None:
+            self.slots = max(min(self.slots, self.most), LEAST_SLOTS)
             self._memory = torch.empty(self.slots * self.slot_bytes, dtype=torch.uint8, device=self._device)
             # A training may end, and all of it go, while state is on its way.
             self.lanes.use(self._memory)
@@ -148,6 +157,7 @@ class Pass:
     def ahead(self) -> None:
         """The first loads come, each once its buffer, and it itself, has left."""
         self._ring.current = self
+        self._ring.most = max(self._ring.most, len(self._loads))
         if any(self._loads):
             # With deterministic algorithms torch fills new memory, on compute: behind `now` that would meet copies.
             self._ring.allocated()

@@ -111,12 +111,16 @@ class OptimizerSteps:
                     leave_device(optimizer, self._sharder.find)
             self._steppers.clear()
             self._on_host = None
-        elif self._on_host is not None and config.offload_buffer_bytes != self.config.offload_buffer_bytes:
+        elif config.offload_buffer_bytes != self.config.offload_buffer_bytes:
+            self._resize_buffers(config)
+        self.config = config
+
+    def _resize_buffers(self, config: EngineConfig) -> None:
+        if self._on_host is not None:
             self.settle()  # a step that failed may have left copies that nobody waits for
             self._on_host.ring.resize(config.offload_buffer_bytes)
             for stepper in self._steppers.values():
                 stepper.forget_captures()
-        self.config = config
 
     @property
     def _masters_away(self) -> bool:
@@ -218,6 +222,8 @@ class OptimizerSteps:
             UnsupportedError: the optimizer holds what is no shard, or keeps state for more than single elements.
         """
         stepper = self.stepper(optimizer)
+        if self._on_host is not None and self._on_host.ring.is_short:
+            self._resize_buffers(self.config)
         self._cycle.begin_step(stepper)
         stepper.begin(skip, inside)
 

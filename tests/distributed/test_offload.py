@@ -108,6 +108,27 @@ def test_training_is_the_same_to_the_last_bit(ranks: Ranks, cases: list[tuple[st
         assert wrong == []
 
 
+def buffers_grow(emulate: bool) -> tuple[Any, Any, int]:
+    """Training in which more is stepped from some step on, without and with room for all of it; how often buffers of
+    another number were made."""
+    made: list[int] = []
+    resize = Ring.resize
+    expected = train_sharded_steps("AdamW", unfreeze_and_add, emulate)
+    with (
+        patch("lightning_zero.offload.ring.MOST_BYTES", 1024),
+        patch.object(Ring, "resize", lambda ring, nbytes: (made.append(nbytes), resize(ring, nbytes))[1]),
+    ):
+        found = train_sharded_steps("AdamW", unfreeze_and_add, emulate, offload=("optimizer",), offload_buffer_mb=0.5)
+    return found[:2], expected[:2], len(made)
+
+
+@pytest.mark.parametrize("emulate", [False, True], ids=["own", "captured"])
+def test_more_to_step_passes_through_more_buffers(ranks: Ranks, emulate: bool) -> None:
+    for found, expected, made in ranks.run(2, buffers_grow, emulate):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert made > 1
+
+
 def when_it_comes(masters: bool) -> list[str]:
     """In training: forwards, steps, and when state begins to come for the next one."""
     seen: list[str] = []

@@ -238,6 +238,25 @@ def test_what_is_given_up_leaves_nothing() -> None:
     assert [float(load["a"][0]) for load in loads[:3]] == [1, 1, 2]
 
 
+def test_there_are_no_more_buffers_than_a_pass_has_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.offload.ring.MOST_BYTES", SMALL // LEAST_SLOTS)
+    wide = 3 * LOADS * SMALL // LEAST_SLOTS
+    ring = Ring(CPU, wide)
+    for short in (LOADS - 2, LOADS - 3):
+        through = Pass(ring, host()[:short])
+        through.ahead()
+        through.leave(())
+        assert ring.nbytes == (LOADS - 2) * ring.slot_bytes
+    assert not ring.is_short
+    Pass(ring, host()).ahead()
+    assert ring.is_short
+    ring.resize(wide)
+    assert not ring.is_short
+    Pass(ring, host()[:LEAST_SLOTS]).ahead()
+    assert ring.nbytes == LOADS * ring.slot_bytes, "a longer one is still to come"
+    assert not ring.is_short
+
+
 def test_what_a_slot_holds_fits_into_it_and_stays_apart() -> None:
     ring = Ring(CPU, 10_000)
     for itemsizes in ([4], [4, 4], [8, 4, 2], [2] * 5):
