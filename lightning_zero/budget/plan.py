@@ -131,8 +131,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         rows = [("", "choice", "GiB", "GiB saved", "ms lost")]
         for line in self.lines:
-            choice = f"{line.choice} (by hand)" if line.by_hand and "by hand" not in line.choice else line.choice
-            rows.append((line.what, choice, gib(line.nbytes), gib(line.saved), f"{line.seconds * 1e3:.1f}"))
+            rows.append((line.what, line.choice, gib(line.nbytes), gib(line.saved), f"{line.seconds * 1e3:.1f}"))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         told = [f"Memory plan, {self.source}: {self.in_words()}.", *(f"  {line.rstrip()}" for line in shown)]
@@ -222,16 +221,18 @@ def _line(item: Item, chosen: Variant) -> Line:
 
 
 def _in_words(name: str, chosen: Variant, by_hand: bool) -> str:
+    mark, buffers = " (by hand)" * by_hand, ""
     if name == ACTIVATIONS:
         budget, away = chosen.value
         kept = "all saved" if budget == 1.0 else f"activation_memory_budget={budget:g}"
-        return f"{kept}, on the host" if away else kept
-    if name == WEIGHTS:
-        return f"{gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
-    if name == GRADIENTS:
-        return "stay whole, reduced once a step" if chosen.value else "reduced in each pass"
-    assert name == HOST
-    words = {"optimizer": "optimizer state", "parameters": "master weights"}
-    way, ring = chosen.value
-    buffers = f"{' (by hand)' * by_hand}, {gib(ring)} GiB of buffers" if ring else ""
-    return (" and ".join(words[one] for one in way) or "nothing") + buffers
+        words = f"{kept}, on the host" if away else kept
+    elif name == WEIGHTS:
+        words = f"{gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
+    elif name == GRADIENTS:
+        words = "stay whole, reduced once a step" if chosen.value else "reduced in each pass"
+    else:
+        assert name == HOST
+        called, (way, ring) = {"optimizer": "optimizer state", "parameters": "master weights"}, chosen.value
+        words = " and ".join(called[one] for one in way) or "nothing"
+        buffers = f", {gib(ring)} GiB of buffers" if ring else ""  # a plan's choice, whoever chose what passes
+    return words + mark + buffers
