@@ -20,8 +20,6 @@ from lightning_zero.profiling.devices import DEVICES
 
 __all__ = ["PLAN"]
 
-GIB = 2**30
-
 
 def _add_arguments(parser: ArgumentParser) -> None:
     names = ", ".join(device.name for device in DEVICES)
@@ -89,17 +87,11 @@ def _batch(module: pl.LightningModule, name: str) -> Any:
 
 
 def _show(found: TrainingPlan) -> None:
-    told = found.as_dict()
-    facts: dict[str, Any] = {"parameters": f"{found.parameters:,}"}
-    facts |= {f"{name} (GiB)": size / GIB for name, size in found.roles.items() if size}
-    for name in ("transient", "peak", "first_step_peak", "on_device", "device_memory"):
-        facts[f"{name} (GiB)"] = None if told[name] is None else told[name] / GIB
-    facts["fits"] = found.fits
-    show_section(f"Estimated, for each of {found.ranks} x {found.device.name}", facts)
+    show_section(f"Estimated, for each of {found.ranks} x {found.device.name}", found.facts())
     if found.memory is not None:
         print(found.memory if found.memory.fits else f"{found.memory}\n{found.memory.instead()}")
     if found.seconds is not None:
-        show_section("ms of a step", {k: v * 1e3 for k, v in told["seconds"].items()})
+        show_section("ms of a step", found.milliseconds())
     show_section("How sure that is", found.known())
     if found.passes.why:
         tell(f"Not all could be traced: {found.passes.why}")

@@ -34,7 +34,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Of one rank.
+    """Of one rank; prints as tables.
 
     Attributes:
         device: of each rank.
@@ -114,6 +114,29 @@ class TrainingPlan:
     def fits(self) -> bool:
         return self.on_device <= self.device.memory
 
+    def facts(self) -> dict[str, Any]:
+        """What is shown to people: GiB by name, None where they are not known, and whether they fit."""
+        told = self.as_dict()
+        sizes = {name: size for name, size in self.roles.items() if size}
+        sizes |= {name: told[name] for name in ("transient", "peak", "first_step_peak", "on_device", "device_memory")}
+        in_gib = {f"{name} (GiB)": None if size is None else size / 2**30 for name, size in sizes.items()}
+        return {"parameters": f"{self.parameters:,}", **in_gib, "fits": self.fits}
+
+    def milliseconds(self) -> dict[str, float]:
+        """Of a step, by what they are for; empty where no pass could be traced."""
+        return {} if self.seconds is None else {k: 1e3 * s for k, s in self.as_dict()["seconds"].items()}
+
+    def __str__(self) -> str:
+        facts = {name: _in_words(fact) for name, fact in self.facts().items()}
+        lines = [f"Estimated, for each of {self.ranks} x {self.device.name}:", *_listed(facts)]
+        if self.memory is not None:
+            lines.append(str(self.memory) if self.memory.fits else f"{self.memory}\n{self.memory.instead()}")
+        if self.seconds is not None:
+            lines += ["ms of a step:", *_listed({name: f"{ms:.1f}" for name, ms in self.milliseconds().items()})]
+        if self.passes.why:
+            lines.append(f"Not all could be traced: {self.passes.why}")
+        return "\n".join(lines)
+
     def as_dict(self) -> dict[str, Any]:
         """Of what JSON can hold."""
         step = self.passes.compiled or self.passes.eager
@@ -136,3 +159,16 @@ class TrainingPlan:
             "known": self.known(),
             "not_traced": self.passes.why,
         }
+
+
+def _in_words(fact: float | str | bool | None) -> str:
+    if fact is None:
+        return "not known"
+    if isinstance(fact, bool):
+        return "yes" if fact else "no"
+    return f"{fact:.2f}" if isinstance(fact, float) else str(fact)
+
+
+def _listed(facts: dict[str, str]) -> list[str]:
+    width = max(map(len, facts))
+    return [f"  {name.replace('_', ' '):{width}}  {fact}" for name, fact in facts.items()]
