@@ -123,7 +123,7 @@ class Engine(NotCopied):
         return self.mesh.world_size
 
     def configure(self, config: EngineConfig) -> None:
-        """Other options from now on; legal between steps. Where an error is raised, all are as before.
+        """Other options from now on; legal between steps. Where one of these errors is raised, all are as before.
 
         Raises:
             UnsupportedError: an option that was settled when the model was sharded is to be another, see
@@ -131,7 +131,7 @@ class Engine(NotCopied):
             ValueError: passes that are switched off are needed with these options.
         """
         config = self.memory.settled(config.over(self.mesh.host_count, self.mesh.inside.size))
-        if config == (before := self.memory.settled(self.config)):
+        if config == (before := self.memory.settled(self.config)) == self.memory.settled(self.session.config):
             return
         refuse_changes(before, config)
         for part in (self.peers, self.replays, self.session):

@@ -123,11 +123,18 @@ class CompileSession:
         not compile hears of the options with that alone. :meth:`check` has nothing against them.
         """
         before, self.config = self.config, config
+        try:
+            self._changed(before, config)
+        except BaseException:
+            self.config = before  # whoever tries again changes it all
+            raise
+
+    def _changed(self, before: EngineConfig, config: EngineConfig) -> None:
         self._agreement.patience_s = config.tuning.agreement_timeout_s
-        if config.memory != before.memory:
+        if config.memory != before.memory or _staying(config) != _staying(before):
             self.budget.reset(forget=True)
-        chosen = config.memory is not None and (config.offload, config.stage) != (before.offload, before.stage)
-        if config.compiled != before.compiled or config.memory != before.memory or chosen:
+        planned = config.memory is not None and _planned_away(config) != _planned_away(before)
+        if config.compiled != before.compiled or config.memory != before.memory or planned:
             self._anew()
         if config.memory is not None:
             self.hold(Decided(self.budget.now(config)))
@@ -297,3 +304,13 @@ class CompileSession:
         with self._watchdog.waiting("the agreement on a newly compiled graph"):
             self._agreement.check(digest, plan.collectives())
         self.plans.add(plan)
+
+
+def _staying(config: EngineConfig) -> tuple[object, ...]:
+    """What is said by hand of weights that stay whole."""
+    return config.resident_mb, config.resident_until
+
+
+def _planned_away(config: EngineConfig) -> tuple[object, ...]:
+    """What a plan goes by besides what is compiled: of the host's memory, and of gradients."""
+    return config.offload, config.tuning.offload_buffer_mb, config.stage

@@ -81,7 +81,7 @@ class Ring:
         self.lanes = lanes or lanes_of(device)
         self.last: Event = None
         self.current: Pass | None = None
-        self.most = 0
+        self.most = self.slot_bytes = 0
         self.resize(nbytes)
 
     def resize(self, nbytes: int) -> None:
@@ -90,7 +90,9 @@ class Ring:
             self.current.join()  # what came ahead: nobody else may get that memory before it has
         if self.last is not None:
             self.lanes.wait(self.last)
+        before = self.slot_bytes
         self.slot_bytes = max(min(nbytes // LEAST_SLOTS, MOST_BYTES) // ALIGNMENT, LEAST) * ALIGNMENT
+        self.most = self.most if self.slot_bytes == before else 0  # the same state is cut into other loads
         self.slots = self._allowed = max(nbytes // self.slot_bytes, LEAST_SLOTS)
         self.leaving: tuple[Callable[[], Sequence[Load] | None], dict[int, Event]] = _nothing, {}
         self.current = None

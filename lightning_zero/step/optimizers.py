@@ -222,9 +222,10 @@ class OptimizerSteps:
             UnsupportedError: the optimizer holds what is no shard, or keeps state for more than single elements.
         """
         stepper = self.stepper(optimizer)
-        if self._on_host is not None and self._on_host.ring.is_short:
-            self._resize_buffers(self.config)
         self._cycle.begin_step(stepper)
+        # Of a step that is under way the state is in the buffers that there are.
+        if self._on_host is not None and self._on_host.ring.is_short and not stepper.under_way:
+            self._resize_buffers(self.config)
         stepper.begin(skip, inside)
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:

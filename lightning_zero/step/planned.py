@@ -92,6 +92,8 @@ class PlannedMemory:
 
     def _before_training(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         config = self._session.config
+        if config.memory is not None:  # memory that a communicator takes is to be seen
+            self._peers.connect(self._sharder.executor)
         decided = self._session.budget.before_training(config, self._known(config, optimizers))
         if decided is not None:
             self._session.hold(decided)

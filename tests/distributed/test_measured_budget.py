@@ -1,5 +1,6 @@
 """``reshard_after_forward="auto"``: what the fullest rank has left decides, once, at the same step on every rank."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -62,6 +63,13 @@ def train(
             out = train_sharded(engine, model, batches, sgd(model), loss, accumulate=accumulate, before_batch=note)
             note()
             kept = {g.until for plan in engine.session.plans.plan.graphs for g in plan.gathers}
+            stay = [engine.session.budget.until_step(engine.config.compiled)]
+            for resharded in (False, True):
+                tuning = replace(engine.config.tuning, report_stall_after_s=20.0)
+                if resharded:
+                    tuning = replace(tuning, resident_until="backward")
+                engine.configure(replace(engine.config, tuning=tuning))
+                stay.append(engine.session.budget.until_step(engine.config.compiled))
     changes = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, before[1:], strict=False)]
     return {
         "losses": out.losses,
@@ -69,6 +77,7 @@ def train(
         "compiles_in": [index for index, (compiled, _) in enumerate(changes) if compiled],
         "gathered": [gathered for _, gathered in changes],
         "kept": kept,
+        "stay": stay,
         "said": [line for line in said if "auto" in line],
     }
 
@@ -117,6 +126,9 @@ def test_in_accumulation_weights_stay_until_the_optimizer_steps(ranks: Ranks) ->
         assert auto["gathered"][-2] > 0
         assert "step" in auto["kept"]
         assert "until the optimizer steps" in auto["said"][0]
+        measured, another_option, resharded = auto["stay"]
+        assert measured == another_option > 0
+        assert resharded == 0, "what was measured is forgotten once something else is wanted"
 
 
 def other_lengths() -> dict[str, Any]:

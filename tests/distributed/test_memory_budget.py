@@ -215,6 +215,20 @@ def test_what_lies_on_the_host_passes_through_as_much_as_there_is_room_for_once_
         assert same(mine["params"], theirs["params"])
 
 
+def goes_on_with_other_buffers(memory: float) -> list[dict[str, Any]]:
+    first: dict[str, Any] = {"offload": ("optimizer",), "offload_buffer_mb": 0.001, "memory": memory}
+    others: tuple[dict[str, Any], ...] = ({"report_stall_after_s": 20.0}, {"offload_buffer_mb": 0.002})
+    emulated = {"emulate_cuda_graph_step": True}
+    return [train_with_few_buffers(Device(), 9, again=first | emulated | other, **first) for other in others]
+
+
+@pytest.mark.slow
+def test_buffers_that_are_set_by_hand_later_are_what_was_set(ranks: Ranks) -> None:
+    small = int(0.001 * 2**20)
+    (found,) = ranks.run(1, goes_on_with_other_buffers, (HELD + SAVED + 3 * small) / GIB)
+    assert [training["buffers"] * 2**20 for training in found] == [4 * small, 0.002 * 2**20]
+
+
 def test_auto_is_nothing_where_the_device_does_not_tell(ranks: Ranks) -> None:
     (found,) = ranks.run(1, train, None, 3, memory="auto", compile=False)
     assert found["plan"] is None

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.ring import Load, Pass, Ring
+from tests.helpers.lion import Lion
 from tests.helpers.models import build
 from tests.helpers.optimizer_steps import (
     OPTIMIZERS,
@@ -24,7 +25,7 @@ from tests.helpers.optimizer_steps import (
     train_sharded_steps,
     unfreeze_and_add,
 )
-from tests.helpers.sharded import engine_for
+from tests.helpers.sharded import engine_for, whole_params
 from tests.ranks.pool import Ranks
 
 ON_HOST: dict[str, Any] = {"offload": ("optimizer",), "offload_buffer_mb": 0.0001}  # some stretches for each segment
@@ -161,6 +162,63 @@ def test_state_comes_once_beside_forward_and_masters_beside_backward(ranks: Rank
     assert seen[-6:] == ["comes", "forward", "step", "comes", "forward", "step"]
     (seen,) = ranks.run(1, when_it_comes, True)
     assert seen[-6:] == ["forward", "comes", "step", "forward", "comes", "step"]
+
+
+def amid_a_step(refused: bool, **options: Any) -> dict[str, Any]:
+    """Weights after steps, in each of which another optimizer's is refused while state is in buffers."""
+    model, lerp = build(Parts), torch.Tensor.lerp_
+
+    with (
+        patch("lightning_zero.offload.ring.MOST_BYTES", 1024),
+        patch("lightning_zero.offload.ring.LEAST", 1),
+        engine_for(model, "eager", cuda_graph_step=False, **options) as engine,
+    ):
+        with engine.shards_in_sight():
+            first, last = list(model.parameters())[:-1], list(model.parameters())[-1:]
+            optimizer, other = Lion(first, lr=0.01), torch.optim.AdamW(last)
+        engine.optimizers.arrange([optimizer, other])
+
+        def attempts(value: Any, *args: Any) -> Any:
+            if refused:
+                with pytest.raises(RuntimeError), engine.optimizers.stepping(other):
+                    other.step()
+            return lerp(value, *args)
+
+        for step in range(4):
+            with engine.train_step():
+                loss = model(torch.randn(6, 19, generator=torch.Generator().manual_seed(step))).square().mean()
+            engine.cycle.before_backward()
+            loss.backward()
+            with patch.object(torch.Tensor, "lerp_", attempts), engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+            other.zero_grad()
+        return whole_params(engine, model)
+
+
+def test_a_step_that_is_refused_leaves_the_buffers_of_the_one_under_way(ranks: Ranks) -> None:
+    (expected,) = ranks.run(1, amid_a_step, False)
+    (found,) = ranks.run(1, amid_a_step, True, offload=("optimizer",), offload_buffer_mb=0.5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def configure_twice() -> list[tuple[str, ...]]:
+    model = build(Parts)
+    with engine_for(model, "eager") as engine:
+        with engine.shards_in_sight():
+            optimizer = OPTIMIZERS["AdamW"](model)
+        engine.optimizers.arrange([optimizer])
+        engine.optimizers.stepper(optimizer)
+        away = replace(engine.config, offload=("optimizer",))
+        full = patch("lightning_zero.step.optimizers.leave_device", side_effect=MemoryError("the host is full"))
+        with full, pytest.raises(MemoryError):
+            engine.configure(away)
+        engine.configure(away)
+        return [engine.config.offload, engine.optimizers.config.offload]
+
+
+def test_options_that_could_not_be_put_in_force_are_when_they_are_given_again(ranks: Ranks) -> None:
+    assert ranks.run(1, configure_twice) == [[("optimizer",)] * 2]
 
 
 def refuse() -> str:

@@ -126,23 +126,23 @@ class Peers:
         executor = memory.executor
         self._rows.set_barrier(executor, self.for_gradients or self.for_weights)
         self._gradients.stage(executor, self._config.tuning.reduce_bucket_mb)
-        self._connect(executor)
+        self.connect(executor)
         if self._wants_copies and not self._copied:
             self._copied = True
             self._weights.allocate_compute_copies(executor, lambda peers: self._allocate_copies(memory, peers))
         before, self._told = self._told, self._ways
         return before != self._told
 
-    def _connect(self, executor: Executor) -> None:
+    def connect(self, executor: Executor) -> None:
         """Ranks that reduce gradients by collectives meet. On an accelerator their group connects with the first: in
-        the middle of backward that would be a wait that the watchdog cannot end."""
+        the middle of backward that would be a wait that the watchdog cannot end. Harmless when repeated. Collective."""
         mesh = self._gradients.mesh
         if executor.device.type == "cpu":
             return
         for side in (mesh.across, None if self.for_gradients is not None else mesh.inside):
             if side is not None and side not in self._met:
-                self._met.append(side)
                 executor.collective("ranks that reduce gradients", Lane.REDUCE, partial(_meet, side, executor.device))
+                self._met.append(side)
 
     @property
     def _wants_copies(self) -> bool:
@@ -220,4 +220,5 @@ class Peers:
 
 
 def _meet(side: Side, device: torch.device, later: bool) -> dist.Work | None:
+    torch.accelerator.empty_cache()  # a communicator finds no room in what the allocator keeps
     return dist.all_reduce(torch.zeros(1, device=device), group=side.reduce_group, async_op=later)

@@ -255,6 +255,10 @@ def test_there_are_no_more_buffers_than_a_pass_has_loads(monkeypatch: pytest.Mon
     Pass(ring, host()[:LEAST_SLOTS]).ahead()
     assert ring.nbytes == LOADS * ring.slot_bytes, "a longer one is still to come"
     assert not ring.is_short
+    monkeypatch.setattr("lightning_zero.offload.ring.MOST_BYTES", 4 * SMALL)
+    ring.resize(100 * SMALL)
+    Pass(ring, host()[: LEAST_SLOTS + 1]).ahead()
+    assert ring.nbytes == (LEAST_SLOTS + 1) * ring.slot_bytes, "of wider ones fewer loads are made"
 
 
 def test_what_a_slot_holds_fits_into_it_and_stays_apart() -> None:
