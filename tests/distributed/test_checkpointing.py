@@ -129,9 +129,8 @@ def test_checkpointed_regions_are_planned_and_save_no_more(ranks: Ranks, way: st
         check(way, 2, mine, plain)
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "Llama")) for way in TRANSFORMERS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", TRANSFORMERS)
 def test_models_of_transformers(ranks: Ranks, way: str) -> None:
     """By one rank: the plan is the same, and they take long to compile."""
     pytest.importorskip("transformers")
