@@ -138,7 +138,7 @@ def test_models_of_transformers(ranks: Ranks, way: str) -> None:
     check(way, 1, mine, plain)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_generated_code(ranks: Ranks) -> None:
     way = "regions that end in a view"  # which torch's partitioner would chain to one
     for mine, plain in ranks.run(1, train_both, way, "inductor", deadline=600):

@@ -302,7 +302,7 @@ def train_generated(kind: type[Case], precision: str) -> Reference:
         )
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16-mixed"])
 def test_generated_code_equals_one_process(ranks: Ranks, precision: str) -> None:
     out = ranks.run(2, train_generated, Net, precision, deadline=300)[0]
     expected = train_reference(

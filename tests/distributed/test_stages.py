@@ -162,7 +162,7 @@ def test_what_autocast_leaves_in_full_precision_stays_so_and_is_cast_where_it_is
     assert gathered == kept
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generated_code_casts_it_too(ranks: Ranks) -> None:
     [(found, gathered, kept)] = ranks.run(1, in_mixed_precision, "inductor", (2,), deadline=240)[0]
     [(wanted, _, _)] = ranks.run(1, in_mixed_precision, "aot_eager", (2,))[0]
