@@ -87,7 +87,7 @@ def check(out: Reference, expected: Reference) -> None:
         (3, "eager"),
         (3, "compiled"),
         pytest.param(2, "gradients by copies, poisoned", marks=pytest.mark.slow),
-        pytest.param(3, "replayed", marks=pytest.mark.slow),
+        pytest.param(3, "replayed", marks=pytest.mark.exhaustive),
     ],
 )
 def test_accumulated_training_equals_one_process_and_moves_no_more_than_it_must(
@@ -120,7 +120,7 @@ def test_between_hosts_weights_and_gradients_travel_once_per_step(ranks: Ranks, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), (2, 1)])
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.exhaustive)])
 def test_of_replicas_only_gradients_travel_between_hosts(ranks: Ranks, world_size: int, ranks_per_host: int) -> None:
     options: dict[str, Any] = {"ranks_per_host": ranks_per_host, "replicate_over": "hosts"}
     both = ranks.run(world_size, train_both, "aot_eager", STEPS, **options)[0]
