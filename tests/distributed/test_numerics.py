@@ -185,7 +185,11 @@ class Unstepped(torch.optim.SGD):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "backend"),
-    [*((p, "aot_eager") for p in ("autocast", "bf16-mixed", "bf16-true")), ("bf16-mixed", EAGER)],
+    [
+        *((p, "aot_eager") for p in ("autocast", "bf16-mixed")),
+        pytest.param("bf16-true", "aot_eager", marks=pytest.mark.exhaustive),
+        ("bf16-mixed", EAGER),
+    ],
 )
 @pytest.mark.parametrize("world_size", [3], ids="W={}".format)
 def test_each_low_precision_step_equals_that_of_one_process(

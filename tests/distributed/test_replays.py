@@ -37,7 +37,7 @@ ELSEWHERE = (
 )
 EXHAUSTIVE = (
     *("frozen weights, gradients dropped first, then added to", "a weight in two modules", "a frozen encoder"),
-    "sizes in turn",
+    *("sizes in turn", "another weight trained from then on"),
 )
 EMULATED = [
     pytest.param(

@@ -78,7 +78,12 @@ def both(kind: str, trainer: dict[str, Any], options: dict[str, Any]) -> tuple[A
             REPLICAS | {"reduce_across": "step"},
         ),
         pytest.param("compiled", {"gradient_clip_val": 0.1}, REPLICAS, marks=pytest.mark.exhaustive),
-        ("compiled", {"accumulate_grad_batches": 2}, HOSTS | {"shard_compute_copy": "all"}),
+        pytest.param(
+            "compiled",
+            {"accumulate_grad_batches": 2},
+            HOSTS | {"shard_compute_copy": "all"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=[
         "eager, clipped",
