@@ -21,18 +21,24 @@ WORKERS = 3  # processes; see pytest_cmdline_main
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+    parser.addoption("--exhaustive", action="store_true", help="run all tests: those marked slow or exhaustive, too")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """What a run of everything will do, for who did not write it."""
     if not all(Path(arg).is_dir() for arg in config.args) or config.option.collectonly:
         return None
-    slow = config.getoption("--slow")
-    what = "all tests, those marked slow, too: 12 to 14" if slow else "what is quick (--slow runs all): 6 to 8"
+    if config.getoption("--exhaustive"):
+        what = "all tests, those marked slow or exhaustive, too: 21 to 22"
+    elif config.getoption("--slow"):
+        what = "what .ci/run runs (--exhaustive runs all): 18 to 19"
+    else:
+        what = "what is quick (--slow runs what .ci/run does): 8 to 9"
     return f"lightning_zero: {what} minutes on two cores, one more where the C++ executor has to be built; without GPUs by gloo"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.slow |= config.option.exhaustive
     if "PYTEST_XDIST_WORKER" not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         # Who is told to end, as by timeout(1), would leave ranks behind that go on with what they do, and not say what
         # has failed until then.
@@ -71,8 +77,9 @@ def _adds_nothing(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if not _adds_nothing(item)]
-    if not config.getoption("--slow"):
-        left_out = [item for item in items if item.get_closest_marker("slow")]
+    unasked = {name for name in ("slow", "exhaustive") if not config.getoption(f"--{name}")}
+    if unasked:
+        left_out = [item for item in items if unasked & {mark.name for mark in item.iter_markers()}]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     marked = [(item, item.get_closest_marker("gpu")) for item in items]

@@ -20,6 +20,7 @@ ALL = WAYS | TRANSFORMERS
 STEPS, SAMPLES = 3, 8
 # By function and by wrapper, reentrant and not, and two regions that read one weight; the others vary these.
 QUICK = ("checkpoint", "weights of two regions")
+EXHAUSTIVE = ("checkpoint_wrapper",)
 LAYERS = ("blocks.", "layers.", ".h.")  # in the names of their weights
 NORMS = ("norm.", ".ln_")  # whose weights may stay, being small
 
@@ -123,15 +124,22 @@ def check(way: str, world: int, mine: Seen, plain: Seen) -> None:
     assert len(mine.weights) <= max(len(plain.weights), 1)
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in WAYS])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(
+            way, marks=() if way in QUICK else pytest.mark.exhaustive if way in EXHAUSTIVE else pytest.mark.slow
+        )
+        for way in WAYS
+    ],
+)
 def test_checkpointed_regions_are_planned_and_save_no_more(ranks: Ranks, way: str) -> None:
     for mine, plain in ranks.run(2, train_both, way, "aot_eager", deadline=240):
         check(way, 2, mine, plain)
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "Llama")) for way in TRANSFORMERS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", TRANSFORMERS)
 def test_models_of_transformers(ranks: Ranks, way: str) -> None:
     """By one rank: the plan is the same, and they take long to compile."""
     pytest.importorskip("transformers")
@@ -139,7 +147,7 @@ def test_models_of_transformers(ranks: Ranks, way: str) -> None:
     check(way, 1, mine, plain)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_generated_code(ranks: Ranks) -> None:
     way = "regions that end in a view"  # which torch's partitioner would chain to one
     for mine, plain in ranks.run(1, train_both, way, "inductor", deadline=600):

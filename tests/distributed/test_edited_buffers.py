@@ -118,7 +118,7 @@ def differences(backend: str, edits: str, checkpointed: bool) -> dict[str, float
     [
         *(("aot_eager", edits, checkpointed) for edits in EDITS for checkpointed in (False, True)),
         # Which buffers backward reads is settled before code is generated, which then takes seconds for each graph.
-        pytest.param("inductor", ALL, True, marks=pytest.mark.slow),
+        pytest.param("inductor", ALL, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_backward_reads_buffers_as_forward_has_read_them(

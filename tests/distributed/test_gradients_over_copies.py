@@ -41,6 +41,7 @@ WAYS: dict[str, tuple[int, type[Case], dict[str, Any]]] = {
     "checkpointed": (2, NonReentrant, COPIES),
     "checkpointed by the reentrant way, reduced in float32": (2, Reentrant, {"reduce_dtype": None}),
 }
+EXHAUSTIVE = ("replayed, by collectives", "checkpointed")
 TRANSPORTS: dict[str, dict[str, Any]] = {"copies": {}, "collectives": COLLECTIVES, "replayed": COPIES}
 autocast = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
 
@@ -80,7 +81,9 @@ def check(over: Reference, plain: Reference, rtol: float = 1e-6) -> None:
         assert_close_relative(getattr(over, what), getattr(plain, what), rtol, what=what)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.exhaustive] * (way in EXHAUSTIVE)) for way in WAYS]
+)
 def test_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, way: str) -> None:
     world, case, options = WAYS[way]
     for (over, less, dtypes), (plain, more, _) in ranks.run(world, both, case, options):

@@ -109,7 +109,7 @@ def check(out: Reference, expected: Reference) -> None:
         *((4, 2, way) for way in WAYS if way != "compiled"),
         *((2, 1, way) for way in ("eager", "replayed")),
         (3, 1, "compiled"),
-        pytest.param(4, 1, "no copy per host", marks=pytest.mark.slow),
+        pytest.param(4, 1, "no copy per host", marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_over_hosts_equals_one_process(ranks: Ranks, world_size: int, ranks_per_host: int, way: str) -> None:
@@ -132,11 +132,9 @@ def test_training_over_hosts_equals_one_process(ranks: Ranks, world_size: int, r
         (4, 2, "replayed"),
         (2, 1, "compiled"),
         (3, 1, "compiled"),
-        *(
-            pytest.param(4, 2, way, marks=pytest.mark.slow)
-            for way in ("eager", "by collectives", "kept, gradients by copies", "poisoned")
-        ),
-        pytest.param(3, 1, "replayed", marks=pytest.mark.slow),
+        *(pytest.param(4, 2, way, marks=pytest.mark.slow) for way in ("eager", "kept, gradients by copies")),
+        *(pytest.param(4, 2, way, marks=pytest.mark.exhaustive) for way in ("by collectives", "poisoned")),
+        pytest.param(3, 1, "replayed", marks=pytest.mark.exhaustive),
     ],
 )
 def test_replicas_on_all_hosts_equal_one_process_and_each_other(

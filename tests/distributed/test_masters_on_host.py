@@ -64,7 +64,7 @@ def planned_and_by_hand(name: str, **options: Any) -> tuple[Any, Any, Any]:
     [
         pytest.param(1, "AdamW", CAPTURED, marks=pytest.mark.slow),
         (2, "SGD", {"steps": 4}),
-        pytest.param(2, "AdamW", REPLAYED, marks=pytest.mark.slow),
+        pytest.param(2, "AdamW", REPLAYED, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_plan_that_needs_it_is_the_same_as_by_hand(

@@ -185,7 +185,11 @@ class Unstepped(torch.optim.SGD):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "backend"),
-    [*((p, "aot_eager") for p in ("autocast", "bf16-mixed", "bf16-true")), ("bf16-mixed", EAGER)],
+    [
+        *((p, "aot_eager") for p in ("autocast", "bf16-mixed")),
+        pytest.param("bf16-true", "aot_eager", marks=pytest.mark.exhaustive),
+        ("bf16-mixed", EAGER),
+    ],
 )
 @pytest.mark.parametrize("world_size", [3], ids="W={}".format)
 def test_each_low_precision_step_equals_that_of_one_process(
@@ -302,7 +306,7 @@ def train_generated(kind: type[Case], precision: str) -> Reference:
         )
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16-mixed"])
 def test_generated_code_equals_one_process(ranks: Ranks, precision: str) -> None:
     out = ranks.run(2, train_generated, Net, precision, deadline=300)[0]
     expected = train_reference(

@@ -298,7 +298,11 @@ class TwoLayers(Deep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "whole"), [(TwoLayers, True), (Deep, False)], ids=["whole", "in pieces"])
+@pytest.mark.parametrize(
+    ("case", "whole"),
+    [pytest.param(TwoLayers, True, marks=pytest.mark.exhaustive), (Deep, False)],
+    ids=["whole", "in pieces"],
+)
 def test_generated_code_keeps_what_is_on_its_way(ranks: Ranks, case: type[Case], whole: bool) -> None:
     for plain, away in ranks.run(1, generated, case, whole, deadline=400):  # two show it without code
         assert away["counters"]["offload_bytes"] > 0

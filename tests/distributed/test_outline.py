@@ -62,7 +62,7 @@ def both(backend: str, dtype: torch.dtype | None) -> None:
     [
         (1, "aot_eager", torch.bfloat16),
         pytest.param(2, "aot_eager", None, marks=pytest.mark.slow),
-        pytest.param(1, "inductor", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(1, "inductor", torch.bfloat16, marks=pytest.mark.exhaustive),
     ],
     ids=["autocast", "float32, two ranks", "generated code"],
 )
@@ -127,7 +127,7 @@ def checkpointed(case: type[Case], backend: str, layers: int, same_order: bool) 
 @pytest.mark.parametrize(
     ("case", "layers", "same_order"),
     # T5's first layer makes what all read, and the last returns more; sums of its gradient stand behind layers.
-    [(DeepGPT2, 3, True), (T5Encoder, 3, False)],
+    [(DeepGPT2, 3, True), pytest.param(T5Encoder, 3, False, marks=pytest.mark.exhaustive)],
     ids=["GPT-2 with dropout", "T5's encoder"],
 )
 def test_layers_that_users_checkpoint_train_to_the_last_bit_and_save_as_much(

@@ -163,7 +163,7 @@ def falls_back(nth: int, oracle: dict[str, str]) -> tuple[Any, Any]:
     [
         pytest.param(1, "collective", "collective", marks=pytest.mark.slow),
         (2, "collective", "copy"),
-        pytest.param(3, "collective", "copy", marks=pytest.mark.slow),
+        pytest.param(3, "collective", "copy", marks=pytest.mark.exhaustive),
         (4, "copy", "collective"),
     ],
 )

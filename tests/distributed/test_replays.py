@@ -35,8 +35,14 @@ ELSEWHERE = (
     *("clipped", "accumulated", "accumulated, stage 1", "modules one after another"),
     *("gradients zeroed, not dropped", "a smaller batch between", "gradients over copies"),
 )
+EXHAUSTIVE = (
+    *("frozen weights, gradients dropped first, then added to", "a weight in two modules", "a frozen encoder"),
+    *("sizes in turn", "another weight trained from then on"),
+)
 EMULATED = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
+    pytest.param(
+        name, marks=() if name in QUICK else pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow
+    )
     for name, way in WAYS.items()
     if way.emulated and name not in ELSEWHERE
 ]

@@ -199,6 +199,7 @@ def _transformers(home: str) -> bool:
     return True
 
 
+@pytest.mark.exhaustive
 def test_transformers_reads_them_and_is_read(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     assert ranks.run(2, _transformers, str(tmp_path), deadline=120) == [True, True]

@@ -87,7 +87,7 @@ def check(out: Reference, expected: Reference) -> None:
         (3, "eager"),
         (3, "compiled"),
         pytest.param(2, "gradients by copies, poisoned", marks=pytest.mark.slow),
-        pytest.param(3, "replayed", marks=pytest.mark.slow),
+        pytest.param(3, "replayed", marks=pytest.mark.exhaustive),
     ],
 )
 def test_accumulated_training_equals_one_process_and_moves_no_more_than_it_must(
@@ -120,7 +120,7 @@ def test_between_hosts_weights_and_gradients_travel_once_per_step(ranks: Ranks, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), (2, 1)])
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.exhaustive)])
 def test_of_replicas_only_gradients_travel_between_hosts(ranks: Ranks, world_size: int, ranks_per_host: int) -> None:
     options: dict[str, Any] = {"ranks_per_host": ranks_per_host, "replicate_over": "hosts"}
     both = ranks.run(world_size, train_both, "aot_eager", STEPS, **options)[0]
@@ -162,7 +162,7 @@ def test_what_autocast_leaves_in_full_precision_stays_so_and_is_cast_where_it_is
     assert gathered == kept
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generated_code_casts_it_too(ranks: Ranks) -> None:
     [(found, gathered, kept)] = ranks.run(1, in_mixed_precision, "inductor", (2,), deadline=240)[0]
     [(wanted, _, _)] = ranks.run(1, in_mixed_precision, "aot_eager", (2,))[0]

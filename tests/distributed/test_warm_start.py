@@ -36,7 +36,11 @@ def compile_twice(folder: str, case: str | type[Case], samples: int) -> list[dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "samples"), [("NeverUsed", 12), (Deep, 60)], ids=["whole", "in pieces"])
+@pytest.mark.parametrize(
+    ("case", "samples"),
+    [pytest.param("NeverUsed", 12, marks=pytest.mark.exhaustive), (Deep, 60)],
+    ids=["whole", "in pieces"],
+)
 def test_the_second_time_nothing_is_compiled(ranks: Ranks, tmp_path: Any, case: str | type[Case], samples: int) -> None:
     for cold, warm in ranks.run(1, compile_twice, str(tmp_path), case, samples, deadline=240):
         assert (cold["aot"], cold["saved"]) == (0, 1)

@@ -10,7 +10,7 @@ SEQUENCES = {1: 400, 2: 200, 3: 160}
 
 @pytest.mark.parametrize(
     "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+    [pytest.param(1, marks=pytest.mark.exhaustive), 2, pytest.param(3, marks=pytest.mark.slow)],
     ids="W={}".format,
 )
 def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> None:

@@ -66,6 +66,7 @@ class Baseline:
 
         # it flushes the processor's cache for each graph, to log a duration that nobody reads
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+        torch._inductor.config.cpp.vec_isa_ok = True  # else it compiles and loads a program to find out
         configs = (torch._dynamo.config, torch._inductor.config, torch._functorch.config)
         self.configs = [(config, config.get_config_copy()) for config in configs]
         self.home = os.getcwd()

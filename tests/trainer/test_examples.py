@@ -95,7 +95,7 @@ SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 4}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True], ids=["weights", "LoRA"])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["weights", "LoRA"])
 def test_a_transformers_model_is_tuned_and_exported(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
     transformers = pytest.importorskip("transformers")
     if lora:

@@ -76,7 +76,7 @@ def _both_kinds(home: str) -> dict[str, Held]:
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+    "world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2, pytest.param(3, marks=pytest.mark.exhaustive)]
 )
 def test_ranks_hold_what_is_promised(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     for rank, found in enumerate(ranks.run(world_size, _both_kinds, str(tmp_path), deadline=240)):

@@ -77,8 +77,13 @@ def both(kind: str, trainer: dict[str, Any], options: dict[str, Any]) -> tuple[A
             {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
             REPLICAS | {"reduce_across": "step"},
         ),
-        pytest.param("compiled", {"gradient_clip_val": 0.1}, REPLICAS, marks=pytest.mark.slow),
-        ("compiled", {"accumulate_grad_batches": 2}, HOSTS | {"shard_compute_copy": "all"}),
+        pytest.param("compiled", {"gradient_clip_val": 0.1}, REPLICAS, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "compiled",
+            {"accumulate_grad_batches": 2},
+            HOSTS | {"shard_compute_copy": "all"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=[
         "eager, clipped",
@@ -136,7 +141,7 @@ def chunks(path: str) -> dict[str, tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.exhaustive), "sharded"])
 def test_replicas_write_each_value_once_and_others_go_on_from_there(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     losses = ranks.run(4, written, "eager", str(tmp_path), kind, REPLICAS)[0]
     path = f"{tmp_path}/epoch=0.ckpt"
@@ -163,7 +168,9 @@ def saved_both_ways(home: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [HOSTS, REPLICAS], ids=["together", "replicas"])
+@pytest.mark.parametrize(
+    "options", [pytest.param(HOSTS, marks=pytest.mark.exhaustive), REPLICAS], ids=["together", "replicas"]
+)
 def test_sharded_averages_are_those_of_a_full_checkpoint(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
     """Shards are numbered otherwise than ranks."""
     ranks.run(4, saved_both_ways, str(tmp_path), options)

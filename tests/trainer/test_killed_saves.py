@@ -71,6 +71,20 @@ QUICK = [
     ("sharded", "after fsync manifest.json"),
     ("full", FULL[2][0]),
 ]
+EXHAUSTIVE = [
+    ("sharded", "before fsync __0_0.distcp"),
+    ("sharded", "after create meta.pt"),
+    ("sharded", "after unlink .save_id"),
+    ("sharded", "before remove *.incomplete"),
+    ("sharded", "after commit"),
+    ("full", "after write *.incomplete"),
+    ("beside", "after copy"),
+    ("beside", "after order of rank 0"),
+    ("beside", "after finish .metadata"),
+    ("beside", "after fsync manifest.json"),
+    ("beside", "before remove *.incomplete"),
+    ("beside", "before parting"),
+]
 WAYS = [(True, False), (False, True), (True, True), (False, False)]  # over another; everywhere
 CASES = [
     (kind, point, rank, *((True, number % 2 == 0) if point.startswith("before remove") else WAYS[number % 4]))
@@ -159,7 +173,7 @@ def prepared(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable
     [
         pytest.param(
             *case,
-            marks=() if case[:2] in QUICK else pytest.mark.slow,
+            marks=() if case[:2] in QUICK else pytest.mark.exhaustive if case[:2] in EXHAUSTIVE else pytest.mark.slow,
             id=f"{case[0]}, {case[1]}, {'over another' if case[3] else 'new'}, {'all' if case[4] else f'rank {case[2]}'}",
         )
         for case in CASES

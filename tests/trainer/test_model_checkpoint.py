@@ -139,7 +139,7 @@ ENDS = {"an error": "ArithmeticError", "Ctrl-C": "SystemExit", "SIGTERM": "SIGTE
         ("sharded", "SIGTERM", (1,), "link"),
         ("sharded", "Ctrl-C", (0, 1), "OnExceptionCheckpoint"),
         pytest.param("sharded, async", "an error", (0, 1), "True", marks=pytest.mark.slow),
-        pytest.param("full, async", "SIGTERM", (0, 1), "True", marks=pytest.mark.slow),
+        pytest.param("full, async", "SIGTERM", (0, 1), "True", marks=pytest.mark.exhaustive),
     ],
 )
 def test_all_ranks_that_are_stopped_save(

@@ -15,6 +15,7 @@ FAST = ("losses kept", "accumulated and clipped")
 VALIDATED = (*FAST, "saved and validated", "weights averaged")  # evaluations are compiled, too
 # The first is part of others; the engine's own, in tests/distributed/test_replays.py, show the rest.
 ELSEWHERE = ("plain", "kept until the step", "activations checkpointed", "batch norm")
+EXHAUSTIVE = ("checkpointed by the reentrant way", "predictions in between", "accumulated more later")
 
 
 class Emulated(ZeroStrategy):
@@ -31,7 +32,9 @@ def fit_both(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        pytest.param(
+            name, marks=() if name in FAST else pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow
+        )
         for name, way in WAYS.items()
         if way.emulated and name not in ELSEWHERE
     ],

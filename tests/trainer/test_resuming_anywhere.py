@@ -128,8 +128,9 @@ def _resumed(kind: str, home: str, options: dict[str, Any]) -> tuple[Any, dict[s
     [("eager", "sharded"), ("eager", "full"), ("ddp", "")]
     + [
         pytest.param(kind, saved, marks=pytest.mark.slow)
-        for kind, saved in (("eager", "sharded, async"), ("eager", "full, async"), ("compiled", "sharded"))
-    ],
+        for kind, saved in (("eager", "sharded, async"), ("compiled", "sharded"))
+    ]
+    + [pytest.param("eager", "full, async", marks=pytest.mark.exhaustive)],
 )
 def test_it_goes_on_from_any_step(ranks: Ranks, tmp_path: Path, kind: str, saved: str) -> None:
     for (losses, state), resumed in ranks.run(2, _resumed, kind, str(tmp_path), KINDS.get(saved, {})):
@@ -175,7 +176,7 @@ WAYS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_it_goes_on_elsewhere(ranks: Ranks, written: tuple[str, list[float]], world_size: int) -> None:
     home, losses = written
     # others' strategies read a file on four ranks as they do on two

@@ -54,9 +54,13 @@ def _train(kind: str, name: str, path: str, plugin: bool) -> dict[str, Any]:
     return {"there": there, "state": state, "left": sorted(p.name for p in Path(path).parent.iterdir())}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "plugin", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["async_save", "AsyncCheckpointIO"]
+    ("kind", "plugin"),
+    [
+        *((kind, False) for kind in KINDS),
+        pytest.param("full", True, marks=pytest.mark.slow),
+        pytest.param("sharded", True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_training_goes_on_as_from_the_moment_of_the_save(ranks: Ranks, tmp_path: Path, kind: str, plugin: bool) -> None:
     path = str(tmp_path / "x.ckpt")

@@ -99,7 +99,12 @@ def _under_ddp(home: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "saved", ["sharded, async", *(pytest.param(kind, marks=SLOW) for kind in ("full", "sharded", "full, async"))]
+    "saved",
+    [
+        "sharded, async",
+        pytest.param("full", marks=SLOW),
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("sharded", "full, async")),
+    ],
 )
 def test_in_the_middle_of_an_accumulation(ranks: Ranks, tmp_path: Path, saved: str) -> None:
     for name in ("ours", "ddp"):

@@ -172,9 +172,9 @@ def _train_under(kinds: list[str], make: Any) -> dict[str, Any]:
     return {kind: train(kind, make, steps=3) for kind in kinds}
 
 
-# What is compiled is the same on two ranks and on three, and what shards do is the same in eager code: these are slow
-# when they are compiled. Encoders take longest.
-SLOW = (TrustRatios, Noise, LateLoad, LateEncoder)
+# What is compiled is the same on two ranks and on three, and what shards do is the same in eager code: these are
+# exhaustive when they are compiled.
+EXHAUSTIVE = (TrustRatios, Noise, LateLoad, LateEncoder)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ SLOW = (TrustRatios, Noise, LateLoad, LateEncoder)
             make,
             kinds,
             id=f"{make.__name__}-{kinds}",
-            marks=[pytest.mark.slow] * (make in SLOW and "compiled" in kinds),
+            marks=[pytest.mark.exhaustive] * (make in EXHAUSTIVE and "compiled" in kinds),
         )
         for make in CASES
         for kinds in ((3, "eager"), (2, "compiled"))

@@ -161,7 +161,7 @@ STORIES = [_one_trainer, _several_trainers, _evaluation_only]
             story,
             *place,
             id=f"{story.__name__.strip('_')}-{place[0]}-{place[1]}",
-            marks=[pytest.mark.slow] * ((story, place) == (_evaluation_only, (2, "compiled"))),
+            marks=[pytest.mark.exhaustive] * ((story, place) == (_evaluation_only, (2, "compiled"))),
         )
         for story in STORIES
         for place in ((1, "eager"), (2, "compiled"), (3, "eager"))

@@ -126,7 +126,9 @@ def under_ddp(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["sharded", "sharded, async", pytest.param("full, async", marks=pytest.mark.exhaustive)]
+)
 def test_what_is_kept_is_what_is_kept_under_ddp(
     ranks: Ranks, tmp_path: Path, under_ddp: dict[str, Any], kind: str
 ) -> None:

@@ -137,8 +137,14 @@ ASKING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mark", WAYS)
-@pytest.mark.parametrize("asks", ASKING)
+@pytest.mark.parametrize(
+    ("asks", "mark"),
+    [
+        pytest.param(asks, mark, marks=[pytest.mark.exhaustive] * (number % len(WAYS) != way))
+        for number, asks in enumerate(ASKING)
+        for way, mark in enumerate(WAYS)
+    ],
+)
 def test_where_somebody_may_ask_for_its_gradient_it_has_one(
     asks: Callable[..., Any], mark: Callable[[Tensor], None]
 ) -> None:

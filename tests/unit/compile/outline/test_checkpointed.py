@@ -117,9 +117,9 @@ class Editing(Block):
         pytest.param(lambda: Checkpointed(saving(products)), LAYERS, marks=pytest.mark.slow),
         pytest.param(lambda: Checkpointed(partial(checkpoint, use_reentrant=True)), LAYERS, marks=pytest.mark.slow),
         pytest.param(lambda: Checkpointed(block=Inside), LAYERS, marks=pytest.mark.slow),  # regions in regions
-        pytest.param(lambda: Checkpointed(block=Bending), LAYERS, marks=pytest.mark.slow),
-        pytest.param(lambda: Checkpointed(block=InPlace), LAYERS, marks=pytest.mark.slow),
-        pytest.param(lambda: Checkpointed(block=Batched), 0, marks=pytest.mark.slow),
+        pytest.param(lambda: Checkpointed(block=Bending), LAYERS, marks=pytest.mark.exhaustive),
+        pytest.param(lambda: Checkpointed(block=InPlace), LAYERS, marks=pytest.mark.exhaustive),
+        pytest.param(lambda: Checkpointed(block=Batched), 0, marks=pytest.mark.exhaustive),
         pytest.param(lambda: Checkpointed(block=Editing), 0, marks=pytest.mark.slow),
         pytest.param(lambda: Stack(Inside), LAYERS, marks=pytest.mark.slow),
     ],
