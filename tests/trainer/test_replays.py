@@ -15,7 +15,7 @@ FAST = ("losses kept", "accumulated and clipped")
 VALIDATED = (*FAST, "saved and validated", "weights averaged")  # evaluations are compiled, too
 # The first is part of others; the engine's own, in tests/distributed/test_replays.py, show the rest.
 ELSEWHERE = ("plain", "kept until the step", "activations checkpointed", "batch norm")
-EXHAUSTIVE = ("checkpointed by the reentrant way", "predictions in between", "accumulated more later")
+EXHAUSTIVE = ("checkpointed by the reentrant way", "predictions in between")
 
 
 class Emulated(ZeroStrategy):
