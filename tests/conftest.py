@@ -29,9 +29,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if not all(Path(arg).is_dir() for arg in config.args) or config.option.collectonly:
         return None
     if config.getoption("--exhaustive"):
-        what = "all tests, those marked slow or exhaustive, too: 21 to 22"
+        what = "all tests, those marked slow or exhaustive, too: 20 to 21"
     elif config.getoption("--slow"):
-        what = "what .ci/run runs (--exhaustive runs all): 18 to 19"
+        what = "what .ci/run runs (--exhaustive runs all): 17 to 18"
     else:
         what = "what is quick (--slow runs what .ci/run does): 8 to 9"
     return f"lightning_zero: {what} minutes on two cores, one more where the C++ executor has to be built; without GPUs by gloo"

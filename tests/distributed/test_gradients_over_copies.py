@@ -43,6 +43,7 @@ WAYS: dict[str, tuple[int, type[Case], dict[str, Any]]] = {
 }
 EXHAUSTIVE = ("replayed, by collectives", "checkpointed")
 TRANSPORTS: dict[str, dict[str, Any]] = {"copies": {}, "collectives": COLLECTIVES, "replayed": COPIES}
+TRIED = [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "collectives")) for name in TRANSPORTS]
 autocast = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
 
 
@@ -326,7 +327,7 @@ def of(transport: str) -> list[Then]:
     return [*RIGHT, *(ROUNDED[:1] if transport == "replayed" else ROUNDED)]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", TRIED)
 def test_what_comes_before_the_step_is_as_right_as_ever(over: Found, plain: Found, transport: str) -> None:
     # Which transport it was changes no bit of a sum of two.
     expected = plain("replayed" if transport == "replayed" else "copies")
@@ -335,7 +336,7 @@ def test_what_comes_before_the_step_is_as_right_as_ever(over: Found, plain: Foun
         assert_close_relative(mine, its, 3e-3)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", TRIED)
 def test_gradients_that_are_put_back_when_they_are_gone_are_refused(over: Found, transport: str) -> None:
     assert all("was put aside and put back" in refused[0] for _, refused in over(transport))
 

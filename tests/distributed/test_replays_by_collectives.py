@@ -46,7 +46,7 @@ def test_replays_train_like_runs_and_meet_as_often(ranks: Ranks, world_size: int
     check(ranks, world_size, way, "weights and gradients")
 
 
-@pytest.mark.parametrize("by", [pytest.param("weights", marks=pytest.mark.slow), "gradients"])
+@pytest.mark.parametrize("by", [pytest.param("weights", marks=pytest.mark.exhaustive), "gradients"])
 def test_copies_go_beside_collectives_in_one_replay(ranks: Ranks, by: str) -> None:
     check(ranks, 2, "accumulated", by)
 

@@ -140,12 +140,16 @@ def _sharded_beside(home: str) -> Found:
     return _at_a_url(home, 1, in_fit=True, state_dict_type="sharded", async_save=True)
 
 
-SLOW = [_in_a_thread, _full_beside, _sharded, _sharded_beside]
+OTHERS = [_in_a_thread, _full_beside, _sharded]
 
 
 @pytest.mark.parametrize(
     "attempt",
-    [_alone, _at_the_end, _of_fabric, _at_a_url, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)],
+    [
+        *(_alone, _at_the_end, _of_fabric, _at_a_url),
+        pytest.param(_sharded_beside, marks=pytest.mark.slow),
+        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in OTHERS),
+    ],
 )
 def test_while_bytes_leave_the_process_nobody_is_alarmed_or_ended(
     ranks: Ranks, tmp_path: Path, attempt: Callable[[str], Found]

@@ -127,7 +127,8 @@ def under_ddp(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["sharded", "sharded, async", pytest.param("full, async", marks=pytest.mark.exhaustive)]
+    "kind",
+    ["sharded, async", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("sharded", "full, async"))],
 )
 def test_what_is_kept_is_what_is_kept_under_ddp(
     ranks: Ranks, tmp_path: Path, under_ddp: dict[str, Any], kind: str
