@@ -19,7 +19,7 @@ from lightning_zero.budget.items import (
     size_of,
 )
 from lightning_zero.budget.knapsack import Item, Pick, Variant, pick
-from lightning_zero.config.text import gib
+from lightning_zero.config.text import gib, plain_table
 from lightning_zero.config.tuning import Tuning
 
 __all__ = ["Line", "MemoryPlan", "advised", "decide"]
@@ -116,6 +116,10 @@ class MemoryPlan:
             "torch.utils.checkpoint into the module, or shard over more GPUs."
         )
 
+    def with_advice(self) -> str:
+        """The table, and what to do where the limit cannot be held."""
+        return str(self) if self.fits else f"{self}\n{self.instead()}"
+
     def as_dict(self) -> dict[str, Any]:
         """Of what JSON can hold."""
         return asdict(self) | {"missing": self.missing, "fits": self.fits}
@@ -129,12 +133,9 @@ class MemoryPlan:
         return f"{word} peak {gib(self.steady)}{limit}{first}{more}"
 
     def __str__(self) -> str:
-        rows = [("", "choice", "GiB", "GiB saved", "ms lost")]
-        for line in self.lines:
-            rows.append((line.what, line.choice, gib(line.nbytes), gib(line.saved), f"{line.seconds * 1e3:.1f}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        told = [f"Memory plan, {self.source}: {self.in_words()}.", *(f"  {line.rstrip()}" for line in shown)]
+        heads = "", "choice", "GiB", "GiB saved", "ms lost"
+        rows = [(o.what, o.choice, gib(o.nbytes), gib(o.saved), f"{o.seconds * 1e3:.1f}") for o in self.lines]
+        told = [f"Memory plan, {self.source}: {self.in_words()}.", *plain_table(heads, rows)]
         return "\n".join([*told, *([f"  seconds: {self.seconds_known}"] if self.seconds_known else [])])
 
 

@@ -89,7 +89,7 @@ def _batch(module: pl.LightningModule, name: str) -> Any:
 def _show(found: TrainingPlan) -> None:
     show_section(f"Estimated, for each of {found.ranks} x {found.device.name}", found.facts())
     if found.memory is not None:
-        print(found.memory if found.memory.fits else f"{found.memory}\n{found.memory.instead()}")
+        print(found.memory.with_advice())
     if found.seconds is not None:
         show_section("ms of a step", found.milliseconds())
     show_section("How sure that is", found.known())

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["in_words", "plain_table", "show_section", "show_table", "tell"]
+from lightning_zero.config.text import plain_table
+
+__all__ = ["in_words", "show_section", "show_table", "tell"]
 
 
 def tell(line: str, *values: object) -> None:
@@ -35,14 +37,6 @@ def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) 
     for row in rows:
         table.add_row(*map(Text, row))  # what stands in brackets is no markup
     Console().print(table)
-
-
-def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Its lines, in columns as wide as what is in them."""
-    shown = [list(heads), *map(list, rows)] if any(heads) else [list(row) for row in rows]
-    widths = [max((len(row[column]) for row in shown), default=0) for column in range(len(heads))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in shown)
-    return [f"  {line.rstrip()}" for line in lines]
 
 
 def in_words(value: Any) -> str:

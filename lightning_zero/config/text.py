@@ -1,14 +1,16 @@
-"""What is written about options: docstrings, and the README's tables. And how bytes are written for people."""
+"""What is written about options: docstrings, and the README's tables. And how bytes, and columns, are written for
+people."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import MISSING
 from typing import Any, TypeVar
 
 from lightning_zero.config.option import option_fields
 
-__all__ = ["arguments", "documented", "gib", "table"]
+__all__ = ["arguments", "documented", "gib", "plain_table", "table"]
 
 C = TypeVar("C", bound=type)
 WIDTH = 116
@@ -17,6 +19,14 @@ WIDTH = 116
 def gib(nbytes: float) -> str:
     """In GiB, without the unit."""
     return f"{nbytes / 2**30:.2f}"
+
+
+def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Its lines, in columns as wide as what is in them."""
+    shown = [list(heads), *map(list, rows)] if any(heads) else [list(row) for row in rows]
+    widths = [max((len(row[column]) for row in shown), default=0) for column in range(len(heads))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in shown)
+    return [f"  {line.rstrip()}" for line in lines]
 
 
 def arguments(cls: type) -> str:

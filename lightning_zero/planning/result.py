@@ -8,6 +8,7 @@ from typing import Any
 from lightning_zero.budget.facts import GAPS
 from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
+from lightning_zero.config.text import plain_table
 from lightning_zero.planning.seconds import Seconds
 from lightning_zero.planning.training import StepOnPaper
 from lightning_zero.profiling.devices import Device
@@ -130,7 +131,7 @@ class TrainingPlan:
         facts = {name: _in_words(fact) for name, fact in self.facts().items()}
         lines = [f"Estimated, for each of {self.ranks} x {self.device.name}:", *_listed(facts)]
         if self.memory is not None:
-            lines.append(str(self.memory) if self.memory.fits else f"{self.memory}\n{self.memory.instead()}")
+            lines.append(self.memory.with_advice())
         if self.seconds is not None:
             lines += ["ms of a step:", *_listed({name: f"{ms:.1f}" for name, ms in self.milliseconds().items()})]
         if self.passes.why:
@@ -170,5 +171,4 @@ def _in_words(fact: float | str | bool | None) -> str:
 
 
 def _listed(facts: dict[str, str]) -> list[str]:
-    width = max(map(len, facts))
-    return [f"  {name.replace('_', ' '):{width}}  {fact}" for name, fact in facts.items()]
+    return plain_table(("", ""), [(name.replace("_", " "), fact) for name, fact in facts.items()])

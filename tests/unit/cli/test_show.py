@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from lightning_zero.cli.show import in_words, plain_table, show_section
+from lightning_zero.cli.show import in_words, show_section
+from lightning_zero.config.text import plain_table
 
 
 @pytest.mark.parametrize("rich", [True, False])
