@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 from tests.helpers.checkpointed import TRANSFORMERS, WAYS, WRAPPED
+from tests.helpers.marks import how_seldom
 from tests.helpers.models import build
 from tests.helpers.oracle import Reference, assert_close_relative, train_reference
 from tests.helpers.sharded import engine_for, sgd, train_sharded
@@ -126,12 +127,7 @@ def check(way: str, world: int, mine: Seen, plain: Seen) -> None:
 
 @pytest.mark.parametrize(
     "way",
-    [
-        pytest.param(
-            way, marks=() if way in QUICK else pytest.mark.exhaustive if way in EXHAUSTIVE else pytest.mark.slow
-        )
-        for way in WAYS
-    ],
+    [pytest.param(way, marks=how_seldom(way, QUICK, EXHAUSTIVE)) for way in WAYS],
 )
 def test_checkpointed_regions_are_planned_and_save_no_more(ranks: Ranks, way: str) -> None:
     for mine, plain in ranks.run(2, train_both, way, "aot_eager", deadline=240):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters as compiler_counters
 
+from tests.helpers.marks import how_seldom
 from tests.helpers.models import OneLayer, build
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.replays import COPY, WAYS, graphs_are_cut, train, train_up_to_a_replayed_forward
@@ -40,9 +41,7 @@ EXHAUSTIVE = (
     *("sizes in turn", "another weight trained from then on"),
 )
 EMULATED = [
-    pytest.param(
-        name, marks=() if name in QUICK else pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow
-    )
+    pytest.param(name, marks=how_seldom(name, QUICK, EXHAUSTIVE))
     for name, way in WAYS.items()
     if way.emulated and name not in ELSEWHERE
 ]

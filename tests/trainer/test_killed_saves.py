@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_zero.integrations.folders import read_whole
+from tests.helpers.marks import how_seldom
 from tests.helpers.save_points import observed
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer
@@ -173,7 +174,7 @@ def prepared(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable
     [
         pytest.param(
             *case,
-            marks=() if case[:2] in QUICK else pytest.mark.exhaustive if case[:2] in EXHAUSTIVE else pytest.mark.slow,
+            marks=how_seldom(case[:2], QUICK, EXHAUSTIVE),
             id=f"{case[0]}, {case[1]}, {'over another' if case[3] else 'new'}, {'all' if case[4] else f'rank {case[2]}'}",
         )
         for case in CASES

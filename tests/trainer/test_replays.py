@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_zero import ZeroStrategy
+from tests.helpers.marks import how_seldom
 from tests.helpers.options import arguments
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import RTOL
@@ -32,9 +33,7 @@ def fit_both(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=() if name in FAST else pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow
-        )
+        pytest.param(name, marks=how_seldom(name, FAST, EXHAUSTIVE))
         for name, way in WAYS.items()
         if way.emulated and name not in ELSEWHERE
     ],
