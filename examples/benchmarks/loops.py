@@ -28,7 +28,7 @@ def under_trainer(arguments: argparse.Namespace) -> tuple[list[float], float, in
     clock = Clock(arguments.warm)
     trainer = make_trainer(
         "zero3_compile",
-        clock,
+        [clock],
         devices=arguments.devices,
         accelerator=arguments.accelerator,
         max_steps=arguments.steps,

@@ -8,6 +8,10 @@ Lightning's ModelParallelStrategy with `fully_shard` and `torch.compile` on each
 and sends bfloat16 gradients; `--option stage=1` chooses a stage of ours. Before each batch Lightning asks the device
 whether a rank got a SIGTERM, and waits for the answer; under our strategies ranks ask over the CPU. `--ask-on-cpu`
 lets the other strategies do so, too, to show what of a difference that is.
+
+With `--ranks-per-host 2`, neighbours count as hosts for every strategy: FSDP2 shards over those of each and replicates
+over hosts, and bytes that cross are counted. `--on-cpu` makes the weights before they are sharded, the same for each
+strategy, whose losses can be compared then.
 """
 
 import argparse
@@ -19,9 +23,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from crossing import Crossing
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from lightning_zero.bench import gaps
@@ -35,29 +41,34 @@ STRATEGIES = ["zero3_compile", "zero3", "fsdp2", "ddp", "ddp_compile"]
 
 
 class Module(L.LightningModule):
-    def __init__(self, size: str, strategy: str, reshard: bool) -> None:
+    def __init__(self, size: str, strategy: str, reshard: bool, on_cpu: bool = False, ranks_per_host: int = 0) -> None:
         super().__init__()
         self.size, self.strategy, self.reshard = size, strategy, reshard
+        self.on_cpu, self.ranks_per_host = on_cpu, ranks_per_host
         self.net: Decoder | None = None
 
     def configure_model(self) -> None:
         if self.net is not None:
             return
         ddp = self.strategy in ("ddp", "ddp_compile")
-        with nullcontext() if ddp else torch.device("meta"):
+        with nullcontext() if ddp or self.on_cpu else torch.device("meta"):
             self.net = Decoder(*SIZES[self.size])
         if self.strategy == "ddp_compile":
             self.net.compile()
         if ddp:
             return
         if self.strategy != "fsdp2":
-            self.net.cos, self.net.sin = (torch.empty_like(t, device="cpu") for t in (self.net.cos, self.net.sin))
-            self.net.reset_parameters()
+            if not self.on_cpu:
+                self.net.cos, self.net.sin = (torch.empty_like(t, device="cpu") for t in (self.net.cos, self.net.sin))
+                self.net.reset_parameters()
             return
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         mesh = self.device_mesh["data_parallel"]
+        if self.ranks_per_host:
+            shape = (mesh.size() // self.ranks_per_host, self.ranks_per_host)
+            mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("hosts", "host"))
         for block in self.net.blocks:
             block.compile()
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
@@ -78,13 +89,26 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")
 
 
-def make_trainer(strategy: Any, clock: Clock, **options: Any) -> L.Trainer:
+class Losses(L.Callback):
+    """Of each micro-batch of rank 0; nothing waits for them."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: object) -> None:
+        self.kept.append(outputs["loss"].detach().clone())
+
+    def read(self) -> list[float]:
+        return [round(loss, 5) for loss in torch.stack(self.kept).tolist()]
+
+
+def make_trainer(strategy: Any, callbacks: list[L.Callback], **options: Any) -> L.Trainer:
     """With norm clipping, and nothing else that takes time. ``options``: of the Trainer."""
     return L.Trainer(
         **{"accelerator": "gpu" if torch.cuda.is_available() else "cpu", "precision": "bf16-mixed"} | options,
         strategy=strategy,
         gradient_clip_val=1.0,
-        callbacks=[clock],
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -109,6 +133,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--no-reshard", action="store_true", help="fsdp2: keep weights gathered after forward")
+    parser.add_argument("--on-cpu", action="store_true", help="weights are made there, and then sharded")
+    parser.add_argument("--ranks-per-host", type=int, default=0, help="neighbours that count as a host")
     parser.add_argument("--ask-on-cpu", action="store_true", help="whether a rank got a SIGTERM")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, or tuning.NAME=VALUE"
@@ -116,17 +142,23 @@ def main() -> None:
     parser.add_argument("--trace", metavar="FILE", help="a Chrome trace of some steps on rank 0")
     arguments = parser.parse_args()
     L.seed_everything(0, verbose=False)
-    fsdp2 = arguments.strategy == "fsdp2"
+    fsdp2, per_host = arguments.strategy == "fsdp2", arguments.ranks_per_host
     if fsdp2:
         strategy = ModelParallelStrategy(data_parallel_size=arguments.devices, tensor_parallel_size=1)
     elif arguments.strategy == "ddp_compile":
         strategy = DDPStrategy(ddp_comm_hook=bf16_compress_hook, gradient_as_bucket_view=True)
     else:
-        strategy = zero_strategy(arguments.strategy, arguments.option)
-    clock = Clock(arguments.warm, arguments.ask_on_cpu)
+        hosts = [f"tuning.ranks_per_host={per_host}"] if per_host else []
+        strategy = zero_strategy(arguments.strategy, hosts + arguments.option)
+    clock, losses = Clock(arguments.warm, arguments.ask_on_cpu), Losses()
+    crossing = Crossing(per_host, arguments.warm) if per_host else None
+    callbacks: list[L.Callback] = [clock]
+    if crossing:
+        crossing.watch()
+        callbacks += [losses, crossing]
     trainer = make_trainer(
         strategy,
-        clock,
+        callbacks,
         devices=arguments.devices,
         precision="32-true" if fsdp2 else "bf16-mixed",
         max_steps=arguments.steps,
@@ -140,7 +172,7 @@ def main() -> None:
         clock.profiler.start()
     with quick_draws():
         trainer.fit(
-            Module(arguments.size, arguments.strategy, not arguments.no_reshard),
+            Module(arguments.size, arguments.strategy, not arguments.no_reshard, arguments.on_cpu, per_host),
             DataLoader(Tokens(arguments.length), arguments.batch),
         )
     steady = clock.milliseconds()
@@ -161,6 +193,8 @@ def main() -> None:
         "last_loss": round(float(clock.loss), 4),
         "torch": torch.__version__,
     }
+    if crossing:
+        result |= {"ranks_per_host": per_host, "gb_across": crossing.gb, "losses": losses.read()}
     if trainer.global_rank == 0:
         print(json.dumps(result), flush=True)
     leave()

@@ -9,11 +9,12 @@
 # bench: README's chart. checkpoints, more-checkpoints: of 6.7B. starts: to the tenth step, with caches empty and filled.
 # growth: 24 and 96 layers. hosts: two, of one GPU each. precisions, parts, checkpointed, images, lengths: models of
 # models.py, beside peers. memory: budgets. offload: of 6.7B, beside peers, of which some need deepspeed installed, and
-# the largest. stages: 1 and 2, beside peers. over-copies: gradients over compute copies, beside peers. tests: those of
-# tests/gpu that take two GPUs or a machine to themselves.
+# the largest. stages: 1 and 2, beside peers. over-copies: gradients over compute copies, beside peers. four: two hosts of
+# two GPUs, on four, beside peers, and a fault on one of them. tests: those of tests/gpu that take two GPUs or a machine
+# to themselves.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory, offload, stages, over-copies or tests}
+table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory, offload, stages, over-copies, four or tests}
 out=$(realpath -m "${2:?a folder for logs}")
 wanted=${3:-.*}
 work=$(mktemp -d)
@@ -150,6 +151,33 @@ case $table in
     steps 1b-fsdp2 60 --batch 2 --length 2048 --steps 36 --warm 15 --strategy fsdp2
     steps 7b-fsdp2 120 --size 7b --batch 1 --length 2048 --steps 20 --warm 10 --strategy fsdp2
     ;;
+  four)
+    # Each row sees hosts of two GPUs, between which FSDP2 replicates, and what crosses them is counted.
+    four() { row "$1" "$2" torchrun --nproc-per-node 4 examples/benchmarks/step_time.py --devices 4 --ranks-per-host 2 "${@:3}"; }
+    flat=(--option 'tuning.shard_compute_copy="all"')
+    once=(--option 'tuning.reduce_across="step"')
+    build
+    for length in 2x2048 1x512; do
+      few=(--size 1b --batch "${length%x*}" --length "${length#*x}" --steps 50 --warm 20 --on-cpu)
+      four "1b-$length" 90 "${few[@]}"
+      four "1b-$length-flat" 80 "${few[@]}" "${flat[@]}"
+      four "1b-$length-fsdp2" 80 "${few[@]}" --strategy fsdp2
+    done
+    few=(--size 1b --batch 2 --length 2048 --steps 50 --warm 20 --on-cpu --accumulate 4)
+    four 1b-accumulated 90 "${few[@]}"
+    four 1b-accumulated-once 80 "${few[@]}" "${once[@]}"
+    four 1b-accumulated-flat 80 "${few[@]}" "${flat[@]}"
+    four 1b-accumulated-fsdp2 80 "${few[@]}" --strategy fsdp2
+    few=(--size 7b --batch 1 --length 2048 --steps 36 --warm 15)
+    four 7b 140 "${few[@]}"
+    four 7b-flat 120 "${few[@]}" "${flat[@]}"
+    four 7b-fsdp2 120 "${few[@]}" --strategy fsdp2
+    slow=(--size 1b --batch 2 --length 2048 --steps 36 --warm 15 --option tuning.emulate_bandwidth_across_gbs=50)
+    four 1b-50 70 "${slow[@]}"
+    four 1b-50-flat 70 "${slow[@]}" "${flat[@]}"
+    four 1b-one-host 70 --size 1b --batch 2 --length 2048 --steps 36 --warm 15 --ranks-per-host 4
+    row fault 100 python3 -m tests.faults.table --device cuda --only ranks_per_host --jobs 3
+    ;;
   tests)
     build
     tests memory 200 tests/gpu/test_memory_plan.py
@@ -166,7 +194,7 @@ python3 - "$out" "${rows[@]}" <<'PYTHON'
 import json, sys
 from pathlib import Path
 
-shown = ("ms", "ms_10_90", "peak_gib", "reserved_gib", "device_gib", "start_s")
+shown = ("ms", "ms_10_90", "peak_gib", "reserved_gib", "device_gib", "start_s", "gb_across")
 for name in sys.argv[2:]:
     lines = Path(sys.argv[1], f"{name}.log").read_text(errors="replace").splitlines()
     found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]

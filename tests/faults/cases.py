@@ -1,4 +1,4 @@
-"""The faults that are tried. ``CASES`` need no GPU; ``GPU_CASES`` need two."""
+"""The faults that are tried. ``CASES`` need no GPU; ``GPU_CASES`` need two, some four."""
 
 from __future__ import annotations
 
@@ -241,6 +241,11 @@ def _on_gpus() -> Iterator[Case]:
     yield case("raise", "replay", meanwhile=both_fail, **by_collective, named=False, limit_s=15.0 + LIMIT_S)
     yield case("sleep", "batch_end", step=10, **by_collective, **GOES_ON, quick=True)
     yield case("hang", "batch_end", step=10, **by_collective, **AFTER_TIMEOUT)
+    # on one host of two, of two GPUs each
+    hosts: dict[str, Any] = compiled | {"world": 4, "ranks": (3,), "options": {"ranks_per_host": 2}}
+    for action in ("raise", "sigkill"):
+        yield case(action, "replaying", **hosts)
+    yield case("hang", "batch_end", step=10, **hosts, **AFTER_TIMEOUT)
     # hosts go on, and their devices do not
     not_at_once = AFTER_TIMEOUT | {"limit_s": 2 * WAITS_S + LIMIT_S, "named_within_s": None}
     yield case("skip", "replay", **by_collective, **not_at_once)
