@@ -51,7 +51,9 @@ class Module(L.LightningModule):
         if self.net is not None:
             return
         ddp = self.strategy in ("ddp", "ddp_compile")
-        with nullcontext() if ddp or self.on_cpu else torch.device("meta"):
+        # Under ModelParallelStrategy Lightning makes what is made here on the GPU, which draws other numbers.
+        place = torch.device("cpu") if self.on_cpu else nullcontext() if ddp else torch.device("meta")
+        with place:
             self.net = Decoder(*SIZES[self.size])
         if self.strategy == "ddp_compile":
             self.net.compile()

@@ -163,7 +163,7 @@ case $table in
       four "1b-$length-flat" 80 "${few[@]}" "${flat[@]}"
       four "1b-$length-fsdp2" 80 "${few[@]}" --strategy fsdp2
     done
-    few=(--size 1b --batch 2 --length 2048 --steps 50 --warm 20 --on-cpu --accumulate 4)
+    few=(--size 1b --batch 2 --length 2048 --steps 40 --warm 20 --accumulate 4)
     four 1b-accumulated 90 "${few[@]}"
     four 1b-accumulated-once 80 "${few[@]}" "${once[@]}"
     four 1b-accumulated-flat 80 "${few[@]}" "${flat[@]}"
