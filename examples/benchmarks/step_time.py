@@ -150,7 +150,7 @@ def main() -> None:
     elif arguments.strategy == "ddp_compile":
         strategy = DDPStrategy(ddp_comm_hook=bf16_compress_hook, gradient_as_bucket_view=True)
     else:
-        hosts = [f"tuning.ranks_per_host={per_host}"] if per_host else []
+        hosts = [f"tuning.ranks_per_host={per_host}"] if per_host and arguments.strategy != "ddp" else []
         strategy = zero_strategy(arguments.strategy, hosts + arguments.option)
     clock, losses = Clock(arguments.warm, arguments.ask_on_cpu), Losses()
     crossing = Crossing(per_host, arguments.warm) if per_host else None
@@ -195,8 +195,9 @@ def main() -> None:
         "last_loss": round(float(clock.loss), 4),
         "torch": torch.__version__,
     }
-    if crossing:
-        result |= {"ranks_per_host": per_host, "gb_across": crossing.gb, "losses": losses.read()}
+    if crossing:  # DDP calls its collectives from C++, where none is seen
+        across = None if arguments.strategy.startswith("ddp") else crossing.gb
+        result |= {"ranks_per_host": per_host, "gb_across": across, "losses": losses.read()}
     if trainer.global_rank == 0:
         print(json.dumps(result), flush=True)
     leave()

@@ -163,6 +163,7 @@ case $table in
       four "1b-$length-flat" 80 "${few[@]}" "${flat[@]}"
       four "1b-$length-fsdp2" 80 "${few[@]}" --strategy fsdp2
     done
+    four 1b-2x2048-ddp 90 --size 1b --batch 2 --length 2048 --steps 50 --warm 20 --on-cpu --strategy ddp
     few=(--size 1b --batch 2 --length 2048 --steps 40 --warm 20 --accumulate 4)
     four 1b-accumulated 90 "${few[@]}"
     four 1b-accumulated-once 80 "${few[@]}" "${once[@]}"
@@ -176,7 +177,8 @@ case $table in
     four 1b-50 70 "${slow[@]}"
     four 1b-50-flat 70 "${slow[@]}" "${flat[@]}"
     four 1b-one-host 70 --size 1b --batch 2 --length 2048 --steps 36 --warm 15 --ranks-per-host 4
-    row fault 100 python3 -m tests.faults.table --device cuda --only ranks_per_host --jobs 3
+    row fault 110 python3 -m tests.faults.table --device cuda --only ranks_per_host --jobs 3
+    tests hosts 130 tests/gpu/test_hosts.py -k two_hosts_of_two
     ;;
   tests)
     build
