@@ -24,7 +24,7 @@ class Crossing(L.Callback):
 
     def __init__(self, ranks_per_host: int, warm: int) -> None:
         self.ranks_per_host, self.warm = ranks_per_host, warm
-        self.seen, self.begun, self.first = 0.0, 0.0, 0
+        self.seen, self.begun, self.first = 0.0, 0.0, 0  # bytes, bytes, and behind how many steps
         self.gb = 0.0
 
     def watch(self) -> None:
@@ -55,7 +55,7 @@ class Crossing(L.Callback):
         return whole * (hosts - 1) / hosts
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.warm:
+        if trainer.global_step == self.warm and not self.first:  # and not again with each micro-batch of the next step
             self.begun, self.first = self.so_far(trainer), trainer.global_step
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:

@@ -51,7 +51,7 @@ class Module(L.LightningModule):
         if self.net is not None:
             return
         ddp = self.strategy in ("ddp", "ddp_compile")
-        # Under ModelParallelStrategy Lightning makes what is made here on the GPU, which draws other numbers.
+        # Lightning makes what is made here on the GPU, which draws other numbers, but not under ModelParallelStrategy.
         place = torch.device("cpu") if self.on_cpu else nullcontext() if ddp else torch.device("meta")
         with place:
             self.net = Decoder(*SIZES[self.size])
