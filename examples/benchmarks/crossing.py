@@ -24,8 +24,9 @@ class Crossing(L.Callback):
 
     def __init__(self, ranks_per_host: int, warm: int) -> None:
         self.ranks_per_host, self.warm = ranks_per_host, warm
-        self.seen, self.begun, self.first = 0.0, 0.0, 0  # bytes, bytes, and behind how many steps
-        self.gb = 0.0
+        self.seen = 0.0  # bytes
+        self.begun: float | None = None  # bytes when the first ``warm`` steps were over
+        self.gb: float | None = None
 
     def watch(self) -> None:
         """From here on, until the process ends."""
@@ -55,8 +56,9 @@ class Crossing(L.Callback):
         return whole * (hosts - 1) / hosts
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.warm and not self.first:  # and not again with each micro-batch of the next step
-            self.begun, self.first = self.so_far(trainer), trainer.global_step
+        if trainer.global_step == self.warm and self.begun is None:  # not again with micro-batches of the next step
+            self.begun = self.so_far(trainer)
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.gb = round((self.so_far(trainer) - self.begun) / (trainer.global_step - self.first) / 1e9, 3)
+        if self.begun is not None and trainer.global_step > self.warm:
+            self.gb = round((self.so_far(trainer) - self.begun) / (trainer.global_step - self.warm) / 1e9, 3)

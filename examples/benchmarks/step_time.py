@@ -60,7 +60,7 @@ class Module(L.LightningModule):
         if ddp:
             return
         if self.strategy != "fsdp2":
-            if not self.on_cpu:
+            if self.net.cos.is_meta:
                 self.net.cos, self.net.sin = (torch.empty_like(t, device="cpu") for t in (self.net.cos, self.net.sin))
                 self.net.reset_parameters()
             return
@@ -149,8 +149,10 @@ def main() -> None:
         strategy = ModelParallelStrategy(data_parallel_size=arguments.devices, tensor_parallel_size=1)
     elif arguments.strategy == "ddp_compile":
         strategy = DDPStrategy(ddp_comm_hook=bf16_compress_hook, gradient_as_bucket_view=True)
+    elif arguments.strategy == "ddp":
+        strategy = "ddp"
     else:
-        hosts = [f"tuning.ranks_per_host={per_host}"] if per_host and arguments.strategy != "ddp" else []
+        hosts = [f"tuning.ranks_per_host={per_host}"] if per_host else []
         strategy = zero_strategy(arguments.strategy, hosts + arguments.option)
     clock, losses = Clock(arguments.warm, arguments.ask_on_cpu), Losses()
     crossing = Crossing(per_host, arguments.warm) if per_host else None

@@ -35,7 +35,8 @@ row() {
 }
 
 models() { row "$1" "$2" torchrun --nproc-per-node 2 examples/benchmarks/models.py "${@:3}"; }
-steps() { row "$1" "$2" torchrun --nproc-per-node 2 examples/benchmarks/step_time.py --devices 2 --size 1b "${@:3}"; }
+devices=2
+steps() { row "$1" "$2" torchrun --nproc-per-node $devices examples/benchmarks/step_time.py --devices $devices --size 1b "${@:3}"; }
 tests() { row "$1" "$2" python3 -m pytest -n0 -rP "${@:3}"; }
 build() { row build 60 python3 -m lightning_zero build; }
 
@@ -153,18 +154,18 @@ case $table in
     ;;
   four)
     # Each row sees hosts of two GPUs, between which FSDP2 replicates, and what crosses them is counted.
-    four() { row "$1" "$2" torchrun --nproc-per-node 4 examples/benchmarks/step_time.py --devices 4 --ranks-per-host 2 "${@:3}"; }
+    four() { devices=4 steps "$1" "$2" --ranks-per-host 2 "${@:3}"; }
     flat=(--option 'tuning.shard_compute_copy="all"')
     once=(--option 'tuning.reduce_across="step"')
     build
     for length in 2x2048 1x512; do
-      few=(--size 1b --batch "${length%x*}" --length "${length#*x}" --steps 50 --warm 20 --on-cpu)
+      few=(--batch "${length%x*}" --length "${length#*x}" --steps 50 --warm 20 --on-cpu)
       four "1b-$length" 90 "${few[@]}"
       four "1b-$length-flat" 80 "${few[@]}" "${flat[@]}"
       four "1b-$length-fsdp2" 80 "${few[@]}" --strategy fsdp2
     done
-    four 1b-2x2048-ddp 90 --size 1b --batch 2 --length 2048 --steps 50 --warm 20 --on-cpu --strategy ddp
-    few=(--size 1b --batch 2 --length 2048 --steps 40 --warm 20 --accumulate 4)
+    four 1b-2x2048-ddp 90 --batch 2 --length 2048 --steps 50 --warm 20 --on-cpu --strategy ddp
+    few=(--batch 2 --length 2048 --steps 40 --warm 20 --accumulate 4)
     four 1b-accumulated 90 "${few[@]}"
     four 1b-accumulated-once 80 "${few[@]}" "${once[@]}"
     four 1b-accumulated-flat 80 "${few[@]}" "${flat[@]}"
@@ -173,10 +174,10 @@ case $table in
     four 7b 140 "${few[@]}"
     four 7b-flat 120 "${few[@]}" "${flat[@]}"
     four 7b-fsdp2 120 "${few[@]}" --strategy fsdp2
-    slow=(--size 1b --batch 2 --length 2048 --steps 36 --warm 15 --option tuning.emulate_bandwidth_across_gbs=50)
+    slow=(--batch 2 --length 2048 --steps 36 --warm 15 --option tuning.emulate_bandwidth_across_gbs=50)
     four 1b-50 70 "${slow[@]}"
     four 1b-50-flat 70 "${slow[@]}" "${flat[@]}"
-    four 1b-one-host 70 --size 1b --batch 2 --length 2048 --steps 36 --warm 15 --ranks-per-host 4
+    four 1b-one-host 70 --batch 2 --length 2048 --steps 36 --warm 15 --ranks-per-host 4
     row fault 110 python3 -m tests.faults.table --device cuda --only ranks_per_host --jobs 3
     tests hosts 130 tests/gpu/test_hosts.py -k two_hosts_of_two
     ;;

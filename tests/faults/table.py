@@ -79,7 +79,9 @@ def row(case: Case, outcome: Outcome | None, complaints: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.table", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: two GPUs")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: two GPUs; four where hosts are told apart"
+    )
     parser.add_argument("--repeat", type=int, default=1, help="runs of each case")
     parser.add_argument(
         "--only", action="append", default=[], help="cases whose name has this in it; or that, where it is repeated"
