@@ -154,11 +154,11 @@ class Module(L.LightningModule):
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         mesh = self.device_mesh["data_parallel"]
-        net = self.net
-        for block in [module for module in net.modules() if type(module).__name__ in self.row.blocks]:
+        for block in [module for module in self.modules() if type(module).__name__ in self.row.blocks]:
             block.compile()
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
-        fully_shard(net, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+        for part in self.children():
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         if self.row.images:

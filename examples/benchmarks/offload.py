@@ -12,7 +12,8 @@ JSON line per measurement.
 Trains a plain Llama-like decoder: float32 masters, bfloat16 compute, AdamW, clipping at 1.0, a loop in plain PyTorch,
 for each way in processes of its own. `device` keeps all on the GPU; `offload` is `offload=("optimizer",)`; `all` that
 and the masters, `("optimizer", "parameters")`; `eager` is `offload` with `cuda_graph_step=False`; `fsdp2` is
-`fully_shard` with `CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU; `deepspeed` and
+`fully_shard` with `CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU, `fsdp2_unpinned` the same
+without pinned memory; `deepspeed` and
 `deepcompile` are DeepSpeed's ways, where that is installed (`offload_peers.py` says how). `activations` is
 `offload=("activations",)`, which takes what hides behind compute, and `all_activations` all that are large; beside them
 `budget` is `activation_memory_budget=0.5`, and `checkpointed` `torch.utils.checkpoint` around each block. `step_ms` is
@@ -56,7 +57,7 @@ OFFLOAD = {
     "activations": ("activations",),
     "all_activations": ("activations",),
 }
-PEERS = {"fsdp2": FullyShard, "deepspeed": DeepSpeed, "deepcompile": DeepSpeed}
+PEERS = {"fsdp2": FullyShard, "fsdp2_unpinned": FullyShard, "deepspeed": DeepSpeed, "deepcompile": DeepSpeed}
 WAYS = ("device", "offload", "all", "eager", *PEERS, *ACTIVATIONS)
 GIB = 2**30
 SAID = "raised: "

@@ -1,6 +1,8 @@
 """Who else keeps the optimizer's state on the host, for `offload.py`: one class each, all with the same methods.
 
-`FullyShard` is FSDP2, all of whose shards lie on the host. `DeepSpeed` is its ZeRO-3, in two ways:
+`FullyShard` is FSDP2, all of whose shards lie on the host: `fsdp2` in pinned memory, which torch hands out in powers of
+two, so that it may take up to twice what lies in it, and `fsdp2_unpinned` in plain one. `DeepSpeed` is its ZeRO-3, in
+two ways:
 
 * `deepspeed` is `offload_optimizer` with pinned memory: gradients leave beside backward, masters and both moments lie
   on the host, DeepSpeed's own CPU Adam steps there, and the bfloat16 weights come back. Nothing is compiled, as is
@@ -42,15 +44,22 @@ class FullyShard:
 
         policies: dict[str, Any] = {
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-            "offload_policy": CPUOffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=way != "fsdp2_unpinned"),
         }
-        with quick_draws():
+        with torch.device("meta"):
             self.model = Decoder(*dimensions)
         for block in self.model.blocks:
             block.compile()
             fully_shard(block, **policies)
         fully_shard(self.model, **policies)
-        self.model.cos, self.model.sin = self.model.cos.cuda(), self.model.sin.cuda()
+        self.model.to_empty(device="cpu")  # made whole by each rank, they alone would fill the host
+        self.model.reset_parameters()
+        with torch.no_grad(), quick_draws():
+            for param in self.model.parameters():
+                shard = param.to_local()
+                shard.fill_(1.0) if param.dim() == 1 else shard.normal_(std=0.02)
+        if torch.cuda.is_available():
+            self.model.cos, self.model.sin = self.model.cos.cuda(), self.model.sin.cuda()
         self.optimizer = adamw(self.model)
 
     def backward(self, tokens: Tensor, share: float) -> None:

@@ -4,7 +4,10 @@ It runs eagerly, to show what to compile, and nothing has been planned for it bu
 saves what compiled code computes again; and what it has let go of, the allocator keeps for its next tensors of those
 sizes, while backward needs others, and the optimizer is about to make its state. So what setup has left with the
 allocator is given back before it, what it saves goes to the host while there would be too little left, and what it has
-let go of is given back before backward and before an optimizer steps; the last, without a limit, too.
+let go of is given back before backward and before an optimizer steps.
+
+Without a limit it must not be what ends a training whose compiled steps would fit: what it saves goes to the host where
+the device would soon be full, and before an optimizer steps memory is given back likewise.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import time
 from dataclasses import dataclass
 
 from lightning_zero.offload.saved import SavedOnHost
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, limit_of
 
 __all__ = ["FirstStep", "Shown"]
 
@@ -23,6 +26,9 @@ __all__ = ["FirstStep", "Shown"]
 SAVED_SHARE = 0.7
 # And so many times the largest thing that is saved stay free: the backward of a loss, in float32, makes as many of it.
 AT_ONCE = 5
+# Without a limit, so much of what is free stays as autograd saved it, and nobody reads the device meanwhile: most first
+# steps end before.
+UNWATCHED_SHARE = 0.25
 # Of the limit: so much has to come together before the allocator is asked once more to give back what it keeps.
 WORTH = 1 / 64
 
@@ -46,6 +52,32 @@ class Shown:
     stepped: bool
 
 
+class _Room:
+    """On a device, beside what is there now."""
+
+    def __init__(self, gauge: MemoryGauge, limit: float) -> None:
+        self._gauge = gauge
+        self._limit = limit
+        self._useless = 0  # bytes that the allocator could not give back
+        self.before = gauge.read()
+
+    @property
+    def free(self) -> float:
+        """Bytes that there were."""
+        return self._limit - self.before.here
+
+    def excess(self, largest: int) -> float:
+        """Bytes by which more has been saved since than should be, of which no single thing was larger. What the
+        allocator keeps is given back where the device would hold more than it may."""
+        now = self._gauge.read()
+        if now.here + now.cached > self._limit and now.cached > self._useless + WORTH * self._limit:
+            self._gauge.empty()
+            self._useless = self._gauge.read().cached
+        if self.free <= 0:
+            return math.inf
+        return now.here - self.before.here - min(SAVED_SHARE * self.free, self.free - AT_ONCE * largest)
+
+
 class FirstStep:
     """Of one engine.
 
@@ -61,7 +93,6 @@ class FirstStep:
         self._gauge = gauge
         self._limit = 0.0
         self._begun = 0.0
-        self._useless = 0  # bytes that the allocator could not give back
         self._passed: DeviceMemory | None = None  # when an optimizer was about to step
         self._stepped = False
         self.before: DeviceMemory | None = None
@@ -72,8 +103,26 @@ class FirstStep:
         self._gauge.start(anew=True)
         self._stepped = False
         self._limit, self._begun = limit, time.perf_counter()
-        self.before = self._gauge.read()
-        self.saves = SavedOnHost(self._gauge.device, self._excess)
+        room = _Room(self._gauge, limit)
+        self.before, self.saves = room.before, self._saves(room)
+
+    def unmeasured(self, memory: float | str | None) -> SavedOnHost | None:
+        """What packs what an eager forward saves that only shows what to compile, and of which nothing else is wanted;
+        None on a CPU.
+
+        Args:
+            memory: the option.
+        """
+        if not self._gauge.exists:
+            return None
+        room = _Room(self._gauge, limit_of(memory, self._gauge.read().total))
+        return self._saves(room, UNWATCHED_SHARE * room.free)
+
+    def _saves(self, room: _Room, unwatched: float = 0.0) -> SavedOnHost:
+        saves: SavedOnHost = SavedOnHost(
+            self._gauge.device, lambda: room.excess(saves.largest), unwatched=max(unwatched, 0.0)
+        )
+        return saves
 
     def backward_begins(self) -> None:
         """A forward is over, and what it has let go of has other sizes than what comes. Harmless where it is not the
@@ -101,17 +150,3 @@ class FirstStep:
         self._gauge.start(anew=True)
         took = max(passed.allocated - passed.resident, 0) + saves.nbytes
         return Shown(now, took, saves.nbytes, seconds, self._stepped)
-
-    def _excess(self) -> float:
-        """Bytes by which more is saved than should be. What the allocator keeps is given back where the device would
-        hold more than it may."""
-        assert self.before is not None
-        now, largest = self._gauge.read(), 0 if self.saves is None else self.saves.largest
-        if now.here + now.cached > self._limit and now.cached > self._useless + WORTH * self._limit:
-            self._gauge.empty()
-            self._useless = self._gauge.read().cached
-        free = self._limit - self.before.here
-        if free <= 0:
-            return math.inf
-        room = min(SAVED_SHARE * free, free - AT_ONCE * largest)
-        return now.here - self.before.here - room

@@ -9,6 +9,8 @@ from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.compile.eager import regather_saved_weights
 from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.session import CompileSession
+from lightning_zero.config.text import gib
+from lightning_zero.offload.saved import SavedOnHost
 from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.shard import Sharder
 
@@ -85,12 +87,12 @@ class CompiledSteps:
     def surround(self) -> Iterator[None]:
         """Around each forward of a training step. The first one runs eagerly and shows what to compile."""
         first, reads = self.session.discovers, self._count_eager_reads()
+        saves = self._first_saves() if first else None
         with ExitStack() as stack:
             stack.enter_context(self.session.step())
             # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
             if first or self._eager_reads != 0:
-                rest = self.session.budget.first_step.saves if first else None
-                stack.enter_context(regather_saved_weights(self.sharder, rest))
+                stack.enter_context(regather_saved_weights(self.sharder, saves))
             stack.callback(setattr, self._replays, "in_step", False)
             self._replays.in_step = True
             stack.callback(self.sharder.executor.weights.serve_resident, False)
@@ -98,7 +100,17 @@ class CompiledSteps:
             yield
         if first:
             self.session.first_step_showed(self.sharder.view.last_read)
+            if saves is not None and saves.nbytes and not self._first_pass:  # of which its budget tells
+                self.session.progress.report(
+                    f"{gib(saves.nbytes)} GiB of what this step, which runs eagerly, saved in its forward went to the "
+                    "host until its backward, as the device had no room for them. Compiled steps save less."
+                )
         self._eager_reads = self._count_eager_reads() - reads
+
+    def _first_saves(self) -> SavedOnHost | None:
+        """Packs what an eager forward saves that shows what to compile."""
+        first = self.session.budget.first_step
+        return first.saves if self._first_pass else first.unmeasured(self.session.config.memory)
 
     def stepped(self) -> None:
         """An optimizer steps now. Harmless when repeated."""

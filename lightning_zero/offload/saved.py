@@ -82,14 +82,22 @@ class SavedOnHost:
         device: whose memory it is.
         excess: bytes of it by which there is too much now; below 0 where there is room.
         least_bytes: smaller memory stays.
+        unwatched: bytes that are saved first, and stay; nobody is asked about the device before.
 
     Attributes:
         nbytes: that have left so far.
         largest: bytes of the largest thing that was saved so far, of what may leave.
     """
 
-    def __init__(self, device: torch.device, excess: Callable[[], float], least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        excess: Callable[[], float],
+        least_bytes: int = LEAST_BYTES,
+        unwatched: float = 0.0,
+    ) -> None:
         self.nbytes = self.largest = 0
+        self._unwatched = unwatched
         self._device = device
         self._excess = excess
         self._least_bytes = least_bytes
@@ -99,6 +107,10 @@ class SavedOnHost:
     def pack(self, tensor: Tensor) -> Unchanged | SavedTensor:
         """What is to be saved in the tensor's place."""
         if not self._may_leave(tensor):
+            return Unchanged.of(tensor)
+        if self._unwatched > 0:
+            self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+            self._unwatched -= tensor.untyped_storage().nbytes()
             return Unchanged.of(tensor)
         memory = self._memory(tensor)
         self.largest = max(self.largest, memory.nbytes)

@@ -8,7 +8,7 @@ Whole weights come in groups, and gradients of weights leave in groups, as the p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,9 @@ from lightning_zero.profiling.cost import fused_runs
 from lightning_zero.profiling.tensors import Storage, nbytes, storages
 
 __all__ = ["graph_peak", "leave_narrow"]
+
+# The memory of each node's results. Storages are compared by identity, so that all here have to be of one reading.
+Held = Mapping[Node, Sequence[Storage | None]]
 
 
 @dataclass
@@ -43,8 +46,9 @@ def graph_peak(graph: Graph, context: PassContext, saved: AbstractSet[Node], gra
         fuses: code is generated; otherwise each op writes its result.
     """
     time, end = _clock(graph, fuses), len(graph.nodes)
-    left = _leaving(graph, context, gradients)
-    spans, gone = _spans(graph, saved, left, time, fuses)
+    held = storages(graph)
+    left = _leaving(graph, held, context, gradients)
+    spans, gone = _spans(graph, held, saved, left, time, fuses)
     for stay in stays(graph, context):
         spans.append(Span(stay.nbytes, stay.begin, stay.end))
     coming: Counter[int] = Counter()
@@ -92,10 +96,10 @@ def _clock(graph: Graph, fuses: bool) -> dict[Node, int]:
 
 
 def _spans(
-    graph: Graph, saved: AbstractSet[Node], left: dict[Storage, int], time: dict[Node, int], fuses: bool
+    graph: Graph, held: Held, saved: AbstractSet[Node], left: dict[Storage, int], time: dict[Node, int], fuses: bool
 ) -> tuple[list[Span], list[Span]]:
     """Tensors that the graph makes, and inputs of which it lets go."""
-    held, runs = storages(graph), fused_runs(graph) if fuses else {}
+    runs = fused_runs(graph) if fuses else {}
     weights, makers = weight_nodes(graph) | on_host(graph), {}
     begin: dict[Storage, int] = {}
     last: dict[Storage, int] = {}
@@ -123,10 +127,10 @@ def _spans(
     return made, gone
 
 
-def _leaving(graph: Graph, context: PassContext, gradients: int) -> dict[Storage, int]:
+def _leaving(graph: Graph, held: Held, context: PassContext, gradients: int) -> dict[Storage, int]:
     """When the gradients of weights have been handed over: a group of them at once, in the dtype in which they are
     computed."""
-    held, position = storages(graph), {node: number for number, node in enumerate(graph.nodes)}
+    position = {node: number for number, node in enumerate(graph.nodes)}
     brought = [value for value in results(graph)[:gradients] if isinstance(value, Node)]
     brought.sort(key=position.__getitem__)
     sizes = [nbytes(node.meta["val"]) for node in brought]

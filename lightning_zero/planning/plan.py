@@ -101,13 +101,16 @@ def plan(
             passes = Passes(compiled, eager[0][0], why or eager[0][1], buffers)
             return _assembled(cuts, kept, config, (card, world_size, how), passes)
 
+        def held() -> StepOnPaper | None:  # without compiling, all steps are like the first, and none is held
+            return _step(module, batch, how_traced(config), False, away=True)[0] if config.compile else None
+
         if config.memory is None:
-            return estimate(config)
+            return with_first_step(estimate(config), held)
         known = _known(cuts, kept, config, card, holders, hosts)
         if how.accumulate < 2 or hosts > 1:
             known = replace(known, gradients=0)
         found = within_budget(config, estimate, known, how.accumulate)
-        return with_first_step(found, lambda: _step(module, batch, how_traced(config), False, away=True)[0])
+        return with_first_step(found, held)
 
 
 def _config(kind: Precision, options: dict[str, Any]) -> EngineConfig:

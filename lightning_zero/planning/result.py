@@ -47,6 +47,7 @@ class TrainingPlan:
         graphs: forward and backward are replayed as CUDA graphs.
         seconds: of a step; None where no pass could be traced.
         memory: how ``memory`` would be spent; None without it.
+        first_peak: the most bytes of the first step, which runs eagerly; None where that is not known.
     """
 
     device: Device
@@ -58,6 +59,7 @@ class TrainingPlan:
     graphs: bool
     seconds: Seconds | None = None
     memory: MemoryPlan | None = None
+    first_peak: int | None = None
 
     @property
     def stays(self) -> int:
@@ -79,17 +81,9 @@ class TrainingPlan:
         """The most bytes of a steady step, as far as they are known."""
         return self.stays + (self.transient or 0)
 
-    @property
-    def first_peak(self) -> int | None:
-        """The most bytes of the first step, which runs eagerly; None where that is not known."""
-        if self.memory is not None and self.memory.first_step is not None:
-            return int(self.memory.first_step - self.device.context)
-        eager = self.passes.eager
-        return None if eager is None else self.first_peak_with(eager)
-
     def first_peak_with(self, eager: StepOnPaper) -> int:
-        """Likewise, with another pass: before it optimizers have made no state, and what it took is given back before
-        they do."""
+        """The most bytes of the first step, with a pass: before it optimizers have made no state, and what it took is
+        given back before they do."""
         fresh = self.stays - self.roles.get("optimizer_state", 0)
         return max(fresh + eager.peak, self.stays + self.temporary)
 

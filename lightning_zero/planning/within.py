@@ -57,20 +57,22 @@ def _besides(chosen: Chosen, known: Known) -> float:
 
 
 def with_first_step(found: TrainingPlan, held: Callable[[], StepOnPaper | None]) -> TrainingPlan:
-    """What a limit makes of the first step, too, before which optimizers have made no state: as much of what it saves
-    as has to is on the host until its backward.
+    """What becomes of the first step, which runs eagerly, before optimizers have made state: as much of what it saves
+    as has to is on the host until its backward, within a limit or where the device would be full.
 
     Args:
         held: gives an eager pass with all of that on the host; None where it could not be traced.
     """
     plan, eager = found.memory, found.passes.eager
-    if plan is None or eager is None:
+    if eager is None:
         return found
     context = found.device.context
+    limit = limit_of(None, found.device.memory) if plan is None else plan.limit
     most = context + found.first_peak_with(eager)
-    if most > plan.limit and (least := held()) is not None:
-        most = max(context + found.first_peak_with(least), plan.limit)
-    return replace(found, memory=replace(plan, first_step=int(most)))
+    if most > limit and (least := held()) is not None:
+        most = max(context + found.first_peak_with(least), limit)
+    memory = None if plan is None else replace(plan, first_step=int(most))
+    return replace(found, first_peak=int(most - context), memory=memory)
 
 
 def _same(chosen: Chosen, now: Chosen) -> bool:

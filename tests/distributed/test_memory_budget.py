@@ -265,6 +265,22 @@ def test_what_a_first_step_saves_is_on_the_host_until_its_backward(ranks: Ranks)
         assert same(found["params"], by_hand["params"])
 
 
+def held_without_a_limit() -> tuple[dict[str, Any], dict[str, Any]]:
+    with patch("lightning_zero.compile.first_step.SavedOnHost", partial(SavedOnHost, least_bytes=1)):
+        return train(Device(fuller=TOTAL - HELD), 3), train(None, 3)
+
+
+def test_without_a_limit_what_a_full_device_has_no_room_for_is_on_the_host_as_well(ranks: Ranks) -> None:
+    told = "of what this step, which runs eagerly, saved"
+    roomy, full = ranks.run(2, held_without_a_limit)
+    assert told not in "".join(roomy[0]["said"])
+    assert told in "".join(full[0]["said"])
+    for found, alone in (roomy, full):
+        assert found["losses"] == alone["losses"]
+        assert same(found["params"], alone["params"])
+        assert found["plan"] is None
+
+
 def test_gradients_of_micro_batches_are_reduced_once_where_that_costs_less(ranks: Ranks) -> None:
     planned = ranks.run(2, once, Device(), memory="auto")
     for found, by_hand in zip(planned, ranks.run(2, once, None, stage=1), strict=True):

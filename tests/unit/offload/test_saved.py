@@ -69,6 +69,15 @@ def test_the_oldest_leave_first_and_no_more_than_is_too_much() -> None:
         assert torch.equal(unpack(value), tensor)
 
 
+def test_what_is_saved_first_stays_where_nobody_is_to_watch_it() -> None:
+    saves = SavedOnHost(CPU, lambda: 1e9, least_bytes=1, unwatched=500)
+    packed = [saves.pack(big(100, value)) for value in (1.0, 2.0, 3.0)]
+    assert [type(one) for one in packed] == [Unchanged, Unchanged, saved.SavedTensor]
+    assert (saves.nbytes, saves.largest) == (400, 400)
+    for one, value in zip(packed, (1.0, 2.0, 3.0), strict=True):
+        assert torch.equal(unpack(one), big(100, value))
+
+
 def test_what_is_too_much_once_backward_runs_leaves_then() -> None:
     """A loss takes for a moment what nobody has seen coming."""
     more = [0.0]

@@ -19,6 +19,7 @@ from lightning_zero.planning.static import cut
 from lightning_zero.planning.training import StepOnPaper
 from lightning_zero.planning.within import with_first_step, within_budget
 from lightning_zero.profiling.devices import Device, device_called
+from lightning_zero.profiling.headroom import limit_of
 
 GIB = 2**30
 KNOWN = Known(states=8 * GIB, masters=4 * GIB, whole=2 * GIB, ring=GIB // 4, may_leave=("optimizer",), gather_s=3e-12)
@@ -109,6 +110,16 @@ def test_what_a_first_step_saves_leaves_as_far_as_there_is_no_room() -> None:
     assert first_step(33, 40, 3) == (33, True, 1)
     most, fits, _ = first_step(33, 40, 30)
     assert (most, fits) == (35, False)
+
+
+def test_without_a_limit_a_first_step_that_would_fill_the_device_leaves_as_far() -> None:
+    step = StepOnPaper(peak=20 * GIB)
+    found = TrainingPlan(CARD, 2, 10**9, {"master_shard": 40 * GIB}, Passes(step, None, "", 0), 0, graphs=False)
+    limit = int(limit_of(None, CARD.memory))
+    for eager, least, expected in ((20, 2, 60 * GIB), (38, 2, limit), (38, 35, 75 * GIB)):
+        passes = replace(found.passes, eager=StepOnPaper(peak=eager * GIB))
+        told = with_first_step(replace(found, passes=passes), lambda least=least: StepOnPaper(peak=least * GIB))  # type: ignore[misc]
+        assert (told.first_peak, told.memory) == (expected, None)
 
 
 class Net(nn.Module):
