@@ -46,6 +46,7 @@ class Freedom:
         offload: what may go to the host, in addition to what is there now; None where the user has chosen.
         gradients: whether those of micro-batches stay whole.
         ring: how much of the device what lies on the host passes through.
+        below: share of activations of which is known that as many do not fit; None where that is of none.
     """
 
     activations: bool = True
@@ -53,6 +54,7 @@ class Freedom:
     offload: tuple[str, ...] | None = ()
     gradients: bool = True
     ring: bool = False
+    below: float | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lightning_zero.profiling.headroom import limit_of
 __all__ = ["with_first_step", "within_budget"]
 
 # A choice is estimated once it is made, and what the estimate then says may ask for another one.
-TRIES = 3
+TRIES = 6
 
 
 def within_budget(
@@ -33,15 +33,27 @@ def within_budget(
     """
     now = as_set(config)
     plain = replace(config, memory=None)
+    estimates: dict[Chosen, TrainingPlan] = {}
+    refused: dict[tuple[str, ...], float] = {}  # shares of activations that did not fit, by what is on the host
+
+    def estimated(now: Chosen) -> TrainingPlan:
+        if now not in estimates:
+            estimates[now] = estimate(applied(plain, now))
+        return estimates[now]
+
     for _ in range(TRIES):
-        found = estimate(applied(plain, now))
+        found = estimated(now)
         facts = _facts(found, config, known, passes, now)
-        chosen = decide(facts, freedom(config, known.may_leave))
+        if facts.peak > facts.limit:  # less may save as little, which is all that the next estimate would hear of
+            share = now.activation_memory_budget
+            refused[now.offload] = min(share, refused.get(now.offload, share))
+        free = replace(freedom(config, known.may_leave), below=refused.get(now.offload))
+        chosen = decide(facts, free)
         if _same(chosen.chosen, now):
             break
         now = replace(chosen.chosen, weights=0.0, reduce_once=False)
     else:  # it is what was chosen last, and says of itself what it takes
-        found = estimate(applied(plain, now))
+        found = estimated(now)
         peak = _facts(found, config, known, passes, now).peak
         chosen = replace(chosen, peak=int(peak + _besides(chosen.chosen, known)))
     kept = int(chosen.chosen.weights)
