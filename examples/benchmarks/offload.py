@@ -13,10 +13,10 @@ Trains a plain Llama-like decoder: float32 masters, bfloat16 compute, AdamW, cli
 for each way in processes of its own. `device` keeps all on the GPU; `offload` is `offload=("optimizer",)`; `all` that
 and the masters, `("optimizer", "parameters")`; `eager` is `offload` with `cuda_graph_step=False`; `fsdp2` is
 `fully_shard` with `CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU, `fsdp2_unpinned` the same
-without pinned memory; `deepspeed` and
-`deepcompile` are DeepSpeed's ways, where that is installed (`offload_peers.py` says how). `activations` is
-`offload=("activations",)`, which takes what hides behind compute, and `all_activations` all that are large; beside them
-`budget` is `activation_memory_budget=0.5`, and `checkpointed` `torch.utils.checkpoint` around each block. `step_ms` is
+without pinned memory; `deepspeed` and `deepcompile` are DeepSpeed's ways, where that is installed (`offload_peers.py`
+says how). `activations` is `offload=("activations",)`, which takes what hides behind compute, and `all_activations` all
+that are large; beside them `budget` is `activation_memory_budget=0.5`, and `checkpointed` `torch.utils.checkpoint`
+around each block. `step_ms` is
 the whole step, `optimizer_ms` the part from the last backward's end, both medians by the device's clock. What
 `--buffer-mb` holds comes beside backward and leaves beside the next forward. `peak_gib` is of the whole device,
 sampled; `activations_gib` is what leaves in a step. `duplex_gb_s` is what pinned copies of 64 MiB reach in each

@@ -119,9 +119,7 @@ class FirstStep:
         return self._saves(room, UNWATCHED_SHARE * room.free)
 
     def _saves(self, room: _Room, unwatched: float = 0.0) -> SavedOnHost:
-        saves: SavedOnHost = SavedOnHost(
-            self._gauge.device, lambda: room.excess(saves.largest), unwatched=max(unwatched, 0.0)
-        )
+        saves: SavedOnHost = SavedOnHost(self._gauge.device, lambda: room.excess(saves.largest), unwatched=unwatched)
         return saves
 
     def backward_begins(self) -> None:

@@ -34,7 +34,7 @@ def within_budget(
     now = as_set(config)
     plain = replace(config, memory=None)
     estimates: dict[Chosen, TrainingPlan] = {}
-    refused: dict[tuple[str, ...], float] = {}  # shares of activations that did not fit, by what is on the host
+    refused: dict[tuple[tuple[str, ...], int], float] = {}  # shares of activations, by what goes to the host
 
     def estimated(now: Chosen) -> TrainingPlan:
         if now not in estimates:
@@ -44,11 +44,15 @@ def within_budget(
     for _ in range(TRIES):
         found = estimated(now)
         facts = _facts(found, config, known, passes, now)
-        if facts.peak > facts.limit:  # less may save as little, which is all that the next estimate would hear of
-            share = now.activation_memory_budget
-            refused[now.offload] = min(share, refused.get(now.offload, share))
-        free = replace(freedom(config, known.may_leave), below=refused.get(now.offload))
+        if facts.peak > facts.limit:
+            share, place = now.activation_memory_budget, (now.offload, now.ring)
+            refused[place] = min(share, refused.get(place, share))
+        free = freedom(config, known.may_leave)
         chosen = decide(facts, free)
+        # A smaller share may have so much room to spare that the one before it seems to fit.
+        below = refused.get((chosen.chosen.offload, chosen.chosen.ring))
+        if below is not None and chosen.chosen.activation_memory_budget >= below:
+            chosen = decide(facts, replace(free, below=below))
         if _same(chosen.chosen, now):
             break
         now = replace(chosen.chosen, weights=0.0, reduce_once=False)
