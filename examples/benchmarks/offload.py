@@ -16,13 +16,12 @@ and the masters, `("optimizer", "parameters")`; `eager` is `offload` with `cuda_
 without pinned memory; `deepspeed` and `deepcompile` are DeepSpeed's ways, where that is installed (`offload_peers.py`
 says how). `activations` is `offload=("activations",)`, which takes what hides behind compute, and `all_activations` all
 that are large; beside them `budget` is `activation_memory_budget=0.5`, and `checkpointed` `torch.utils.checkpoint`
-around each block. `step_ms` is
-the whole step, `optimizer_ms` the part from the last backward's end, both medians by the device's clock. What
-`--buffer-mb` holds comes beside backward and leaves beside the next forward. `peak_gib` is of the whole device,
-sampled; `activations_gib` is what leaves in a step. `duplex_gb_s` is what pinned copies of 64 MiB reach in each
-direction while both go on, on all ranks at once, measured in the same process after training. `exposed_ms` is
-`optimizer_ms` less that of `device`, and `over_bytes` what it is of the time that the state's bytes take at that
-bandwidth.
+around each block. `step_ms` is the whole step, `optimizer_ms` the part from the last backward's end, both medians by
+the device's clock. What `--buffer-mb` holds comes beside backward and leaves beside the next forward. `peak_gib` is of
+the whole device, sampled; `activations_gib` is what leaves in a step. `duplex_gb_s` is what pinned copies of 64 MiB
+reach in each direction while both go on, on all ranks at once, measured in the same process after training.
+`exposed_ms` is `optimizer_ms` less that of `device`, and `over_bytes` what it is of the time that the state's bytes
+take at that bandwidth.
 """
 
 import argparse

@@ -58,8 +58,7 @@ class FullyShard:
             for param in self.model.parameters():
                 shard = param.to_local()
                 shard.fill_(1.0) if param.dim() == 1 else shard.normal_(std=0.02)
-        if torch.cuda.is_available():
-            self.model.cos, self.model.sin = self.model.cos.cuda(), self.model.sin.cuda()
+        self.model.cos, self.model.sin = self.model.cos.cuda(), self.model.sin.cuda()
         self.optimizer = adamw(self.model)
 
     def backward(self, tokens: Tensor, share: float) -> None:

@@ -40,9 +40,10 @@ row() {
   [[ $name =~ ^($wanted)$ ]] || return 0
   shift 2
   rows+=("$name")
-  TABLES_ROW=$$-$name timeout --kill-after 5 "$limit" "$@" >"$out/$name.log" 2>&1
-  local status=$?
-  end_leftovers "TABLES_ROW=$$-$name"
+  local mark="TABLES_ROW=$$-$name" status
+  env "$mark" timeout --kill-after 5 "$limit" "$@" >"$out/$name.log" 2>&1
+  status=$?
+  end_leftovers "$mark"
   echo "exit $status after $((SECONDS - begin)) s: $*" >>"$out/$name.log"
 }
 

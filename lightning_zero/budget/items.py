@@ -108,7 +108,7 @@ def _activations(facts: Facts, free: Freedom) -> Item:
     now = facts.now.activation_memory_budget
     was_away = "activations" in facts.now.offload  # then those that are known are those that stay on the device
     budgets = sorted({now, *BUDGETS}) if free.activations else [now]
-    if free.activations and free.below is not None:
+    if free.below is not None:
         budgets = [budget for budget in budgets if budget < free.below] or budgets[:1]
     may_leave = not was_away and free.offload is not None and "activations" in free.offload
     variants = []

@@ -217,7 +217,7 @@ class MeasuredBudget:
     def _look(self, config: EngineConfig) -> Decided | None:
         """Before the first pass and before the second: what would not fit once it is compiled is planned away."""
         if self.first_step.before is None:
-            self.first_step.begin(limit_of(config.memory, self._gauge.read().total))
+            self.first_step.begin(config.memory)
             return None
         self._course.looked = True
         shown, now = self.first_step.end(), self.now(config)

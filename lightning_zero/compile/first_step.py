@@ -53,24 +53,29 @@ class Shown:
 
 
 class _Room:
-    """On a device, beside what is there now."""
+    """On a device, beside what is there now.
 
-    def __init__(self, gauge: MemoryGauge, limit: float) -> None:
+    Attributes:
+        before: what is there.
+        limit: bytes that the device may hold, as the option ``memory`` says.
+    """
+
+    def __init__(self, gauge: MemoryGauge, memory: float | str | None) -> None:
         self._gauge = gauge
-        self._limit = limit
         self._useless = 0  # bytes that the allocator could not give back
         self.before = gauge.read()
+        self.limit = limit_of(memory, self.before.total)
 
     @property
     def free(self) -> float:
         """Bytes that there were."""
-        return self._limit - self.before.here
+        return self.limit - self.before.here
 
     def excess(self, largest: int) -> float:
         """Bytes by which more has been saved since than should be, of which no single thing was larger. What the
         allocator keeps is given back where the device would hold more than it may."""
         now = self._gauge.read()
-        if now.here + now.cached > self._limit and now.cached > self._useless + WORTH * self._limit:
+        if now.here + now.cached > self.limit and now.cached > self._useless + WORTH * self.limit:
             self._gauge.empty()
             self._useless = self._gauge.read().cached
         if self.free <= 0:
@@ -98,13 +103,13 @@ class FirstStep:
         self.before: DeviceMemory | None = None
         self.saves: SavedOnHost | None = None
 
-    def begin(self, limit: float) -> None:
-        """Before its forward."""
+    def begin(self, memory: float | str | None) -> None:
+        """Before its forward, within what the option ``memory`` says."""
         self._gauge.start(anew=True)
         self._stepped = False
-        self._limit, self._begun = limit, time.perf_counter()
-        room = _Room(self._gauge, limit)
-        self.before, self.saves = room.before, self._saves(room)
+        self._begun = time.perf_counter()
+        room = _Room(self._gauge, memory)
+        self._limit, self.before, self.saves = room.limit, room.before, self._saves(room)
 
     def unmeasured(self, memory: float | str | None) -> SavedOnHost | None:
         """What packs what an eager forward saves that only shows what to compile, and of which nothing else is wanted;
@@ -115,7 +120,7 @@ class FirstStep:
         """
         if not self._gauge.exists:
             return None
-        room = _Room(self._gauge, limit_of(memory, self._gauge.read().total))
+        room = _Room(self._gauge, memory)
         return self._saves(room, UNWATCHED_SHARE * room.free)
 
     def _saves(self, room: _Room, unwatched: float = 0.0) -> SavedOnHost:

@@ -100,17 +100,21 @@ class CompiledSteps:
             yield
         if first:
             self.session.first_step_showed(self.sharder.view.last_read)
-            if saves is not None and saves.nbytes and not self._first_pass:  # of which its budget tells
-                self.session.progress.report(
-                    f"{gib(saves.nbytes)} GiB of what this step, which runs eagerly, saved in its forward went to the "
-                    "host until its backward, as the device had no room for them. Compiled steps save less."
-                )
+            self._tell_what_left(saves)
         self._eager_reads = self._count_eager_reads() - reads
 
     def _first_saves(self) -> SavedOnHost | None:
         """Packs what an eager forward saves that shows what to compile."""
         first = self.session.budget.first_step
         return first.saves if self._first_pass else first.unmeasured(self.session.config.memory)
+
+    def _tell_what_left(self, saves: SavedOnHost | None) -> None:
+        """Of what an eager forward saved; but not of one that a budget looks at, which tells itself."""
+        if saves is not None and saves.nbytes and not self._first_pass:
+            self.session.progress.report(
+                f"{gib(saves.nbytes)} GiB of what this step, which runs eagerly, saved in its forward went to the "
+                "host until its backward, as the device had no room for them. Compiled steps save less."
+            )
 
     def stepped(self) -> None:
         """An optimizer steps now. Harmless when repeated."""

@@ -108,12 +108,12 @@ class SavedOnHost:
         """What is to be saved in the tensor's place."""
         if not self._may_leave(tensor):
             return Unchanged.of(tensor)
+        nbytes = tensor.untyped_storage().nbytes()
+        self.largest = max(self.largest, nbytes)
         if self._unwatched > 0:
-            self.largest = max(self.largest, tensor.untyped_storage().nbytes())
-            self._unwatched -= tensor.untyped_storage().nbytes()
+            self._unwatched -= nbytes
             return Unchanged.of(tensor)
         memory = self._memory(tensor)
-        self.largest = max(self.largest, memory.nbytes)
         self._make_room()
         return SavedTensor(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 

@@ -31,7 +31,7 @@ def within_budget(
         known: of the training.
         passes: in a step of the optimizer.
     """
-    now = as_set(config)
+    now, free = as_set(config), freedom(config, known.may_leave)
     plain = replace(config, memory=None)
     estimates: dict[Chosen, TrainingPlan] = {}
     refused: dict[tuple[tuple[str, ...], int], float] = {}  # shares of activations, by what goes to the host
@@ -47,7 +47,6 @@ def within_budget(
         if facts.peak > facts.limit:
             share, place = now.activation_memory_budget, (now.offload, now.ring)
             refused[place] = min(share, refused.get(place, share))
-        free = freedom(config, known.may_leave)
         chosen = decide(facts, free)
         # A smaller share may have so much room to spare that the one before it seems to fit.
         below = refused.get((chosen.chosen.offload, chosen.chosen.ring))
