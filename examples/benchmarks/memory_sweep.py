@@ -3,12 +3,15 @@ stays within the limit, too.
 
     python examples/benchmarks/memory_sweep.py decoder_1.36b --memory 32
     python examples/benchmarks/memory_sweep.py t5_base --memory 14 --budgets 0.7,0.5 --offload "" --total 140
+    python examples/benchmarks/memory_sweep.py decoder_6.7b --memory 80 --budgets 1,0.8 --offload optimizer \
+        --buffers 256,8000
 
 The options by hand are every `activation_memory_budget` of `--budgets` with every `offload` of `--offload` (names
-joined by "+"; "" for none). Models, and what is measured of each, are those of `plan_check.py`; each training has a
-process of its own. `memory` comes first, and what is cheapest to give up next; nothing begins that `--total` seconds
-leave no time for. Prints a JSON line for each, and a last one with the ratio of their steps' times: "ratio" is only
-about what was tried and held the limit in steady steps, the first, eager one aside ("held").
+joined by "+"; "" for none) and, where that has the optimizer's state, every `offload_buffer_mb` of `--buffers`. Models,
+and what is measured of each, are those of `plan_check.py`; each training has a process of its own. `memory` comes
+first, and what is cheapest to give up next; nothing begins that `--total` seconds leave no time for. Prints a JSON line
+for each, and a last one with the ratio of their steps' times: "ratio" is only about what was tried and held the limit
+in steady steps, the first, eager one aside ("held").
 """
 
 from __future__ import annotations
@@ -29,10 +32,18 @@ GIB = 2**30
 TRAINING = Path(__file__).with_name("plan_check.py")
 
 
-def by_hand(budgets: Iterable[float], offloads: Iterable[str]) -> list[dict[str, Any]]:
-    """Options of a strategy, those that give up the least time first, as far as anybody knows."""
-    ways = product([tuple(filter(None, one.split("+"))) for one in offloads], sorted(budgets, reverse=True))
-    return [{"activation_memory_budget": budget, "offload": names} for names, budget in ways]
+BUFFER = "tuning.offload_buffer_mb"
+
+
+def by_hand(budgets: Iterable[float], offloads: Iterable[str], buffers: Sequence[float] = ()) -> list[dict[str, Any]]:
+    """Options of a strategy, those that give up the least time first, as far as anybody knows. The buffers are of what
+    has the optimizer's state on the host; without any that is its default."""
+    found: list[dict[str, Any]] = []
+    for offload, budget in product(offloads, sorted(budgets, reverse=True)):
+        one = {"activation_memory_budget": budget, "offload": tuple(filter(None, offload.split("+")))}
+        sizes = sorted(buffers, reverse=True) if "optimizer" in one["offload"] else ()
+        found += [one | {BUFFER: size} for size in sizes] or [one]
+    return found
 
 
 def command(model: str, options: dict[str, Any], memory: float | None, steps: int) -> list[str]:
@@ -79,19 +90,27 @@ def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"planned": planned, "best": best, "tried": len(others), "held": len(held), "ratio": ratio}
 
 
+def numbers(text: str) -> list[float]:
+    return [float(one) for one in text.split(",") if one]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="of plan_check.py")
     parser.add_argument("--memory", type=float, required=True, metavar="GIB")
     parser.add_argument("--budgets", default="1.0,0.7,0.5,0.4,0.3,0.2")
     parser.add_argument("--offload", default=",optimizer,activations,optimizer+activations")
+    parser.add_argument("--buffers", default="", metavar="MB", help="of the device, for what has the state on the host")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--limit", type=float, default=140, help="seconds for each training")
     parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all of them")
     arguments = parser.parse_args()
+    budgets, buffers = (
+        [float(one) for one in text.split(",") if one] for text in (arguments.budgets, arguments.buffers)
+    )
     begun, model, limit = time.perf_counter(), arguments.model, arguments.memory
     tries: list[tuple[dict[str, Any], float | None]] = [({}, limit)]
-    tries += [(one, None) for one in by_hand(map(float, arguments.budgets.split(",")), arguments.offload.split(","))]
+    tries += [(one, None) for one in by_hand(budgets, arguments.offload.split(","), buffers)]
     rows = []
     for options, memory in tries:
         left = min(arguments.limit, arguments.total - (time.perf_counter() - begun))

@@ -6,22 +6,24 @@ JSON line per measurement.
     python examples/benchmarks/offload.py --devices 2 --sizes 7b --ways device,offload,fsdp2,deepspeed
     python examples/benchmarks/offload.py --devices 2 --sizes 7b --ways offload --accumulate 8 --buffer-mb 14000
     python examples/benchmarks/offload.py --devices 2 --sizes 13b,18b --ways all,fsdp2 --accumulate 1 --steps 3 --warm 5
+    python examples/benchmarks/offload.py --devices 2 --sizes 13b --ways auto --accumulate 1 --steps 5 --warm 12
     python examples/benchmarks/offload.py --ways device,activations,all_activations,budget,checkpointed \
         --accumulate 1 --batch 4 --length 4096 --limit 120              # activations of long batches
 
 Trains a plain Llama-like decoder: float32 masters, bfloat16 compute, AdamW, clipping at 1.0, a loop in plain PyTorch,
 for each way in processes of its own. `device` keeps all on the GPU; `offload` is `offload=("optimizer",)`; `all` that
-and the masters, `("optimizer", "parameters")`; `eager` is `offload` with `cuda_graph_step=False`; `fsdp2` is
-`fully_shard` with `CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW on the CPU, `fsdp2_unpinned` the same
-without pinned memory; `deepspeed` and `deepcompile` are DeepSpeed's ways, where that is installed (`offload_peers.py`
-says how). `activations` is `offload=("activations",)`, which takes what hides behind compute, and `all_activations` all
-that are large; beside them `budget` is `activation_memory_budget=0.5`, and `checkpointed` `torch.utils.checkpoint`
-around each block. `step_ms` is the whole step, `optimizer_ms` the part from the last backward's end, both medians by
-the device's clock. What `--buffer-mb` holds comes beside backward and leaves beside the next forward. `peak_gib` is of
-the whole device, sampled; `activations_gib` is what leaves in a step. `duplex_gb_s` is what pinned copies of 64 MiB
-reach in each direction while both go on, on all ranks at once, measured in the same process after training.
-`exposed_ms` is `optimizer_ms` less that of `device`, and `over_bytes` what it is of the time that the state's bytes
-take at that bandwidth.
+and the masters, `("optimizer", "parameters")`; `auto` is `memory="auto"`, whose choice it tells; `eager` is `offload`
+with `cuda_graph_step=False`; `fsdp2` is `fully_shard` with `CPUOffloadPolicy`, blocks compiled, and torch's fused AdamW
+on the CPU, `fsdp2_unpinned` the same without pinned memory; `deepspeed` and `deepcompile` are DeepSpeed's ways, where
+that is installed (`offload_peers.py` says how). `activations` is `offload=("activations",)`, which takes what hides
+behind compute, and `all_activations` all that are large; beside them `budget` is `activation_memory_budget=0.5`, and
+`checkpointed` `torch.utils.checkpoint` around each block. `step_ms` is the whole step, `optimizer_ms` the part from the
+last backward's end, both medians by the device's clock. What `--buffer-mb` holds comes beside backward and leaves
+beside the next forward. `peak_gib` is of the whole device, sampled, `peak_before_gib` that of the steps before those
+that count, and `host_taken_gib` what all ranks have taken of the host by the end of training, page caches aside;
+`activations_gib` is what leaves in a step. `duplex_gb_s` is what pinned copies of 64 MiB reach in each direction while
+both go on, on all ranks at once, measured in the same process after training. `exposed_ms` is `optimizer_ms` less that
+of `device`, and `over_bytes` what it is of the time that the state's bytes take at that bandwidth.
 """
 
 import argparse
@@ -46,6 +48,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.bench.decoder import SIZES, VOCABULARY, Decoder
 from lightning_zero.bench.draws import quick_draws
+from lightning_zero.offload.memory import HostMemory, free_bytes
 
 SIZES = SIZES | {"3b": (2560, 32, 20, 6912), "13b": (5120, 40, 40, 13824), "18b": (6144, 40, 48, 16384)}
 ACTIVATIONS = ("activations", "all_activations", "budget", "checkpointed")
@@ -57,7 +60,7 @@ OFFLOAD = {
     "all_activations": ("activations",),
 }
 PEERS = {"fsdp2": FullyShard, "fsdp2_unpinned": FullyShard, "deepspeed": DeepSpeed, "deepcompile": DeepSpeed}
-WAYS = ("device", "offload", "all", "eager", *PEERS, *ACTIVATIONS)
+WAYS = ("device", "offload", "all", "auto", "eager", *PEERS, *ACTIVATIONS)
 GIB = 2**30
 SAID = "raised: "
 Forward = Callable[[Tensor], Tensor]
@@ -75,6 +78,7 @@ class Ours:
                 compute_dtype=torch.bfloat16,
                 reduce_dtype="bf16",
                 offload=OFFLOAD.get(way, ()),
+                memory="auto" if way == "auto" else None,
                 activation_memory_budget=0.5 if way == "budget" else 1.0,
                 tuning=Tuning(
                     cuda_graph_step=way != "eager",
@@ -138,8 +142,6 @@ def device_peak(found: dict[str, float]) -> Iterator[None]:
 
 def duplex_bandwidth(piece: int = 64 << 20, pieces: int = 64) -> float:
     """Bytes per second in each direction, while both go on."""
-    from lightning_zero.offload.memory import HostMemory
-
     memory = HostMemory(torch.device("cuda", torch.cuda.current_device()))
     hosts = [memory.empty(8 * piece, torch.uint8).split(piece) for _ in range(2)]
     devices = [torch.empty(piece, dtype=torch.uint8, device="cuda") for _ in range(2)]
@@ -171,7 +173,7 @@ def train(way: Any, accumulate: int, steps: int, warm: int, batch: tuple[int, in
         if number == warm:
             torch.cuda.synchronize()
         if number in (0, warm):
-            found.pop("peak_gib", None)
+            found["peak_before_gib"] = found.pop("peak_gib", 0.0)
             before = way.counters()
         with device_peak(found):
             for part in tokens:
@@ -200,6 +202,7 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", **one)
     torch.manual_seed(0)
     size, name = arguments.sizes, arguments.ways
+    free = free_bytes() or 0
     way: Any = PEERS.get(name, Ours)(SIZES[size], name, arguments.buffer_mb)
     # DeepSpeed's are empty but where they are used, and know what they hold then.
     elements = sum(getattr(p, "ds_numel", p.numel()) for p in way.model.parameters())
@@ -208,7 +211,8 @@ def measure(arguments: argparse.Namespace) -> None:
         {"accumulate": n} | train(way, n, arguments.steps, arguments.warm, batch)
         for n in map(int, arguments.accumulate.split(","))
     ]
-    host = way.host_bytes()
+    host, taken = way.host_bytes(), free - (free_bytes() or 0)
+    plan = way.engine.memory.plan if isinstance(way, Ours) else None
     bandwidth = duplex_bandwidth()
     for one in found:
         result = {
@@ -219,6 +223,8 @@ def measure(arguments: argparse.Namespace) -> None:
             "tokens": f"{one['accumulate']}x{batch[0]}x{batch[1]}",
             **one,
             "host_gib": round(host / GIB, 2),
+            "host_taken_gib": round(taken / GIB, 2),
+            **({"chosen": plan.as_dict()} if plan is not None else {}),
             "state_bytes": (12 if name == "all" else 8) * elements // arguments.devices,  # of a rank
             "duplex_gb_s": round(bandwidth / 1e9, 2),
             "devices": arguments.devices,

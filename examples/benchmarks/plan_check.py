@@ -33,12 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_zero import ZeroStrategy
+from lightning_zero import Tuning, ZeroStrategy
 from lightning_zero.bench.clock import Clock, of_graphs
 from lightning_zero.bench.decoder import Decoder
 from lightning_zero.planning.plan import plan
 
 GIB = 2**30
+TUNING = "tuning."
 
 
 def decoder(width: int, layers: int, hidden: int) -> nn.Module:
@@ -94,6 +95,7 @@ SMALL = {
 }
 LARGE = {
     "decoder_3b": Row(lambda: decoder(2560, 36, 6912), of_tokens, 1, 2048),
+    "decoder_6.7b": Row(lambda: decoder(4096, 32, 11008), of_tokens, 1, 2048),
     "vit_huge": Row(lambda: timm_model("vit_huge_patch14_224"), of_images, 64),
     "t5_large": Row(lambda: t5(1024, 24, 2816), of_text, 16, 512),
     "convnext_large": Row(lambda: convolutional("convnext_large"), of_images, 64),
@@ -225,7 +227,10 @@ def train(name: str) -> None:
 
 
 def options() -> dict[str, Any]:
-    found = {name: json.loads(value) for name, _, value in (one.partition("=") for one in ARGS.option)}
+    given = {name: json.loads(value) for name, _, value in (one.partition("=") for one in ARGS.option)}
+    tuning = {name.removeprefix(TUNING): value for name, value in given.items() if name.startswith(TUNING)}
+    found = {name: value for name, value in given.items() if not name.startswith(TUNING)}
+    found |= {"tuning": Tuning(**tuning)} if tuning else {}
     return found | ({"memory": ARGS.memory} if ARGS.memory else {})
 
 
@@ -324,7 +329,13 @@ def main() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(ROWS)}; by default {', '.join(SMALL)}")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, in JSON")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of ZeroStrategy, or tuning.NAME=VALUE, in JSON",
+    )
     parser.add_argument("--limit", action="append", default=[], metavar="[MODEL=]S", help="seconds for each model: 150")
     parser.add_argument("--memory", type=float, metavar="GIB", help="that is to suffice")
     parser.add_argument("--warm", type=int, help="steps that are not measured: 8, or 18 with --memory")

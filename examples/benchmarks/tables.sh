@@ -8,13 +8,13 @@
 #
 # bench: README's chart. checkpoints, more-checkpoints: of 6.7B. starts: to the tenth step, with caches empty and filled.
 # growth: 24 and 96 layers. hosts: two, of one GPU each. precisions, parts, checkpointed, images, lengths: models of
-# models.py, beside peers. memory: budgets. offload: of 6.7B, beside peers, of which some need deepspeed installed, and
+# models.py, beside peers. memory, budgets: on one GPU; 80 and 110 GiB take one of more than that. offload: of 6.7B, beside peers, of which some need deepspeed installed, and
 # the largest. stages: 1 and 2, beside peers. over-copies: gradients over compute copies, beside peers. four: two hosts of
 # two GPUs, on four, beside peers, and a fault on one of them. tests: those of tests/gpu that take two GPUs or a machine
 # to themselves.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory, offload, stages, over-copies, four or tests}
+table=${1:?bench, checkpoints, more-checkpoints, starts, growth, hosts, precisions, parts, checkpointed, images, lengths, memory, budgets, offload, stages, over-copies, four or tests}
 out=$(realpath -m "${2:?a folder for logs}")
 wanted=${3:-.*}
 work=$(mktemp -d)
@@ -125,6 +125,15 @@ case $table in
     row five-models 420 python3 examples/benchmarks/plan_check.py
     row sweep 400 python3 examples/benchmarks/memory_sweep.py t5_base --memory 14 --total 380
     ;;
+  budgets)
+    # What fits best comes first; where a sweep is ended, what it had tried counts.
+    sweep() { row "$1-$2" "$3" python3 examples/benchmarks/memory_sweep.py "$1" --memory "$2" --total $(($3 - 5)) "${@:4}"; }
+    build
+    sweep decoder_1.36b 30 265 --budgets 0.7,0.5,0.3 --offload ,activations
+    sweep decoder_3b 50 265 --budgets 1,0.7 --offload optimizer,optimizer+activations --buffers 256,8000
+    sweep decoder_6.7b 80 400 --budgets 0.9,0.7 --offload optimizer --buffers 256,8000
+    sweep decoder_6.7b 110 400 --budgets 1 --offload optimizer,optimizer+activations --buffers 256,8000,16000
+    ;;
   offload)
     build
     host=(python3 examples/benchmarks/offload.py --devices 2)
@@ -141,6 +150,9 @@ case $table in
     # With masters and state on the host, 12 bytes a weight, 18 billion take 216 of 256 GiB; FSDP2 has gradients there, too.
     for size in 13b 18b; do
       row "largest-$size" 275 "${host[@]}" --sizes $size --ways all --accumulate 1 --steps 3 --warm 5 --limit 270
+    done
+    for size in 13b 18b; do
+      row "largest-auto-$size" 275 "${host[@]}" --sizes $size --ways auto --accumulate 1 --steps 3 --warm 12 --limit 270
     done
     for way in fsdp2 fsdp2_unpinned; do
       row "largest-$way-13b" 295 "${host[@]}" --sizes 13b --ways $way --accumulate 1 --steps 2 --warm 1 --limit 290

@@ -35,6 +35,8 @@ def test_every_budget_is_tried_with_every_way_to_offload(sweep: ModuleType) -> N
         (0.5, ("optimizer", "activations")),
     ]
     assert '--option=offload=["optimizer", "activations"]' in sweep.command("t5_base", found[-1], None, 12)
+    buffered = sweep.by_hand([0.5], ["", "optimizer"], [256, 8000])
+    assert [one.get("tuning.offload_buffer_mb") for one in buffered] == [None, 8000, 256]
     assert sweep.command("t5_base", {}, 14.0, 12)[-1] == "--memory=14.0"
 
 
