@@ -76,6 +76,7 @@ def row(options: dict[str, Any], found: dict[str, Any] | None, limit: float) -> 
         return {"options": options, "measured": False}
     steady = found["reserved_steady"] + found["others"]
     sizes = {"gib": round(steady / GIB, 2), "ever_gib": round(found["device"] / GIB, 2)}
+    sizes |= {"first_steps": found["first_steps"]} if "first_steps" in found else {}
     told = {"options": options, "ms": round(found["ms"], 2), **sizes, "held": steady <= limit * GIB}
     chosen = found.get("chosen")
     return told | ({"chosen": chosen["chosen"], "fits": chosen["fits"]} if chosen else {})

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_zero.bench.decoder import Decoder
 from lightning_zero.bench.draws import quick_draws
@@ -72,7 +73,8 @@ class FullyShard:
 
     def host_bytes(self) -> int:
         held = [*self.model.parameters(), *(v for s in self.optimizer.state.values() for v in s.values())]
-        return sum(t.nbytes for t in held if isinstance(t, Tensor) and t.device.type == "cpu")
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in held if isinstance(t, Tensor)]
+        return sum(t.nbytes for t in local if t.device.type == "cpu")  # of a DTensor, bytes are those of the whole
 
     def counters(self) -> dict[str, int]:
         return {}

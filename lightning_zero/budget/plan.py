@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from lightning_zero.budget.facts import Chosen, Facts, Freedom
@@ -13,6 +14,7 @@ from lightning_zero.budget.items import (
     HOST,
     WEIGHTS,
     chosen_of,
+    crowded,
     gather_seconds,
     host_bytes,
     items_of,
@@ -109,7 +111,8 @@ class MemoryPlan:
         free = "" if all(line.by_hand for line in self.lines) else "All that may be chosen is at its smallest. "
         by_hand = [OPTIONS[line.what] for line in self.lines if line.by_hand]
         if self.before:
-            free += f"offload={self.before!r} is estimated to fit, and has to be passed before the model is sharded. "
+            when = ", and has to be passed before the model is sharded" if "parameters" in self.before else ""
+            free += f"offload={self.before!r} is estimated to fit{when}. "
         leave = f"leave {' and '.join(by_hand)} at the default for plans to choose, " if by_hand else ""
         return (
             f"{free}To go on, {leave}take fewer samples in a batch (and accumulate_grad_batches), write "
@@ -153,7 +156,7 @@ def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan
     )
     items = items_of(facts, free)
     base = facts.peak - size_of(facts.now, facts)
-    found = _pick_for_host(items, facts, facts.limit - base)
+    found = _pick_together(items, facts, facts.limit - base)
     if free.weights:
         found = _filled(found, facts, items, facts.limit - base)
     chosen = chosen_of(found.chosen, facts)
@@ -177,25 +180,35 @@ def advised(
     return replace(plan, before=instead.chosen.offload if instead.fits else ())
 
 
-def _pick_for_host(items: Sequence[Item], facts: Facts, room: float) -> Pick:
-    """The best within ``room`` of which the host, too, has room for all that goes there: each of the things that can go
-    has been looked at alone."""
+def _pick_together(items: Sequence[Item], facts: Facts, room: float) -> Pick:
+    """The best within ``room``, with what things that go to the host cost each other there: bytes and seconds of each
+    are of it alone."""
     found = pick(items, room)
-    if host_bytes(found.chosen, facts) <= facts.host:
+    if host_bytes(found.chosen, facts) <= facts.host and not crowded(found.chosen, facts):
         return found
     activations, weights, host, gradients = items
     picks = []
-    for way in host.variants:
+    for way, leave in product(host.variants, (False, True)):
 
-        def fits(one: Variant, way: Variant = way) -> bool:
-            stay = "activations" not in one.value[1] or "activations" in facts.now.offload
+        def fits(one: Variant, way: Variant = way, leave: bool = leave) -> bool:
+            if leave != ("activations" in one.value[1]):
+                return False
+            stay = not leave or "activations" in facts.now.offload
             return stay or host_bytes((one, weights.variants[0], way, gradients.variants[0]), facts) <= facts.host
 
         some = replace(activations, variants=tuple(filter(fits, activations.variants)))
         if some.variants:
-            picks.append(pick([some, weights, replace(host, variants=(way,)), gradients], room))
+            one = pick([some, weights, replace(host, variants=(way,)), gradients], room)
+            picks.append(_beside(one, crowded(one.chosen, facts), items.index(host)))
     fitting = [one for one in picks if one.nbytes <= room]
     return min(fitting, key=lambda one: (one.seconds, one.nbytes)) if fitting else min(picks, key=lambda o: o.nbytes)
+
+
+def _beside(found: Pick, seconds: float, place: int) -> Pick:
+    """With so many seconds more of what is chosen there."""
+    slower = replace(found.chosen[place], seconds=found.chosen[place].seconds + seconds)
+    chosen = (*found.chosen[:place], slower, *found.chosen[place + 1 :])
+    return replace(found, chosen=chosen, seconds=found.seconds + seconds)
 
 
 def _filled(found: Pick, facts: Facts, items: Sequence[Item], room: float) -> Pick:

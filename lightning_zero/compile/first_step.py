@@ -143,6 +143,10 @@ class FirstStep:
             self._passed = self._gauge.read()
         self._gauge.empty()
 
+    def state_comes_back(self) -> None:
+        """From the host, in the next step of its optimizer: it finds no more room there than when it was made."""
+        self._stepped = False
+
     def end(self) -> Shown:
         """Before anything else is trained: what it has taken. Peaks count anew."""
         seconds, saves = time.perf_counter() - self._begun, self.saves

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from lightning_zero.budget.facts import GAPS, Chosen, Facts, Speed
-from lightning_zero.budget.items import without_copies
 from lightning_zero.compile.first_step import Shown
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
@@ -162,7 +161,7 @@ def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Cho
     facts = known.facts("measured", limit, limit - (quiet.replayed if captured else quiet.room), now)
     whole = known.whole if now.until == "step" or quiet.passes >= 2 else quiet.traffic / 2
     whole = whole if known.gather_s else 0.0  # one rank has nothing to gather
-    found = replace(
+    return replace(
         facts,
         activations=(quiet.saved or EAGER_SAVED * quiet.took) / max(now.activation_memory_budget, 0.01),
         weights=max(whole, now.weights),
@@ -174,4 +173,3 @@ def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Cho
             pass_known="measured" if quiet.pass_s else facts.speed.pass_known,
         ),
     )
-    return found if found.speed.guessed else without_copies(found)

@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.outside import Outside
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.native import Executor
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from lightning_zero.profiling.moments import Moments
 
 __all__ = ["Measuring", "Quiet"]
+
+
+Span = tuple[Any, Any, int]
+
+
+class PassClock:
+    """How long the passes of a step take, by the device's clock: for some steps the host runs ahead, and by its own
+    these would take next to nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._moments = Moments(device)
+        self.forget()
+
+    def forget(self) -> None:
+        self._began: Any = None
+        self._ended: Any = None
+
+    def begin(self) -> None:
+        self._began, self._ended = self._moments.now(), None
+
+    def end(self, within_capture: bool) -> None:
+        self._ended = None if within_capture else self._moments.now()
+
+    def span(self, passes: int) -> list[Span]:
+        """What is known of the step."""
+        known = self._began is not None and self._ended is not None
+        return [(self._began, self._ended, passes)] if known else []
+
+    def least(self, spans: list[Span]) -> float:
+        """Seconds of a pass, of those that the device is through with. Waits for the first of them at most; 0 where
+        there is none."""
+        over = [span for span in spans if self._moments.is_over(span[1])] or spans[:1]
+        return min((self._moments.between(began, ended) / passes for began, ended, passes in over), default=0.0)
 
 
 @dataclass
@@ -23,7 +59,7 @@ class Quiet:
         traffic: bytes that were gathered in a pass forward and backward, on average over a step; the most of any step.
         memory: of the device, in the step that left the least to spare.
         saved: bytes that a forward left for its backward; the most of any. 0 where no backward was announced.
-        pass_s: seconds of a pass, on average over a step, by the host's clock; of the fastest step.
+        spans: of each step when its passes began, when they were over, and how many these were.
         passes: in the last of these steps.
         outside: bytes that a step takes in addition once compiled code is replayed.
     """
@@ -32,7 +68,7 @@ class Quiet:
     traffic: float = 0.0
     memory: DeviceMemory | None = None
     saved: int = 0
-    pass_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
     passes: int = 1
     outside: int = 0
 
@@ -51,7 +87,7 @@ class Measuring:
         steps: of an optimizer, since :meth:`reset`, quiet or not.
         compiles: steps count only once something has been compiled.
         captures: what is compiled will be replayed, and what that takes is looked for in the second quiet step.
-        stepped: an optimizer has stepped since the last pass; whoever sees that sets it.
+        stepped: an optimizer has stepped since the last pass.
         outside: looks for it.
     """
 
@@ -63,13 +99,14 @@ class Measuring:
         self.compiles = True
         self.captures = self.stepped = False
         self.outside = Outside(gauge)
+        self._clock = PassClock(gauge.device)
         self.reset()
 
     def reset(self) -> None:
         """Everything begins anew."""
         self.stepped = False
         self.steps = self._compiled = self._passes = self._gathered = 0
-        self._began: float | None = None  # when the step did
+        self._clock.forget()
         self._resident = 0
         self.quiet = Quiet()
         self.outside.drop()
@@ -79,6 +116,12 @@ class Measuring:
         self.steps, self.quiet = 0, Quiet()
         self.outside.drop()
         self._gauge.start(anew=True)
+
+    def optimizer_steps(self) -> None:
+        """Must come with each step of an optimizer; harmless when repeated."""
+        if not self.stepped:
+            self.stepped = True
+            self._clock.end(within_capture=self._gauge.captures)
 
     def pass_begins(self) -> bool:
         """Whether an optimizer has stepped since the last one."""
@@ -98,17 +141,23 @@ class Measuring:
             self.quiet.saved = max(self.quiet.saved, self._gauge.read().resident - self._resident)
 
     def _step_ended(self) -> None:
-        gathered, now = self._executor.counters().get("gather_bytes", 0), time.perf_counter()
+        gathered = self._executor.counters().get("gather_bytes", 0)
         compiled = self._progress.compiled + self._plans.count
         if compiled != self._compiled:
             self.quiet = Quiet()
             self.outside.drop()
             self._gauge.start(anew=True)
         elif compiled or not self.compiles:
-            self._count(gathered - self._gathered, now)
-        self._compiled, self._gathered, self._passes, self._began = compiled, gathered, 1, now
+            self._count(gathered - self._gathered)
+        self._compiled, self._gathered, self._passes = compiled, gathered, 1
+        self._clock.begin()
 
-    def _count(self, gathered: int, now: float) -> None:
+    def pass_s(self) -> float:
+        """Seconds of a pass, on average over a quiet step, without the optimizer's, in which copies may be waited for;
+        see :meth:`PassClock.least`."""
+        return self._clock.least(self.quiet.spans)
+
+    def _count(self, gathered: int) -> None:
         memory, quiet, passes = self._gauge.read(), self.quiet, max(self._passes, 1)
         if quiet.memory is None or memory.taken > quiet.memory.taken:
             quiet.memory = memory
@@ -118,6 +167,4 @@ class Measuring:
             self.outside.begin()
         quiet.passes = passes
         quiet.traffic = max(quiet.traffic, gathered / passes)
-        if self._began is not None:
-            took = (now - self._began) / passes
-            quiet.pass_s = min(quiet.pass_s or took, took)
+        quiet.spans += self._clock.span(passes)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lightning_zero.profiling.headroom import MemoryGauge
+from lightning_zero.profiling.moments import Moments
 from lightning_zero.report.correction import Measured
-from lightning_zero.report.moments import Moments
 
 __all__ = ["Stopwatch"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.report.moments import Moments
+from lightning_zero.profiling.moments import Moments
 
 __all__ = ["Counts", "Tally", "Window"]
 

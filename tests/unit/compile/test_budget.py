@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_zero.compile.budget import MEASURED_STEPS, MOST_STEPS, MeasuredBudget
 from lightning_zero.compile.plan import Gather, GraphPlan
@@ -12,6 +13,7 @@ from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.profiling.headroom import DeviceMemory
 from tests.helpers.options import config as options
 
+CPU = torch.device("cpu")
 AUTO = EngineConfig(reshard_after_forward="auto")
 
 
@@ -66,7 +68,7 @@ class Alone(MeasuredBudget):
         self.executor: Any = SimpleNamespace(counters=lambda: {"gather_bytes": self.bytes})
         self.bytes = 0
         gauge: Any = SimpleNamespace(
-            exists=exists, captures=False, start=self._begin, read=self._read, empty=lambda: None
+            exists=exists, captures=False, start=self._begin, read=self._read, empty=lambda: None, device=CPU
         )
         super().__init__(self.progress, self.plans, self.executor, None, gauge)  # type: ignore[arg-type]
 

@@ -24,7 +24,12 @@ class Saving:
         self.stays = stays
         self.saves: SavedOnHost | None = None
         gauge: Any = SimpleNamespace(
-            exists=exists, device=torch.device("cpu"), read=self._read, empty=lambda: None, start=lambda anew: None
+            exists=exists,
+            captures=False,
+            device=torch.device("cpu"),
+            read=self._read,
+            empty=lambda: None,
+            start=lambda anew: None,
         )
         self.step = FirstStep(gauge)
         self.saves = self.step.unmeasured(memory)
@@ -79,3 +84,15 @@ def test_a_limit_that_was_set_holds_for_a_later_eager_step_too() -> None:
 
 def test_a_cpu_has_no_room_to_look_after() -> None:
     assert Saving(exists=False).saves is None
+
+
+def test_state_that_comes_back_from_the_host_finds_room_as_state_that_is_made() -> None:
+    saving, given_back = Saving(), []
+    saving.step._gauge.empty = lambda: given_back.append(1)  # type: ignore[method-assign]
+    for _ in range(2):
+        saving.step.optimizer_steps()
+    assert len(given_back) == 1
+    saving.step.state_comes_back()
+    for _ in range(2):
+        saving.step.optimizer_steps()
+    assert len(given_back) == 2

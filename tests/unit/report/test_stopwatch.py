@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_zero.profiling import moments
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
-from lightning_zero.report import moments
 from lightning_zero.report.stopwatch import BATCHES, Stopwatch
 
 CPU = torch.device("cpu")
