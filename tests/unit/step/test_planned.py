@@ -1,0 +1,41 @@
+"""What is done about the device's memory where a plan moves an optimizer's state."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_zero.budget.facts import Chosen
+from lightning_zero.step.planned import PlannedMemory
+from tests.helpers.options import config
+
+
+def calls(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """Of what is asked to make room, and when the state moves."""
+    found: list[str] = []
+    planned: Any = PlannedMemory.__new__(PlannedMemory)
+    first_step = SimpleNamespace(state_comes_back=lambda: found.append("comes back"))
+    budget = SimpleNamespace(first_step=first_step, give_back=lambda: found.append("give back"))
+    planned._session = SimpleNamespace(budget=budget)
+    planned._optimizers = SimpleNamespace(
+        config=config(offload=before), on_host="optimizer" in before, configure=lambda _: found.append("configure")
+    )
+    planned._sharder = SimpleNamespace(executor=SimpleNamespace())
+    planned._apply(config(offload=after), Chosen(offload=tuple(after)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "asked"),
+    [
+        # What state leaves behind, a pass would take its own memory beside.
+        ((), ("optimizer",), ["configure", "give back"]),
+        # State that comes back, with the optimizer's next step, would come beside what a pass has left.
+        (("optimizer",), (), ["comes back", "configure", "give back"]),
+        (("optimizer",), ("optimizer",), ["configure"]),
+        ((), (), ["configure"]),
+    ],
+)
+def test_room_is_made_where_state_moves(before: tuple[str, ...], after: tuple[str, ...], asked: list[str]) -> None:
+    assert calls(before, after) == asked
