@@ -30,8 +30,6 @@ from typing import Any
 
 GIB = 2**30
 TRAINING = Path(__file__).with_name("plan_check.py")
-
-
 BUFFER = "tuning.offload_buffer_mb"
 
 
@@ -76,7 +74,7 @@ def row(options: dict[str, Any], found: dict[str, Any] | None, limit: float) -> 
         return {"options": options, "measured": False}
     steady = found["reserved_steady"] + found["others"]
     sizes = {"gib": round(steady / GIB, 2), "ever_gib": round(found["device"] / GIB, 2)}
-    sizes |= {"first_steps": found["first_steps"]} if "first_steps" in found else {}
+    sizes["first_steps"] = found["first_steps"]
     told = {"options": options, "ms": round(found["ms"], 2), **sizes, "held": steady <= limit * GIB}
     chosen = found.get("chosen")
     return told | ({"chosen": chosen["chosen"], "fits": chosen["fits"]} if chosen else {})
@@ -106,9 +104,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=140, help="seconds for each training")
     parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all of them")
     arguments = parser.parse_args()
-    budgets, buffers = (
-        [float(one) for one in text.split(",") if one] for text in (arguments.budgets, arguments.buffers)
-    )
+    budgets, buffers = numbers(arguments.budgets), numbers(arguments.buffers)
     begun, model, limit = time.perf_counter(), arguments.model, arguments.memory
     tries: list[tuple[dict[str, Any], float | None]] = [({}, limit)]
     tries += [(one, None) for one in by_hand(budgets, arguments.offload.split(","), buffers)]

@@ -198,17 +198,11 @@ def _pick_together(items: Sequence[Item], facts: Facts, room: float) -> Pick:
 
         some = replace(activations, variants=tuple(filter(fits, activations.variants)))
         if some.variants:
-            one = pick([some, weights, replace(host, variants=(way,)), gradients], room)
-            picks.append(_beside(one, crowded(one.chosen, facts), items.index(host)))
+            lost = crowded((some.variants[0], weights.variants[0], way, gradients.variants[0]), facts)
+            beside = replace(host, variants=(replace(way, seconds=way.seconds + lost),))
+            picks.append(pick([some, weights, beside, gradients], room))
     fitting = [one for one in picks if one.nbytes <= room]
     return min(fitting, key=lambda one: (one.seconds, one.nbytes)) if fitting else min(picks, key=lambda o: o.nbytes)
-
-
-def _beside(found: Pick, seconds: float, place: int) -> Pick:
-    """With so many seconds more of what is chosen there."""
-    slower = replace(found.chosen[place], seconds=found.chosen[place].seconds + seconds)
-    chosen = (*found.chosen[:place], slower, *found.chosen[place + 1 :])
-    return replace(found, chosen=chosen, seconds=found.seconds + seconds)
 
 
 def _filled(found: Pick, facts: Facts, items: Sequence[Item], room: float) -> Pick:

@@ -23,7 +23,13 @@ def sweep() -> ModuleType:
 
 
 def measured(ms: float, gib: float, **more: Any) -> dict[str, Any]:
-    return {"ms": ms, "reserved_steady": (gib - 2) * GIB, "others": 2 * GIB, "device": (gib + 1) * GIB} | more
+    return {
+        "ms": ms,
+        "reserved_steady": (gib - 2) * GIB,
+        "others": 2 * GIB,
+        "device": (gib + 1) * GIB,
+        "first_steps": [],
+    } | more
 
 
 def test_every_budget_is_tried_with_every_way_to_offload(sweep: ModuleType) -> None:
