@@ -34,6 +34,12 @@ CUSTOM = "custom"
 # In which modules a node was called, innermost last: users' policies read paths. (torch 2.11+)
 MODULES = "nn_module_stack"
 
+# What AOTAutograd writes at a graph's results, and at inputs: of what they are. (torch 2.11+)
+DESCRIBED = "desc"
+
+# What a custom function keeps without save_for_backward; its place is behind all else that is saved. (torch 2.11+)
+UNCHECKED = "saved_tensor_with_no_vc_check"
+
 # Which outputs users see, noted before our passes make none of some; Inductor of torch 2.11 stumbles over these.
 # (torch 2.11+)
 SEEN_BY_USERS = "user_visible_output_idxs"

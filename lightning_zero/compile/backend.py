@@ -50,6 +50,7 @@ from lightning_zero.compile.lowered import Lowered
 from lightning_zero.compile.out_of_sight import refuse_out_of_sight
 from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
 from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
+from lightning_zero.compile.passes.chains import save_chains
 from lightning_zero.compile.passes.edited import keep_as_read
 from lightning_zero.compile.passes.leaving import LeavingLimits, leave
 from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
@@ -211,13 +212,16 @@ class Compiler:
     ) -> Any:
         """A joint graph into forward and backward, between which activations may leave for the host."""
         # Here: Inductor's passes over joint graphs have seeds drawn, which no node before them does.
-        save_drawn(module.graph, self._config.activation_memory_budget)
+        budget = self._config.activation_memory_budget
+        save_drawn(module.graph, budget)
         forward, backward = min_cut_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **settings)
-        if keep_as_read(forward.graph, num_fwd_outputs):
-            forward.recompile()
+        graphs = forward.graph, backward.graph
+        changed = keep_as_read(forward.graph, num_fwd_outputs)
+        changed += save_chains(*graphs, num_fwd_outputs) if budget < 1 else 0
         if limits is not None:
-            nbytes = leave(forward.graph, backward.graph, num_fwd_outputs, limits)
+            nbytes = leave(*graphs, num_fwd_outputs, limits)
             log.info("%.1f MiB of what this graph saves for backward leave for the host", nbytes / 2**20)
+        if changed or limits is not None:
             forward.recompile()
             backward.recompile()
         return forward, backward

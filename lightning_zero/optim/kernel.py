@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -64,7 +66,8 @@ class StepKernel:
             for rule in self._rules
         ]
         most = None if self._compile else MOMENTS  # op by op, each op has a result
-        self._parts = Parts(segments, lambda segment: self._rule(segment).state, ring, most)
+        rules = self._rules  # and not this, for the same reason as below
+        self._parts = Parts(segments, lambda segment: _rule_of(rules, segment).state, ring, most)
         self._squared = torch.zeros((), device=device)
         self._max_norm = torch.ones((), device=device)
         self._skip = torch.zeros((), device=device)
@@ -128,7 +131,8 @@ class StepKernel:
             lasting = (t for s in self._segments for t in (s.param, s.grad, s.copy, *s.state.values()))
             used = [tensor for tensor in lasting if isinstance(tensor, Tensor)]
             warmups = 1 if self._capture else math.inf
-            self._sequences[variant] = GraphedSequence(self._update, self._device, warmups, watch=used)
+            update = partial(StepKernel._update, proxy(self))  # a cycle would hold state that has moved
+            self._sequences[variant] = GraphedSequence(update, self._device, warmups, watch=used)
         with self._parts.passing():
             self._sequences[variant]()
         for segment in self._segments:
@@ -146,9 +150,7 @@ class StepKernel:
             self._apply(self._rule(segment), part, numbers[id(segment)])
 
     def _rule(self, segment: Segment) -> Rule:
-        rule = self._rules[segment.group]
-        assert rule is not None
-        return rule
+        return _rule_of(self._rules, segment)
 
     def _numbers(self, rule: Rule, segment: Segment) -> dict[str, Tensor]:
         """What the update of all elements has in common, 0-dim float32; counts the step."""
@@ -223,6 +225,12 @@ class StepKernel:
         if key not in self._compiled:
             self._compiled[key] = _compile(fn, arguments)
         return self._compiled[key](*arguments)
+
+
+def _rule_of(rules: Sequence[Rule | None], segment: Segment) -> Rule:
+    rule = rules[segment.group]
+    assert rule is not None
+    return rule
 
 
 def _steps(counts: Mapping[str, Tensor]) -> Tensor | None:

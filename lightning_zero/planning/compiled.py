@@ -30,6 +30,7 @@ from lightning_zero.compile.evenly import save_drawn, saved_within
 from lightning_zero.compile.graph import output_node, results
 from lightning_zero.compile.outside import Outside
 from lightning_zero.compile.passes import leaving, saved_for_backward
+from lightning_zero.compile.passes.chains import save_chains
 from lightning_zero.compile.passes.leaving import leave
 from lightning_zero.compile.passes.offload import place_offloads
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
@@ -132,6 +133,8 @@ class PaperCompiler:
                 tag_activations(module.graph, self._context.config.recompute)
             save_drawn(module.graph, budget)
             parts = (inductor_partition if generates else min_cut_partition)(module, inputs, **settings)
+            if budget < 1:
+                save_chains(*(part.graph for part in parts), settings["num_fwd_outputs"])
             self._leave(*parts, settings["num_fwd_outputs"])
             return parts
 

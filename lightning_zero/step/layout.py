@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,16 +32,14 @@ class StepLayout:
         self.squared = torch.zeros((), dtype=dtype, device=device)
         self.state: State = defaultdict(dict, {s.param: s.state for s in segments if s.state})
         self.own_steps = 0
+        # Not bound to this: a cycle would hold state that has moved until somebody looks for cycles.
+        self._sum_squares = partial(_sum_squares, segments, self.squared)
         self._captured_sum = GraphedSequence(self._sum_squares, device)
 
     def sum_squares(self, captured: bool) -> Tensor:
         """``squared``, of this rank's gradients as they are now; by replay of a CUDA graph if ``captured``."""
         (self._captured_sum if captured else self._sum_squares)()
         return self.squared
-
-    def _sum_squares(self) -> None:
-        parts = [torch.linalg.vector_norm(s.grad, dtype=self.squared.dtype) for s in self.segments]
-        self.squared.copy_(torch.stack(parts).square().sum() if parts else torch.zeros_like(self.squared))
 
     def clip_norm(self, max_norm: float) -> None:
         """Scales the gradients, whose ``squared`` is of all ranks, to a norm of at most ``max_norm``."""
@@ -60,3 +60,8 @@ class StepLayout:
             segment.show_gradient()
             flat[segment.group]["params"].append(segment.param)
         return flat
+
+
+def _sum_squares(segments: Sequence[Segment], out: Tensor) -> None:
+    parts = [torch.linalg.vector_norm(segment.grad, dtype=out.dtype) for segment in segments]
+    out.copy_(torch.stack(parts).square().sum() if parts else torch.zeros_like(out))

@@ -1,5 +1,6 @@
 """State of optimizers on the host: training is the same to the last bit, in every way to step."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
@@ -235,3 +237,43 @@ def test_an_optimizer_whose_rule_is_not_known_is_refused_by_name(ranks: Ranks) -
     (message,) = ranks.run(1, refuse)
     assert "whether Lion can do that is not known" in message
     assert "lightning_zero.register_rule makes it known" in message
+
+
+def copy_out(optimizer: torch.optim.Optimizer, find: Any) -> None:
+    """As state leaves a GPU. Here it is on the host already, and would stay what it is."""
+    for entries in optimizer.state.values():
+        entries.update({key: value.clone() for key, value in entries.items()})
+
+
+def left_behind(**options: Any) -> int:
+    """Of an optimizer's state on the device, what is there still once it has gone to the host, nobody having looked for
+    what can only be found as a cycle."""
+    model = build(Parts)
+    with engine_for(model, "eager", **options) as engine:
+        with engine.shards_in_sight():
+            optimizer = OPTIMIZERS["AdamW"](model)
+        engine.optimizers.arrange([optimizer])
+        for _ in range(3):
+            with engine.train_step():
+                loss = model(torch.ones(4, 19)).square().sum()
+            loss.backward()
+            with engine.optimizers.stepping(optimizer, clip=1.0):
+                optimizer.step()
+            del loss
+        state = [value for entries in optimizer.state.values() for value in entries.values() if value.numel() > 1]
+        held = [StorageWeakRef(value.untyped_storage()) for value in state]
+        assert len(held) >= 2
+        del state
+        gc.collect()
+        gc.disable()
+        try:
+            with patch("lightning_zero.step.optimizers.leave_device", copy_out):
+                engine.configure(replace(engine.config, offload=("optimizer",)))
+            return sum(not one.expired() for one in held)
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("emulate", [False, True], ids=["own", "captured"])
+def test_state_that_goes_to_the_host_leaves_the_device_at_once(ranks: Ranks, emulate: bool) -> None:
+    assert ranks.run(1, left_behind, emulate_cuda_graph_step=emulate) == [0]
