@@ -35,6 +35,7 @@ from lightning_zero.compat.compiler import (
     lookup_backend,
     min_cut_partition,
 )
+from lightning_zero.compat.fakes import without_gradients
 from lightning_zero.compat.graphs import SEEN_BY_USERS
 from lightning_zero.compat.unwritten import unwritten
 from lightning_zero.compile.again import why_again
@@ -162,7 +163,7 @@ class Compiler:
                     # Here, where ranks are told that this one compiles, and these settings hold: not in the first
                     # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
                     settings["force_non_lazy_backward_lowering"] = True
-                with functorch_config.patch(settings), only_young_searched(), unwritten():
+                with functorch_config.patch(settings), only_young_searched(), unwritten(), without_gradients():
                     compiled = self._outlined(partial(inner, last, lowered), module, inputs, **kwargs)
             finally:
                 self._listener.compiling(lowered.in_words(), False, time.monotonic() - begun)
