@@ -9,46 +9,38 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._functorch.partitioners
+from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._logging import _internal
 from torch.fx import _lazy_graph_module
-
-# A graph whose code is written once somebody calls it; what torch makes of graphs elsewhere. (torch 2.11+)
-LazyGraphModule = _lazy_graph_module._LazyGraphModule
-
-# Puts a backward in the order of autograd, as a graph whose code is written, and is then written anew for each copy of
-# it. (torch 2.11+)
-_REORDER = "reordering_to_mimic_autograd_engine"
-
-# Writes a forward and a backward as text, for logs and for what is kept of them in the cache. (torch 2.11+)
-_LOG = "_log_fw_bw_graphs"
-
-# Who hears of graphs: TORCH_LOGS="aot_graphs", TORCH_TRACE. (torch 2.11+)
-_graph_log = graph_compile.aot_graphs_log
-_trace_log = _internal.trace_log
 
 
 @contextmanager
 def unwritten() -> Iterator[None]:
     """Inside, the partitioner and AOTAutograd leave a graph's code to whoever runs it, and write text only where
     somebody listens."""
-    reorder, log = getattr(torch._functorch.partitioners, _REORDER), getattr(graph_compile, _LOG)
+    log = graph_compile._log_fw_bw_graphs
+    reorder: Any = partitioners.reordering_to_mimic_autograd_engine
 
     def logged(*args: Any, **kwargs: Any) -> Any:
-        listens = _graph_log.isEnabledFor(logging.INFO) or _trace_log.handlers
+        # Who hears of graphs: TORCH_LOGS="aot_graphs", TORCH_TRACE. (torch 2.11+)
+        listens = graph_compile.aot_graphs_log.isEnabledFor(logging.INFO) or _internal.trace_log.handlers
         return log(*args, **kwargs) if listens else (None, None)
 
     with (
-        patch.object(torch._functorch.partitioners, _REORDER, _leaving_code(reorder)),
-        patch.object(graph_compile, _LOG, logged),
+        # Puts a backward in the order of autograd, as a graph whose code is written, and is then written anew for each
+        # copy of it. (torch 2.11+)
+        patch.object(partitioners, "reordering_to_mimic_autograd_engine", _leaving_code(reorder)),
+        # Writes a forward and a backward as text, for logs and for what is kept of them in the cache. (torch 2.11+)
+        patch.object(graph_compile, "_log_fw_bw_graphs", logged),
     ):
         yield
 
 
 def _leaving_code(function: FunctionType) -> Callable[..., Any]:
     """The function, with ``torch.fx.GraphModule`` one whose code is not written."""
-    fx = _With(torch.fx, GraphModule=LazyGraphModule)
+    # What torch makes of graphs elsewhere: its code is written once somebody calls it. (torch 2.11+)
+    fx = _With(torch.fx, GraphModule=_lazy_graph_module._LazyGraphModule)
     names = function.__globals__ | {"torch": _With(torch, fx=fx)}
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 

@@ -10,9 +10,10 @@ import torch._functorch.partitioners
 from torch import Tensor
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
-from lightning_zero.compat.unwritten import LazyGraphModule, unwritten
+from lightning_zero.compat.unwritten import unwritten
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], list[type], Tensor]:
@@ -55,13 +56,13 @@ def boxed(compiler: Any) -> Any:
 
 
 def test_code_is_left_to_whoever_runs_it_and_text_to_whoever_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.compat.unwritten._trace_log", logging.Logger("nobody listens"))
+    monkeypatch.setattr("torch._logging._internal.trace_log", logging.Logger("nobody listens"))
     plain, _, expected = compiled(monkeypatch)
     with unwritten():
         few, classes, grad = compiled(monkeypatch)
     assert few["code of halves"] < plain["code of halves"]
     assert few["text"] == plain["text"] - 2
-    assert issubclass(classes[-1], LazyGraphModule)
+    assert issubclass(classes[-1], _LazyGraphModule)
     assert torch.equal(grad, expected)
 
 
@@ -70,8 +71,8 @@ def test_listeners_hear_of_both_halves(monkeypatch: pytest.MonkeyPatch, traced: 
     trace, logs = logging.Logger("trace"), logging.Logger("graphs", logging.WARNING if traced else logging.INFO)
     if traced:
         trace.addHandler(logging.NullHandler())
-    monkeypatch.setattr("lightning_zero.compat.unwritten._trace_log", trace)
-    monkeypatch.setattr("lightning_zero.compat.unwritten._graph_log", logs)
+    monkeypatch.setattr("torch._logging._internal.trace_log", trace)
+    monkeypatch.setattr(graph_compile, "aot_graphs_log", logs)
     plain, _, _ = compiled(monkeypatch)
     with unwritten():
         assert compiled(monkeypatch)[0]["text"] == plain["text"]

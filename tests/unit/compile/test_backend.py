@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from lightning_zero.compat.tensors import FakeTensorMode
-from lightning_zero.compat.unwritten import LazyGraphModule
 from lightning_zero.compile.backend import Compiler, _boxed
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import run_passes
@@ -109,7 +109,7 @@ def test_backwards_are_not_written_as_code_before_they_are_compiled(monkeypatch:
     lazy: list[bool] = []
     monkeypatch.setattr(
         "lightning_zero.compile.backend._boxed",
-        lambda module: lazy.append(isinstance(module, LazyGraphModule)) or _boxed(module),
+        lambda module: lazy.append(isinstance(module, _LazyGraphModule)) or _boxed(module),
     )
     compiler = Compiler(PassContext(CompileConfig(backend="aot_eager"), 2), PassSelection(), PlanBook(), Silent())
     x = torch.ones(3, requires_grad=True)
