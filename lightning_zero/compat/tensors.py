@@ -17,6 +17,10 @@ without_modes = torch.utils._python_dispatch._disable_current_modes
 # The same, while AOTAutograd traces: it wraps the fake ones. (torch 2.11+)
 FunctionalTensor = functional_tensor.FunctionalTensor
 
+# Inside, torch looks for no way of Python's to run an op, as it does while a graph with symbols is traced: what only
+# makes a tensor takes a third of the time. (torch 2.11+)
+no_python_dispatcher = torch._C._DisablePythonDispatcher
+
 # Inside, shards are plain tensors: torch asks no subclass. torch's notes on extending it name it. (torch 2.11+)
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 

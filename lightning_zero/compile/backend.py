@@ -35,7 +35,9 @@ from lightning_zero.compat.compiler import (
     lookup_backend,
     min_cut_partition,
 )
+from lightning_zero.compat.fakes import without_gradients
 from lightning_zero.compat.graphs import SEEN_BY_USERS
+from lightning_zero.compat.unwritten import unwritten
 from lightning_zero.compile.again import why_again
 from lightning_zero.compile.attention import drop_causal_masks
 from lightning_zero.compile.context import PassContext
@@ -162,7 +164,7 @@ class Compiler:
                     # Here, where ranks are told that this one compiles, and these settings hold: not in the first
                     # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
                     settings["force_non_lazy_backward_lowering"] = True
-                with functorch_config.patch(settings), only_young_searched():
+                with functorch_config.patch(settings), only_young_searched(), unwritten(), without_gradients():
                     compiled = self._outlined(partial(inner, last, lowered), module, inputs, **kwargs)
             finally:
                 self._listener.compiling(lowered.in_words(), False, time.monotonic() - begun)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.tensors import FakeTensor, without_modes
+from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, without_modes
 
 __all__ = ["Memory"]
 
@@ -27,7 +27,7 @@ class Memory:
     def __init__(self, like: Tensor, numel: int) -> None:
         self._like, self.numel = like, numel
         if isinstance(like, FakeTensor):
-            with without_modes():
+            with without_modes(), no_python_dispatcher():
                 self._all = torch.empty(numel, dtype=like.dtype, device="meta")
         else:
             self._all = like.new_empty(numel)
@@ -40,5 +40,5 @@ class Memory:
         like = self._like
         if not isinstance(like, FakeTensor):
             return self._all.as_strided(shape, strides, begin)
-        with without_modes():
+        with without_modes(), no_python_dispatcher():
             return FakeTensor(like.fake_mode, self._all.as_strided(shape, strides, begin), like.device)

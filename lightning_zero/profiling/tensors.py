@@ -57,6 +57,8 @@ def size_hint(size: Any) -> int:
 
 def tensors_of(value: object) -> list[Tensor]:
     """All tensors in a node's value or in its arguments' values."""
+    if isinstance(value, Tensor):
+        return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

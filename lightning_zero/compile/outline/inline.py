@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import count, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.graphs import (
     BACKWARD,
@@ -25,8 +26,11 @@ from lightning_zero.compile.outline.body import PLACE, WITHIN, Body
 from lightning_zero.compile.outline.find import Region
 from lightning_zero.compile.outline.numbers import in_region
 from lightning_zero.compile.outline.standin import NotOutlined
+from lightning_zero.compile.successors import Successors
 
 __all__ = ["Inlined", "moved_to"]
+
+_NUMBER = re.compile(r"_\d+$")
 
 # What nodes are told of the modules that they belong to, by where it stands in Dynamo's graph.
 ORIGINS = {MODULES: MODULES, SOURCES: SOURCES, FORWARD_MODULES: MODULES, FORWARD_SOURCES: SOURCES}
@@ -37,6 +41,7 @@ class Inlined:
 
     Args:
         graph: the joint graph.
+        standins: of its nodes, by what comes in their place.
         number: of the layer.
         region: the layer in Dynamo's graph.
         body: what it and its like do.
@@ -46,8 +51,17 @@ class Inlined:
         moved: memory of the standins' results -> what is there now.
     """
 
-    def __init__(self, graph: Graph, number: int, region: Region, body: Body, numbers: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        standins: Successors,
+        number: int,
+        region: Region,
+        body: Body,
+        numbers: Mapping[int, int],
+    ) -> None:
         self._graph = graph
+        self._standins = standins
         self._number = number
         self._region = region
         self._body = body
@@ -102,7 +116,10 @@ class Inlined:
     def _work(self, standin: Node, nodes: Sequence[Node]) -> None:
         with self._graph.inserting_before(standin):
             for node in nodes:
-                self._new[node] = new = self._graph.node_copy(node, self._new.__getitem__)
+                args, kwargs = map_arg((node.args, node.kwargs), self._new.__getitem__)
+                # With its number, torch 2.11 would look for a name that is free among those of all layers.
+                new = self._graph.create_node(node.op, node.target, args, kwargs, _NUMBER.sub("", node.name), node.type)
+                self._new[node] = new
                 if node.op == "get_attr":
                     new.target = self._constant(self._body.constants[str(node.target)])
                 new.meta = self._meta(node)
@@ -120,9 +137,8 @@ class Inlined:
             assert isinstance(at, int)
             new = self._new[results[at]]
             self.moved[_storage(part.meta["val"])] = new.meta["val"]
-            part.replace_all_uses_with(new)
-            self._graph.erase_node(part)
-        self._graph.erase_node(standin)
+            self._standins.replace(part, new)
+        self._standins.erase(standin)
 
     def _meta(self, node: Node) -> dict[str, Any]:
         meta = dict(node.meta)

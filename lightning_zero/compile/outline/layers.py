@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import EXAMPLE, REGION
-from lightning_zero.compat.tensors import without_modes
+from lightning_zero.compat.tensors import no_python_dispatcher, without_modes
 from lightning_zero.compile.graph import GATHER, results
 from lightning_zero.compile.outline.alike import digest_of
 from lightning_zero.compile.outline.body import Body, trace_body
@@ -26,6 +26,7 @@ from lightning_zero.compile.outline.numbers import Numbers, in_region
 from lightning_zero.compile.outline.others import tell_others
 from lightning_zero.compile.outline.standin import NotOutlined, backward, describe, forward
 from lightning_zero.compile.outline.trace import TraceJoint
+from lightning_zero.compile.successors import Successors
 from lightning_zero.native.ops import NAMESPACE
 
 __all__ = ["Outline", "outline"]
@@ -116,7 +117,7 @@ class Outline:
             NotOutlined: one does not fit there.
         """
         try:
-            with without_modes():  # values are made on purpose
+            with without_modes(), no_python_dispatcher():  # values are made on purpose
                 self._inline(graph)
         except NotOutlined:
             raise
@@ -128,6 +129,7 @@ class Outline:
         begun: dict[int, Inlined] = {}
         moved: dict[int, Tensor] = {}
         numbers = Numbers()
+        standins = Successors(graph)
         parts: set[Node] = set()  # of standins' results
         for node in list(graph.nodes):
             if node in parts:
@@ -139,7 +141,7 @@ class Outline:
                 layer = self._layers[number]
                 body = layer.body.passed if self._passed else layer.body
                 assert body is not None
-                begun[number] = Inlined(graph, number, layer.region, body, numbers.of_layer(body.numbers))
+                begun[number] = Inlined(graph, standins, number, layer.region, body, numbers.of_layer(body.numbers))
                 begun[number].forward(node)
                 moved |= begun[number].moved
                 continue
@@ -151,6 +153,7 @@ class Outline:
                 node.meta[REGION] = numbers.of(node.meta[REGION])
             if "val" in node.meta:
                 node.meta["val"] = moved_to(node.meta["val"], moved)
+        standins.done()
 
 
 def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:

@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, RECOMPUTE
 from lightning_zero.compile.graph import cast_dtype, gathers, ops
+from lightning_zero.compile.successors import Successors
 
 __all__ = ["fuse_casts"]
 
@@ -21,7 +22,8 @@ def fuse_casts(graph: Graph) -> Graph:
 
     A weight that is used in both dtypes (an embedding tied to the head) is gathered in both.
     """
-    for node in gathers(graph):
+    casts, wide = Successors(graph), gathers(graph)
+    for node in wide:
         _cast_before_permuting(graph, node)
         shard, shape, own, *resident = node.args
         assert isinstance(own, torch.dtype)
@@ -35,8 +37,9 @@ def fuse_casts(graph: Graph) -> Graph:
                     narrow[dtype] = graph.call_function(ops("gather"), (shard, shape, dtype, *resident))
                 narrow[dtype].meta.update({key: value for key, value in user.meta.items() if key != RECOMPUTE})
                 narrow[dtype].meta[CUSTOM] = node.meta.get(CUSTOM, {})  # the weight's name
-            user.replace_all_uses_with(narrow[dtype])
-            graph.erase_node(user)
+            casts.replace(user, narrow[dtype])
+    casts.done()
+    for node in wide:
         if not node.users:
             graph.erase_node(node)
     return graph

@@ -25,6 +25,7 @@ from lightning_zero.compile.graph import gathers, ops, readers, shard_of, weight
 from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dtype_of, follow, size_of
 from lightning_zero.compile.passes.prefetch_schedule import PrefetchBudget, prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
+from lightning_zero.compile.successors import Successors
 from lightning_zero.native.ops import Op, Role, declare
 from lightning_zero.profiling.estimate import Costs
 from lightning_zero.profiling.parts import Memory
@@ -82,10 +83,10 @@ def group_gathers(
     begin, waits = prefetch_schedule(graph, groups, at_once, ahead, budget)
     memory = [_memory(group, world_size) for group in groups]
     launches = [_start(graph, *each) for each in zip(groups, memory, begin, strict=True)]
+    views = Successors(graph)
     for each in zip(groups, memory, launches, waits, strict=True):
-        _use(graph, *each, world_size)
-    for node in nodes:
-        graph.erase_node(node)
+        _use(graph, views, *each, world_size)
+    views.done()
     return graph
 
 
@@ -111,7 +112,9 @@ def _start(graph: Graph, group: Group, memory: Memory, before: Node) -> Node:
     return start
 
 
-def _use(graph: Graph, group: Group, memory: Memory, start: Node, before: Node, world_size: int) -> None:
+def _use(
+    graph: Graph, views: Successors, group: Group, memory: Memory, start: Node, before: Node, world_size: int
+) -> None:
     """Waits for a group before its first use, and makes each weight a view of it."""
     with graph.inserting_before(before):
         ready = graph.call_function(wait_tensor, (start,))
@@ -126,7 +129,7 @@ def _use(graph: Graph, group: Group, memory: Memory, start: Node, before: Node, 
         flat.meta["val"] = memory.part(offset, [numel])
         weight.meta.update({key: meta for key, meta in node.meta.items() if key not in (RECOMPUTE, "val")})
         weight.meta["val"] = flat.meta["val"] if len(shape) == 1 else memory.part(offset, shape)
-        node.replace_all_uses_with(weight)
+        views.replace(node, weight)
         offset += _padded(node, world_size)
 
 

@@ -15,6 +15,7 @@ from lightning_zero.compile.graph import gathers, ops, shard_of, weight_name
 from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dtype_of, follow, size_of
 from lightning_zero.compile.passes.prefetch_schedule import prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
+from lightning_zero.compile.successors import Successors
 from lightning_zero.native.ops import Op, Role, declare, nothing
 
 __all__ = ["use_resident"]
@@ -54,11 +55,12 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequ
                 )
             call.meta["val"] = None
             call.meta["weights"] = tuple(weight_name(node) for node in group)
+    held = Successors(graph)
     for node in gathers(graph):
         memory = _memory(node)
         if memory is not None:
-            node.replace_all_uses_with(memory)
-            graph.erase_node(node)
+            held.replace(node, memory)
+    held.done()
     return graph
 
 

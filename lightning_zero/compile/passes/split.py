@@ -12,18 +12,20 @@ from torch.fx import Graph
 from lightning_zero.compat.graphs import RECOMPUTE
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import gathers, ops
+from lightning_zero.compile.successors import Successors
 
 __all__ = ["split_gathers"]
 
 
 def split_gathers(graph: Graph) -> Graph:
     """``w = gather(s)`` becomes ``f = gather_start(s); w = wait_tensor(f)``, in place."""
+    waits = Successors(graph)
     for node in gathers(graph):
         with graph.inserting_before(node):
             start = graph.call_function(ops("gather_start"), node.args[:3])
             ready = graph.call_function(wait_tensor, (start,))
         for new in (start, ready):
             new.meta.update({key: value for key, value in node.meta.items() if key != RECOMPUTE})
-        node.replace_all_uses_with(ready)
-        graph.erase_node(node)
+        waits.replace(node, ready)
+    waits.done()
     return graph

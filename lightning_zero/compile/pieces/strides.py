@@ -34,11 +34,12 @@ def settle_strides(graph: Graph, inputs: Sequence[Any]) -> None:
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         _note(node, value, changed)
     for node in graph.nodes:
-        if node.op != "call_function" or not _is_known(node):
+        if node.op != "call_function":
             continue
         if node.target is operator.getitem or not changed.isdisjoint(node.all_input_nodes):
-            _note(node, _run(node), changed)
-        elif is_view(node) and (before := signature(node)) not in right:
+            if _is_known(node):
+                _note(node, _run(node), changed)
+        elif is_view(node) and (before := signature(node)) not in right and _is_known(node):
             _note(node, _run(node), changed)
             if signature(node) == before:
                 right.add(before)

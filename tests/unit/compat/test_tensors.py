@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.compat.tensors import (
@@ -17,6 +18,7 @@ from lightning_zero.compat.tensors import (
     disabled_torch_function,
     foreach_copy,
     foreach_norm,
+    no_python_dispatcher,
     rebuild_parameter,
     tree_leaves,
     tree_map_only,
@@ -53,6 +55,17 @@ def test_without_torch_functions_no_mode_is_asked_either() -> None:
             loud + 1
         with DisableTorchFunction():
             assert type(loud + 1) is Tensor
+
+
+def test_ops_are_not_looked_up_in_python() -> None:
+    def looked_up() -> bool:
+        return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
+
+    with enable_python_dispatcher():
+        assert looked_up()
+        with no_python_dispatcher():
+            assert not looked_up()
+        assert looked_up()
 
 
 def test_both_are_seen_through_by_dynamo() -> None:

@@ -69,6 +69,40 @@ def test_the_joint_graph_is_that_of_the_whole(make: Callable[[], nn.Module], cou
     same_graph(make(), count)
 
 
+def test_a_layer_takes_no_longer_to_put_in_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch looks for a name among all that have the same number, and writes anew what a graph returns."""
+    numbered: list[str] = []
+    returned: list[Node] = []
+    inlining: list[bool] = []
+    inline, create, replace = Outline.inline, Graph.create_node, Node.replace_all_uses_with
+
+    def inlined(layers: Outline, graph: Graph) -> Graph:
+        inlining.append(True)
+        try:
+            return inline(layers, graph)
+        finally:
+            inlining.clear()
+
+    def created(graph: Graph, op: str, target: Any, *args: Any, **kwargs: Any) -> Node:
+        name = kwargs.get("name", args[2] if len(args) > 2 else None)
+        if inlining and name is not None and name.rpartition("_")[2].isdecimal():
+            numbered.append(name)
+        return create(graph, op, target, *args, **kwargs)
+
+    def replaced(node: Node, *args: Any, **kwargs: Any) -> list[Node]:
+        users = replace(node, *args, **kwargs)
+        returned.extend(user for user in users if inlining and user.op == "output")
+        return users
+
+    monkeypatch.setattr(Outline, "inline", inlined)
+    monkeypatch.setattr(Graph, "create_node", created)
+    monkeypatch.setattr(Node, "replace_all_uses_with", replaced)
+    _, count = joint_graph(Stack(Block), True)
+    assert count == LAYERS
+    assert not numbered
+    assert not returned
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: Stack(Attending), Tied], ids=["a bias", "weights"])
 def test_what_all_layers_read_gets_the_same_sum_of_gradients(make: Callable[[], nn.Module]) -> None:

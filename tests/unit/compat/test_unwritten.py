@@ -1,0 +1,87 @@
+"""What ``compat/unwritten.py`` takes from torch still means the same."""
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.partitioners
+from torch import Tensor
+from torch._functorch._aot_autograd import graph_compile
+from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
+from lightning_zero.compat.unwritten import unwritten
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], list[type], Tensor]:
+    """What is written while a function is compiled; the classes of its halves; a gradient."""
+    found: Counter[str] = Counter()
+    classes: list[type] = []
+
+    def counted(name: str, plain: Any) -> Any:
+        return lambda *args, **kwargs: (found.update([name]), plain(*args, **kwargs))[1]
+
+    def compiler(module: GraphModule, inputs: Any) -> Any:
+        classes.append(type(module))
+        return lambda inputs: module.forward(*inputs)
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        before = found["code"]
+        halves = min_cut_partition(*args, **kwargs)
+        found["code of halves"] += found["code"] - before
+        return halves
+
+    torch._dynamo.reset()
+    x = torch.linspace(0, 1, 4, requires_grad=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(GraphModule, "recompile", counted("code", GraphModule.recompile))
+        patched.setattr(GraphModule, "print_readable", counted("text", GraphModule.print_readable))
+        backend = aot_autograd(fw_compiler=boxed(compiler), bw_compiler=boxed(compiler), partition_fn=partition)
+        result = torch.compile(lambda x: (x.sin() * x.cos()).sum(), backend=backend)(x)
+        (grad,) = torch.autograd.grad(result, x)
+    torch._dynamo.reset()
+    return found, classes, grad
+
+
+def boxed(compiler: Any) -> Any:
+    def compile(module: GraphModule, inputs: Any) -> Any:
+        run = compiler(module, inputs)
+        run._boxed_call = True
+        return run
+
+    return compile
+
+
+def test_code_is_left_to_whoever_runs_it_and_text_to_whoever_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._logging._internal.trace_log", logging.Logger("nobody listens"))
+    plain, _, expected = compiled(monkeypatch)
+    with unwritten():
+        few, classes, grad = compiled(monkeypatch)
+    assert few["code of halves"] < plain["code of halves"]
+    assert few["text"] == plain["text"] - 2
+    assert issubclass(classes[-1], _LazyGraphModule)
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["logged", "traced"])
+def test_listeners_hear_of_both_halves(monkeypatch: pytest.MonkeyPatch, traced: bool) -> None:
+    trace, logs = logging.Logger("trace"), logging.Logger("graphs", logging.WARNING if traced else logging.INFO)
+    if traced:
+        trace.addHandler(logging.NullHandler())
+    monkeypatch.setattr("torch._logging._internal.trace_log", trace)
+    monkeypatch.setattr(graph_compile, "aot_graphs_log", logs)
+    plain, _, _ = compiled(monkeypatch)
+    with unwritten():
+        assert compiled(monkeypatch)[0]["text"] == plain["text"]
+
+
+def test_torch_has_its_own_functions_back() -> None:
+    partitioners = torch._functorch.partitioners
+    before = partitioners.reordering_to_mimic_autograd_engine, graph_compile._log_fw_bw_graphs
+    with pytest.raises(ZeroDivisionError), unwritten():
+        assert partitioners.reordering_to_mimic_autograd_engine is not before[0]
+        raise ZeroDivisionError
+    assert (partitioners.reordering_to_mimic_autograd_engine, graph_compile._log_fw_bw_graphs) == before
