@@ -134,7 +134,7 @@ class PaperCompiler:
             save_drawn(module.graph, budget)
             parts = (inductor_partition if generates else min_cut_partition)(module, inputs, **settings)
             if budget < 1:
-                save_chains(*(part.graph for part in parts), settings["num_fwd_outputs"])
+                save_chains(parts[0].graph, parts[1].graph, settings["num_fwd_outputs"])
             self._leave(*parts, settings["num_fwd_outputs"])
             return parts
 

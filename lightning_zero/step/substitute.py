@@ -48,6 +48,9 @@ class Substitute:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._own: Own | None = None  # while others are in their place
+        self._shown: Shown
+        self._before: Groups
+        self._after: Callable[[Own], None]
         self._forget()
         self._hook: Any = None
         self.stepped = False
@@ -117,5 +120,5 @@ class Substitute:
 
     def _forget(self) -> None:
         self._shown = Shown([], defaultdict(dict), [])
-        self._before: Groups = []
-        self._after: Callable[[Own], None] = lambda own: None
+        self._before = []
+        self._after = lambda own: None
