@@ -218,14 +218,15 @@ class Compiler:
         save_drawn(module.graph, budget)
         forward, backward = min_cut_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **settings)
         graphs = forward.graph, backward.graph
-        changed = keep_as_read(forward.graph, num_fwd_outputs)
-        changed += save_chains(*graphs, num_fwd_outputs) if budget < 1 else 0
+        changed = [forward] if keep_as_read(forward.graph, num_fwd_outputs) else []
+        if budget < 1 and save_chains(*graphs, num_fwd_outputs):
+            changed = [forward, backward]
         if limits is not None:
             nbytes = leave(*graphs, num_fwd_outputs, limits)
             log.info("%.1f MiB of what this graph saves for backward leave for the host", nbytes / 2**20)
-        if changed or limits is not None:
-            forward.recompile()
-            backward.recompile()
+            changed = [forward, backward]
+        for part in changed:
+            part.recompile()
         return forward, backward
 
     def _rewrite(self, graph: Graph) -> Graph:

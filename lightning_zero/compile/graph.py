@@ -35,6 +35,7 @@ __all__ = [
     "results",
     "shard_of",
     "weight_name",
+    "weight_nodes",
 ]
 
 GATHER = "gather"
@@ -84,6 +85,15 @@ def shard_of(node: Node) -> Node:
 def weight_name(node: Node) -> str:
     """The parameter that a gather or a reduce belongs to; in graphs not made by Dynamo, the input's own name."""
     return node.meta.get(CUSTOM, {}).get(WEIGHT) or shard_of(node).name
+
+
+def weight_nodes(graph: Graph) -> set[Node]:
+    """Gathers, and their views and casts: a weight, in whatever form."""
+    found = set(gathers(graph))
+    for node in graph.nodes:
+        if is_view_or_cast(node) and node.args and node.args[0] in found:
+            found.add(node)
+    return found
 
 
 def is_op(node: Node) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
-from lightning_zero.compile.graph import cast_dtype, output_node, results
-from lightning_zero.planning.weights import on_host, stays, weight_nodes
+from lightning_zero.compile.graph import cast_dtype, output_node, results, weight_nodes
+from lightning_zero.planning.weights import on_host, stays
 from lightning_zero.profiling.cost import fused_runs
 from lightning_zero.profiling.tensors import Storage, nbytes, storages
 

@@ -18,7 +18,7 @@ from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD
 from lightning_zero.native.ops import ON_PAPER
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["Stay", "insert_gathers", "on_host", "on_paper", "stays", "weight_nodes"]
+__all__ = ["Stay", "insert_gathers", "on_host", "on_paper", "stays"]
 
 _LIBRARY = torch.library.Library(ON_PAPER, "DEF")
 _LIBRARY.define("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor")
@@ -59,15 +59,6 @@ def insert_gathers(graph: Graph, count: int) -> None:
 
 def _first(graph: Graph, wanted: set[Node]) -> Node:
     return next(node for node in graph.nodes if node in wanted)
-
-
-def weight_nodes(graph: Graph) -> set[Node]:
-    """Gathers, and their views and casts: a weight, in whatever form."""
-    found = set(gathers(graph))
-    for node in graph.nodes:
-        if is_view_or_cast(node) and node.args and node.args[0] in found:
-            found.add(node)
-    return found
 
 
 @dataclass(frozen=True)

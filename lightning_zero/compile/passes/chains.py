@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import DESCRIBED, RECOMPUTE, UNCHECKED
-from lightning_zero.compile.graph import gathers, is_view_or_cast, output_node, results
+from lightning_zero.compile.graph import output_node, results, weight_nodes
 from lightning_zero.compile.passes.saved import after_tangents
 from lightning_zero.profiling.cost import fused_runs
 from lightning_zero.profiling.tensors import Storage, nbytes, storages, viewed
@@ -82,7 +82,7 @@ def save_chains(forward: Graph, backward: Graph, outputs: int) -> int:
 
 def _long(graph: Graph, spans: dict[Node, _Span], count: int) -> list[Node]:
     """What is computed again at the beginning, and lies there for long."""
-    weights = _weights(graph)
+    weights = weight_nodes(graph)
     return [
         node
         for node, span in spans.items()
@@ -136,14 +136,6 @@ def _reading(user: Node, clock: dict[Node, int], spans: dict[Node, _Span]) -> _S
         return _Span(clock[user], clock[user])
     span = spans.get(user)
     return span if span is None or viewed(user) is not None else _Span(span.first, span.first)
-
-
-def _weights(graph: Graph) -> set[Node]:
-    found = set(gathers(graph))
-    for node in graph.nodes:
-        if is_view_or_cast(node) and node.args and node.args[0] in found:
-            found.add(node)
-    return found
 
 
 def _is_same(made: Node | None, again: Node) -> bool:

@@ -12,14 +12,14 @@ is small; inputs, weights in any form, and what the user is given, whose memory 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import gathers, is_view_or_cast, ops, output_node, readers, reduces, results, shard_of
+from lightning_zero.compile.graph import gathers, ops, output_node, readers, reduces, results, shard_of, weight_nodes
 from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD, FindOp, HostCosts
 from lightning_zero.compile.passes.prefetch_schedule import node_seconds
 from lightning_zero.profiling.tensors import Storage, size_hint, storages, viewed
@@ -100,7 +100,7 @@ def _activations(
 ) -> tuple[list[_Activation], float]:
     """Those that may leave; how long forward takes."""
     held, clock = storages(forward), _clock(forward, limits)
-    others = [*_weights(forward), *(node for node in results(forward)[:outputs] if isinstance(node, Node))]
+    others = [*weight_nodes(forward), *(node for node in results(forward)[:outputs] if isinstance(node, Node))]
     stay = {storage for node in others for storage in held[node]}
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
     again = _clock(backward, limits)
@@ -125,14 +125,6 @@ def _activations(
 def _clock(graph: Graph, limits: LeavingLimits) -> dict[Node, float]:
     """When each node is over, if nothing waits."""
     return dict(zip(graph.nodes, accumulate(node_seconds(graph, limits.host.costs)), strict=True))
-
-
-def _weights(graph: Graph) -> Iterator[Node]:
-    found = set(gathers(graph))
-    for node in graph.nodes:
-        if node in found or (is_view_or_cast(node) and node.args and node.args[0] in found):
-            found.add(node)
-            yield node
 
 
 def _copied(storage: Storage, saved: Sequence[Node]) -> tuple[Node, dict[Node, list[Node]], int] | None:

@@ -14,6 +14,7 @@ from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
 from lightning_zero.compat.graphs import (
     BACKWARD,
     CUSTOM,
+    DESCRIBED,
     EXAMPLE,
     MODULES,
     ORIGIN,
@@ -24,6 +25,7 @@ from lightning_zero.compat.graphs import (
     SEEN_BY_USERS,
     SIDE,
     TANGENTS,
+    UNCHECKED,
 )
 
 aten = torch.ops.aten
@@ -211,3 +213,16 @@ def test_inductor_notes_which_outputs_users_see() -> None:
     from torch._inductor import compile_fx
 
     assert f'"{SEEN_BY_USERS}"' in inspect.getsource(compile_fx)
+
+
+def test_aotautograd_writes_at_results_what_they_are(of_module: tuple[Graphs, list[Any]]) -> None:
+    output = of_module[0]["forward"][-1]
+    assert len(output.meta[DESCRIBED]) == len(output.args[0])  # type: ignore[arg-type]
+
+
+def test_the_partitioner_puts_what_is_not_checked_behind_all_else() -> None:
+    import inspect
+
+    from torch._functorch import partitioners
+
+    assert f'"{UNCHECKED}"' in inspect.getsource(partitioners)
