@@ -8,7 +8,9 @@ at once are the few layers between two that are saved.
 Within a layer most products are worth the same for their bytes, too. Of these the smaller ones are saved: they are what
 layers hand on. Where the wide ones inside of layers are saved in their place, each layer's input has to be computed
 again from the first layer's on before backward begins. Under a budget of 0.3 that took more than no budget at all.
-The last product is saved besides, whatever the budget.
+The last product is saved besides, whatever the budget; and so is what sums up something much larger (a norm's scale,
+what a loss divides by), which takes next to nothing, and which torch, that adds up worths in float32, takes for
+worthless beside products. Computed again, sums over logits had these lie in memory in float32.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from lightning_zero.compat.compiler import CustomKnapsackSolver, functorch_confi
 from lightning_zero.compile.draws import draws
 from lightning_zero.compile.tagging import tag_drawn
 from lightning_zero.profiling import cost
+from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["SavedEvenly", "evenly", "save_drawn", "saved_within"]
 
 TIE = 0.02  # the share by which a product is worth more than one of twice its bytes and operations
+SMALL = 64  # times smaller than what it reads
 NEXT_TO_NONE = 1e-6  # a budget
 LEAST = 1e-6  # of a size, in shares of all: what has none is worth no more than that
 
@@ -67,12 +71,13 @@ class SavedEvenly(CustomKnapsackSolver):
         # Backward needs the last product, as logits, while all else that is saved is there, too: it takes nothing of
         # the peak to save it, and what computing it again needs would come on top.
         last = max((index for index, count in enumerate(flops) if count > 1), key=places.__getitem__, default=None)
-        others = [index for index in range(len(nodes)) if index != last]
+        small = {index for index, node in enumerate(nodes) if _sums_up(node)}
+        others = [index for index in range(len(nodes)) if index != last and index not in small]
         sizes = [memory[index] for index in others]
         _, saved, _ = knapsack(sizes, _worth([flops[index] for index in others], sizes), max_memory)
         kinds = [(memory[index], flops[index], nodes[index].target) for index in others]
         found = {others[index] for index in evenly(set(saved), kinds, [places[index] for index in others])}
-        found |= set() if last is None else {last}
+        found |= small if last is None else small | {last}
         # Computed again they would draw other numbers (attention with dropout).
         found |= {index for index, node in enumerate(nodes) if draws(node)}
         return sorted(found), sorted(set(range(len(nodes))) - found)
@@ -80,6 +85,11 @@ class SavedEvenly(CustomKnapsackSolver):
     def uuid(self) -> bytes:
         """Tells Inductor's cache which version of this has chosen."""
         return Path(__file__).read_bytes() + Path(cost.__file__).read_bytes()
+
+
+def _sums_up(node: Node) -> bool:
+    reads = sum(nbytes(source.meta.get("val")) for source in node.all_input_nodes)
+    return nbytes(node.meta.get("val")) * SMALL <= reads
 
 
 def _worth(flops: Sequence[int], sizes: Sequence[float]) -> list[float]:

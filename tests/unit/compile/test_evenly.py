@@ -85,3 +85,17 @@ def test_what_costs_most_is_saved_and_of_products_of_equal_worth_what_layers_han
     assert nodes.index(x) in saved, "the last one is, whatever the budget"
     assert nodes.index(x) in SavedEvenly()(sizes, graph, 0.01, None, nodes)[0]
     assert tuple(sum(nodes[index] in kind for index in saved) for kind in kinds) == kept
+
+
+def test_what_sums_up_something_much_larger_is_saved_whatever_the_budget() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(64, 4096, device="meta")
+    products = [x := product(graph, x, 4096) for _ in range(3)]
+    most, half = (graph.call_function(torch.ops.aten.amax.default, (x, [-1], True)) for _ in range(2))
+    most.meta["val"], half.meta["val"] = (torch.empty(64, width, device="meta") for width in (1, 2048))
+    nodes = [*products, half, most]
+    total = sum(node.meta["val"].numel() for node in nodes)
+    saved, _ = SavedEvenly()([node.meta["val"].numel() / total for node in nodes], graph, 0.01, None, nodes)
+    assert nodes.index(most) in saved
+    assert nodes.index(half) not in saved
