@@ -71,15 +71,14 @@ class SavedEvenly(CustomKnapsackSolver):
         # Backward needs the last product, as logits, while all else that is saved is there, too: it takes nothing of
         # the peak to save it, and what computing it again needs would come on top.
         last = max((index for index, count in enumerate(flops) if count > 1), key=places.__getitem__, default=None)
-        small = {index for index, node in enumerate(nodes) if _sums_up(node)}
-        others = [index for index in range(len(nodes)) if index != last and index not in small]
+        kept = {index for index, node in enumerate(nodes) if index == last or _sums_up(node)}
+        others = [index for index in range(len(nodes)) if index not in kept]
         sizes = [memory[index] for index in others]
         _, saved, _ = knapsack(sizes, _worth([flops[index] for index in others], sizes), max_memory)
         kinds = [(memory[index], flops[index], nodes[index].target) for index in others]
         found = {others[index] for index in evenly(set(saved), kinds, [places[index] for index in others])}
-        found |= small if last is None else small | {last}
         # Computed again they would draw other numbers (attention with dropout).
-        found |= {index for index, node in enumerate(nodes) if draws(node)}
+        found |= kept | {index for index, node in enumerate(nodes) if draws(node)}
         return sorted(found), sorted(set(range(len(nodes))) - found)
 
     def uuid(self) -> bytes:

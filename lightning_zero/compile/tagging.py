@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import BACKWARD, MODULES, RECOMPUTE, REGION, SIDE
 from lightning_zero.compile.draws import draws
-from lightning_zero.compile.graph import gathers, is_op, is_view_or_cast, reduces, shard_of
+from lightning_zero.compile.graph import is_op, reduces, shard_of, weight_nodes
 from lightning_zero.compile.passes.saved import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
 from lightning_zero.compile.regions import save_boundaries
 from lightning_zero.config import RecomputePolicy
@@ -80,13 +80,10 @@ def _module_path(node: Node) -> str:
 
 def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
     """Tags a joint forward and backward graph, in place; within ``keep``, weights cross all the same."""
-    tagged: set[Node] = set(gathers(graph))
+    tagged = weight_nodes(graph)
     if not tagged:
         return graph
     kept = set(choose_saved(graph, keep))
-    for node in graph.nodes:
-        if is_view_or_cast(node) and node.args and node.args[0] in tagged:
-            tagged.add(node)
     save_boundaries(graph, tagged)
     for node in graph.nodes:
         # The partitioner honours tags only among nodes that carry a region number.
