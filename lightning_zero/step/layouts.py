@@ -88,12 +88,6 @@ class StepLayouts:
         """What the optimizer keeps now is ours: nobody has loaded or replaced it."""
         self._values = _values(state)
 
-    def forget(self) -> None:
-        """Nothing is known of the optimizer, and no state of it is held here."""
-        self.last = self._known = None
-        self._by_pattern.clear()
-        self._values.clear()
-
     def drop_others(self, layout: StepLayout) -> None:
         """Only this one is still good."""
         self._by_pattern = {pattern: other for pattern, other in self._by_pattern.items() if other is layout}

@@ -109,8 +109,6 @@ class OptimizerSteps:
             if "optimizer" in config.offload and not self.on_host:
                 for optimizer in self._steppers:
                     leave_device(optimizer, self._sharder.find)
-            for stepper in self._steppers.values():
-                stepper.retire()
             self._steppers.clear()
             self._on_host = None
         elif config.offload_buffer_bytes != self.config.offload_buffer_bytes:

@@ -140,11 +140,6 @@ class OptimizerStepper:
         """State passes through other buffers from now on."""
         self._captured.forget()
 
-    def retire(self) -> None:
-        """Another one steps the optimizer from now on. State that it moves is not to be held here: where it was, its
-        memory would be there until somebody looked for cycles."""
-        self._layouts.forget()
-
     @contextmanager
     def flat(self) -> Iterator[None]:
         """Inside, the optimizer's parameters are the flat ones, with their gradients; nothing may be stepped."""

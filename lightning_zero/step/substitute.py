@@ -48,10 +48,9 @@ class Substitute:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._own: Own | None = None  # while others are in their place
-        self._shown: Shown
-        self._before: Groups
-        self._after: Callable[[Own], None]
-        self._forget()
+        self._shown = Shown([], defaultdict(dict), [])
+        self._before: Groups = []
+        self._after: Callable[[Own], None] = lambda own: None
         self._hook: Any = None
         self.stepped = False
         self._around: AbstractContextManager[Any] | None = None
@@ -114,11 +113,4 @@ class Substitute:
             # Some optimizers keep counters and averages in their groups.
             changes = {k: v for k, v in now.items() if k != "params" and before.get(k, self) is not v}
             own.groups[origin].update(changes)
-        after = self._after
-        self._forget()  # or it would hold state that moves meanwhile
-        after(own)
-
-    def _forget(self) -> None:
-        self._shown = Shown([], defaultdict(dict), [])
-        self._before = []
-        self._after = lambda own: None
+        self._after(own)
