@@ -18,6 +18,11 @@ skip_code = torch._dynamo.eval_frame.skip_code
 # Hooks of register_optimizer_step_pre_hook, of all optimizers, behind which a step begins. (torch 2.11+)
 global_pre_hooks = optimizers._global_optimizer_pre_hooks
 
+# Where modules keep hooks that only saving and loading call. (torch 2.11+)
+STATE_DICT_HOOKS = {
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
+}  # fmt: skip
+
 ATTRIBUTES = {
     # What is registered. Reading it from the module would ask the property that gathers; Dynamo traces this, too.
     # (torch 2.11+)

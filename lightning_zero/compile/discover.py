@@ -31,6 +31,7 @@ from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.hooks import Hooks, guarding_hooks, told_apart_by_hooks
 from lightning_zero.compile.leaves import leaves_of_nobody
 from lightning_zero.compile.stacks import frames_written_once
+from lightning_zero.compile.traced_once import layers_traced_once
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.amount import PassAmount
 from lightning_zero.sharding.surgery import read_given
@@ -244,7 +245,8 @@ class CompiledCalls:
                 torch.compiler.reset()  # what was compiled so far has no such guards
             leave_out = asking and not torch.compiler.is_compiling()
             leaving_out = input_gradients.left_out(asking) if leave_out else nullcontext()
-            with guarding_hooks() if self._guards_hooks else nullcontext(), leaving_out, leaves_of_nobody():
+            guarding = guarding_hooks() if self._guards_hooks else nullcontext()
+            with guarding, leaving_out, leaves_of_nobody(), layers_traced_once():
                 if not first:
                     return run(*args, **kwargs)
                 first = False

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_zero.compat.compiler import dynamo_config
 
-__all__ = ["Hooks", "guarding_hooks", "told_apart_by_hooks"]
+__all__ = ["Hooks", "guarding_hooks", "hooks_of", "told_apart_by_hooks"]
 
 
 class Hooks:
@@ -34,7 +34,7 @@ class Hooks:
         return self._keys() != self._known
 
     def _look(self) -> None:
-        self.all = [hooks for part in self._module.modules() for hooks in _hooks_of(part)]
+        self.all = [hooks for part in self._module.modules() for hooks in hooks_of(part)]
         self._homes = [part._modules for part in self._module.modules() if part._modules]
         self._parts = _children(self._homes)
 
@@ -48,7 +48,7 @@ def _children(homes: list[dict[str, nn.Module | None]]) -> list[nn.Module | None
     return [part for home in homes for part in home.values()]
 
 
-def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(module, kind) for kind in kinds]
 
@@ -61,7 +61,7 @@ def told_apart_by_hooks(root: nn.Module, left_out: Collection[Callable[..., Any]
     """
     count = Counter(map(type, root.modules()))
     several = [part for part in root.modules() if count[type(part)] > 1]
-    return any(hook not in left_out for part in several for hooks in _hooks_of(part) for hook in hooks.values())
+    return any(hook not in left_out for part in several for hooks in hooks_of(part) for hook in hooks.values())
 
 
 @contextmanager

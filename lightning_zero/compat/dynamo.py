@@ -1,0 +1,66 @@
+"""The parts of Dynamo that stand for values while it traces a function, and what it guards of them."""
+
+import re
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo import source, variables
+from torch._dynamo.variables import builder, nn_module
+
+# A module whose class is the user's: called, its code is followed, unless it is known already what comes of it.
+# (torch 2.11+)
+ModuleVariable: Any = nn_module.UnspecializedNNModuleVariable
+
+# A tuple: what layers return, and are given. (torch 2.11+)
+TupleVariable = variables.TupleVariable
+
+# A list; what is in it tells whether a layer has written to it. (torch 2.11+)
+ListVariable = variables.ListVariable
+
+# A dictionary, likewise; its keys are hashable forms of variables. (torch 2.11+)
+DictVariable = variables.ConstDictVariable
+
+# A number, a text, None: equal ones are the same to a trace. (torch 2.11+)
+ConstantVariable = variables.ConstantVariable
+
+# Makes one of these of a value that was there before, and an input of the graph, and its guards. (torch 2.11+)
+VariableBuilder = builder.VariableBuilder
+
+# Makes a variable of a node that was put into the graph, whose value is known. (torch 2.11+)
+wrap_proxy = builder.wrap_fx_proxy
+
+# Where a value was read: a path, by which a layer's values are found in another one. (torch 2.11+)
+Source = torch._guards.Source
+
+# A path that goes on from another, its base. (torch 2.11+)
+ChainedSource = source.ChainedSource
+
+# What compiled code asks of a value before it runs. (torch 2.11+)
+Guard = torch._guards.Guard
+
+# What decides where torch sends an op on a tensor; guards of tensors ask for it. (torch 2.11+)
+dispatch_keys = torch._C._dispatch_keys
+
+
+def guard_name(guard: Any) -> str:
+    """The name of what it asks, a method of torch's GuardBuilder."""
+    how = guard.create_fn
+    return str((how.func if isinstance(how, partial) else how).__name__)
+
+
+def was_there(variable: Any) -> bool:
+    """Whether it stands for an object that was there before the trace."""
+    return variable.mutation_type is not None and "Existing" in type(variable.mutation_type).__name__
+
+
+def is_written(effects: Any, variable: Any) -> bool:
+    """Whether it stands for a container that was there before the trace, to which Dynamo will write back."""
+    return was_there(variable) and variable not in effects.store_attr_mutations and effects.is_modified(variable)
+
+
+def path_in_modules(variable: Any) -> str:
+    """A module's path as nodes note it in which it was called."""
+    name = variable.get_nn_module_stack_source().name
+    return re.sub(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", name)

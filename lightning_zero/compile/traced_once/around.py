@@ -1,0 +1,70 @@
+"""What a trace depends on beside what it is given and what it guards, and what it may leave behind beside nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_zero.compat.compiler import TensorVariable
+from lightning_zero.compat.dynamo import (
+    ConstantVariable,
+    DictVariable,
+    ListVariable,
+    TupleVariable,
+    is_written,
+    was_there,
+)
+from lightning_zero.compile.traced_once.unlike import Unlike
+
+__all__ = ["Around"]
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Around:
+    """At one moment of a trace.
+
+    Attributes:
+        settings: that code makes and unmakes while it is traced.
+        written: what was there before the trace and has been written to, with what is in it.
+        hooks: of tensors, and what functions with a backward of their own have put away.
+    """
+
+    settings: tuple[Any, ...]
+    written: tuple[Any, ...]
+    hooks: tuple[int, int]
+
+    @classmethod
+    def of(cls, tx: Any) -> Around:
+        """
+        Raises:
+            Unlike: nobody can tell what has been written.
+        """
+        effects = tx.output.side_effects
+        written = [_held(variable) for variable in effects.id_to_variable.values() if is_written(effects, variable)]
+        for owner, attributes in effects.store_attr_mutations.items():
+            if was_there(owner):
+                written.append((owner, *((name, _held(value)) for name, value in attributes.items())))
+        return cls(_settings(tx), tuple(written), (len(effects.tensor_hooks), len(effects.save_for_backward)))
+
+
+def _held(value: Any) -> tuple[Any, ...]:
+    """It, and what is in it now. Dynamo's variables are equal only to themselves."""
+    if isinstance(value, TensorVariable | ConstantVariable) or not value.is_realized():
+        return (value,)
+    if type(value) in (TupleVariable, ListVariable):
+        return (value, *map(_held, value.items))
+    if type(value) is DictVariable:
+        return (value, *((key.vt, _held(item)) for key, item in value.items.items()))
+    raise Unlike(f"nobody knows what is in a {type(value).__name__} that was written to")
+
+
+def _settings(tx: Any) -> tuple[Any, ...]:
+    """Dynamo makes them while it traces what makes them."""
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES]
+    grads = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
+    modes = tuple(tx.symbolic_torch_function_state.mode_stack), torch.get_default_dtype()
+    return (*casts, *grads, *modes, torch.are_deterministic_algorithms_enabled())

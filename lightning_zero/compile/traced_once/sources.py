@@ -1,0 +1,62 @@
+"""Where Dynamo reads values from: the same path from another layer."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from lightning_zero.compat.dynamo import ChainedSource, Source
+from lightning_zero.compile.traced_once.unlike import Unlike
+
+__all__ = ["Moved", "begins_at"]
+
+
+def begins_at(path: Source, module: Source) -> bool:
+    """Whether it goes on from there, or is the same."""
+    while path != module:
+        if not isinstance(path, ChainedSource):
+            return False
+        path = path.base
+    return True
+
+
+class Moved:
+    """Paths that begin at one module, moved to another.
+
+    Args:
+        tx: reads what is there.
+        old: the module that they begin at.
+        new: the other one.
+    """
+
+    def __init__(self, tx: Any, old: Source, new: Source) -> None:
+        self._old, self._new = old, new
+        root = tx.output.root_tx
+        self._globals, self._locals = {"G": root.f_globals, "L": root.f_locals}, dict[str, Any]()
+        self._paths: dict[Source, Source] = {}
+        self._values: dict[Source, Any] = {}
+
+    def to(self, path: Source) -> Source:
+        """The path itself where it does not begin at the old module."""
+        found = self._paths.get(path)
+        if found is None:
+            found = self._paths[path] = self._new if path == self._old else self._parts_moved(path)
+        return found
+
+    def _parts_moved(self, path: Source) -> Source:
+        if not isinstance(path, ChainedSource):
+            return path
+        parts = {part.name: getattr(path, part.name) for part in fields(path)}
+        moved = {name: self.to(part) for name, part in parts.items() if isinstance(part, Source)}
+        changed = {name: part for name, part in moved.items() if part is not parts[name]}
+        return replace(path, **changed) if changed else path
+
+    def value(self, path: Source) -> Any:
+        """
+        Raises:
+            Unlike: there is nothing.
+        """
+        try:
+            return path.get_value(self._globals, self._locals, self._values)
+        except Exception as error:  # paths are code, which may raise anything
+            raise Unlike(f"there is nothing at {path.name}") from error
