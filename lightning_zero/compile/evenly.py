@@ -36,6 +36,7 @@ TIE = 0.02  # the share by which a product is worth more than one of twice its b
 SMALL = 64  # times smaller than what it reads
 NEXT_TO_NONE = 1e-6  # a budget
 LEAST = 1e-6  # of a size, in shares of all: what has none is worth no more than that
+UNITS = 10_000  # of all, in which torch counts sizes
 
 
 def saved_within(budget: float) -> dict[str, Any]:
@@ -92,9 +93,19 @@ def _sums_up(node: Node) -> bool:
 
 
 def _worth(flops: Sequence[int], sizes: Sequence[float]) -> list[float]:
-    """Of each thing that could be saved, with what decides among those that are worth the same for their bytes."""
+    """Of each thing that could be saved, with what decides among those that are worth the same for their bytes, as
+    torch counts these: of 24 layers a product has some 20 units, and rounding would decide more than that."""
     largest = max((LEAST, *sizes))
-    return [count * (1 + TIE * log2(largest / max(size, LEAST))) for count, size in zip(flops, sizes, strict=True)]
+    return [
+        count * (1 + TIE * log2(largest / max(size, LEAST))) * _counted(size)
+        for count, size in zip(flops, sizes, strict=True)
+    ]
+
+
+def _counted(size: float) -> float:
+    """How much more torch counts than there is."""
+    units = round(size * UNITS)
+    return units / (size * UNITS) if units else 1.0
 
 
 def evenly(saved: AbstractSet[int], kinds: Sequence[Hashable], places: Sequence[int]) -> set[int]:

@@ -87,6 +87,19 @@ def test_what_costs_most_is_saved_and_of_products_of_equal_worth_what_layers_han
     assert tuple(sum(nodes[index] in kind for index in saved) for kind in kinds) == kept
 
 
+@pytest.mark.parametrize("units", [20.0, 20.51, 21.5])  # of which torch makes 20, 21 and 22
+def test_what_layers_hand_on_is_saved_first_however_torch_rounds_its_size(units: float) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(64, 16, device="meta")
+    narrow, wide = ([product(graph, x, width) for _ in range(96)] for width in (16, 44))
+    x = product(graph, x, 16)  # the last one is saved in any case
+    nodes = [*wide, *narrow, x]
+    sizes = [node.meta["val"].shape[1] / 16 * units * 1e-4 for node in nodes]
+    saved, _ = SavedEvenly()(sizes, graph, 0.3, None, nodes)
+    assert sum(nodes.index(node) in saved for node in narrow) > 90, "all but those that fill what is left over"
+
+
 def test_what_sums_up_something_much_larger_is_saved_whatever_the_budget() -> None:
     graph = Graph()
     x = graph.placeholder("x")
