@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_zero.budget.curve import Curve
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
 
 __all__ = ["GAPS", "Chosen", "Facts", "Freedom", "Speed"]
@@ -101,6 +102,8 @@ class Facts:
         peak: of the device, as things are ``now``, with all that anybody has taken of it.
         now: the way in which memory is spent at that peak.
         activations: that would be saved for backward if nothing were computed again.
+        curve: what passes take at their peak by the share that is saved, with what is on the host; None where nobody
+            reckons that.
         weights: whole ones, in the dtype they are used in, that a pass gathers twice.
         states: of optimizers, as large as shards, wherever they are.
         masters: of the shards that optimizers step.
@@ -118,6 +121,7 @@ class Facts:
     peak: float
     now: Chosen = field(default_factory=Chosen)
     activations: float = 0.0
+    curve: Curve | None = None
     weights: float = 0.0
     states: float = 0.0
     masters: float = 0.0

@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import replace
 
+from lightning_zero.budget.curve import BUDGETS
 from lightning_zero.budget.facts import Chosen, Facts, Freedom, Speed
 from lightning_zero.budget.knapsack import Item, Variant
 from lightning_zero.config.option import OFFLOADED
@@ -42,12 +43,11 @@ ACTIVATIONS, WEIGHTS, HOST, GRADIENTS = "activations", "whole weights", "on the 
 
 # (share of activations that is saved, share of a forward that is computed again)
 RECOMPUTED = ((0.0, 1.0), (0.18, 0.85), (0.25, 0.65), (0.5, 0.18), (1.0, 0.0))
-# Below a fifth nothing more is saved: inputs of layers have to stay, and what is computed again is there for a while.
-BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 FORWARD = 1 / 3  # of a pass
 BESIDE = 0.05  # of a transfer is lost although something is computed beside it
-# Of activations that are not saved any more: what is computed again takes memory meanwhile, and the peak comes to lie
-# elsewhere. A decoder's peak falls by 0.7 to 1.0 of them, a T5's by 0.8 to 0.94 (to 0.3 of them saved).
+# Of activations that are not saved any more, where no curve says it: what is computed again takes memory meanwhile, and
+# the peak comes to lie elsewhere. A decoder's peak falls by 0.7 to 1.0 of them, a T5's by 0.8 to 0.94 (to 0.3 of them
+# saved).
 LESS = 0.7
 STAYS = 0.15  # of activations that go to the host: those that are on their way
 PARTS = 16  # in which weights are counted
@@ -96,14 +96,20 @@ def carried_out(facts: Facts, chosen: Chosen, peak: float) -> Facts:
     """What is known once ``chosen`` holds in place of ``facts.now``, and the peak was measured: of activations that
     leave, those that stay."""
     budget = max(chosen.activation_memory_budget, 0.01)
-    away = "activations" in chosen.offload and "activations" not in facts.now.offload
-    gone = _leaving(facts.activations * budget, facts.speed) / budget if away else 0.0
-    return replace(facts, now=chosen, peak=peak, activations=facts.activations - gone)
+    facts, before = replace(facts, now=chosen, peak=peak), facts
+    if "activations" not in chosen.offload or "activations" in before.now.offload:
+        return facts
+    gone = _leaving(facts.activations * budget, facts.speed) / budget
+    curve = facts.curve and facts.curve.without(lambda share: _leaving(before.activations * share, before.speed))
+    return replace(facts, activations=facts.activations - gone, curve=curve)
 
 
 def _at_peak(facts: Facts, budget: float) -> float:
     """Bytes that activations take there, where so large a share of them is saved."""
-    less = max(facts.now.activation_memory_budget - budget, 0.0)
+    now = facts.now.activation_memory_budget
+    if facts.curve is not None:
+        return facts.activations * now + facts.curve.more(budget, now)
+    less = max(now - budget, 0.0)
     return facts.activations * (budget + (1 - LESS) * less)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from lightning_zero.budget.curve import Point
 from lightning_zero.compat.choices import choices_by_hints
 from lightning_zero.compat.compiler import (
     BoxedCodeGen,
@@ -33,7 +34,6 @@ from lightning_zero.compat.compiler import (
     functorch_config,
     inductor_config,
     lookup_backend,
-    min_cut_partition,
 )
 from lightning_zero.compat.fakes import without_gradients
 from lightning_zero.compat.graphs import SEEN_BY_USERS
@@ -41,21 +41,22 @@ from lightning_zero.compat.unwritten import unwritten
 from lightning_zero.compile.again import why_again
 from lightning_zero.compile.attention import drop_causal_masks
 from lightning_zero.compile.context import PassContext
+from lightning_zero.compile.curve import chart
 from lightning_zero.compile.discover import CallNotes
-from lightning_zero.compile.evenly import save_drawn, saved_within
+from lightning_zero.compile.evenly import saved_within
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.graph import output_node
+from lightning_zero.compile.halves import halves
 from lightning_zero.compile.joint import JointPasses
 from lightning_zero.compile.listener import CompileListener
 from lightning_zero.compile.lowered import Lowered
 from lightning_zero.compile.out_of_sight import refuse_out_of_sight
 from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
 from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
-from lightning_zero.compile.passes.chains import save_chains
-from lightning_zero.compile.passes.edited import keep_as_read
 from lightning_zero.compile.passes.leaving import LeavingLimits, leave
 from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
+from lightning_zero.compile.plan import CHART
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
@@ -82,6 +83,7 @@ class Compiler:
     Attributes:
         last_weight: the shard that a step's forward reads last: backward follows on the graph that ends with it.
         notes: on the calls that are compiled.
+        charts: graphs for training say what they would take under other budgets of activations, too.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Compiler:
         self._turn_plans()
         self.last_weight: Tensor | None = None
         self.notes = CallNotes()
+        self.charts = False
 
     def arguments(self, saved_share: float | None = None) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``; with others for each module, alike ones would not share graphs.
@@ -213,21 +216,23 @@ class Compiler:
         self, limits: LeavingLimits | None, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any
     ) -> Any:
         """A joint graph into forward and backward, between which activations may leave for the host."""
-        # Here: Inductor's passes over joint graphs have seeds drawn, which no node before them does.
+        points = self._charted(module, inputs, num_fwd_outputs, settings) if self.charts else ()
         budget = self._config.activation_memory_budget
-        save_drawn(module.graph, budget)
-        forward, backward = min_cut_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **settings)
-        graphs = forward.graph, backward.graph
-        changed = [forward] if keep_as_read(forward.graph, num_fwd_outputs) else []
-        if budget < 1 and save_chains(*graphs, num_fwd_outputs):
-            changed = [forward, backward]
+        forward, backward, changed = halves(module, inputs, num_fwd_outputs, budget, **settings)
+        output_node(forward.graph).meta[CHART] = points
         if limits is not None:
-            nbytes = leave(*graphs, num_fwd_outputs, limits)
+            nbytes = leave(forward.graph, backward.graph, num_fwd_outputs, limits)
             log.info("%.1f MiB of what this graph saves for backward leave for the host", nbytes / 2**20)
             changed = [forward, backward]
         for part in changed:
             part.recompile()
         return forward, backward
+
+    def _charted(self, module: GraphModule, inputs: Any, outputs: int, settings: dict[str, Any]) -> tuple[Point, ...]:
+        begun = time.monotonic()
+        points = chart(module, inputs, outputs, self._context, **settings)
+        self._listener.spend("chart", time.monotonic() - begun)
+        return points
 
     def _rewrite(self, graph: Graph) -> Graph:
         begun = time.monotonic()
@@ -254,7 +259,7 @@ class Compiler:
             "reorder_for_peak_memory": False,
         }
         limits = self._leaving()
-        own = uuid and f"{uuid} {limits and limits.budget_bytes}"
+        own = uuid and f"{uuid} {limits and limits.budget_bytes} {self.charts}"
         options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
         lower = partial(self._lower, lowered)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,6 @@ from lightning_zero.compile.known import (
     after_first_step,
     before_training,
     measured,
-    room_once_replayed,
 )
 from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.measuring import Measuring
@@ -128,6 +128,12 @@ class MeasuredBudget:
     def may_capture(self) -> bool:
         """Whether what is compiled now is what stays, and its replays would be within the limit, if there is one."""
         return self.settled() and (not self._course.watching or self._course.foreseen)
+
+    def charts(self, config: EngineConfig) -> bool:
+        """Whether graphs that are compiled now should say what other budgets of activations come to: another plan will
+        be made, which may choose one. Of what is on the host by hand nobody reckons."""
+        awaited = config.memory is not None and self._gauge.exists and not self._course.done
+        return awaited and freedom(config).activations and ACTIVATIONS not in self.now(config).offload
 
     def now(self, config: EngineConfig) -> Chosen:
         """How memory is spent."""
@@ -254,14 +260,8 @@ class MeasuredBudget:
         return replace(plan, first_step=self._course.first_peak)
 
     def _agreed(self, config: EngineConfig) -> Agreed:
-        quiet = self._measuring.quiet
-        own = Agreed(steps=quiet.steps, traffic=quiet.traffic, saved=quiet.saved, passes=quiet.passes)
-        forward_s = sum(plan.compute_s for plan in self._plans.agreed if plan.kind == "forward")
-        own = replace(own, pass_s=self._measuring.pass_s(), forward_s=forward_s)
-        if (memory := quiet.memory) is not None:
-            limit = limit_of(config.memory, memory.total)
-            replayed, took = room_once_replayed(limit, memory, quiet.outside), memory.allocated - memory.resident
-            own = replace(own, room=limit - memory.taken, replayed=replayed, took=took)
+        limit = partial(limit_of, config.memory)
+        own = Agreed.own(self._measuring.quiet, self._plans, self._measuring.pass_s(), limit)
         return own.of_all(self._least)
 
     def _decide(self, config: EngineConfig, quiet: Agreed) -> Decided | None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
+from lightning_zero.budget.curve import Curve, agreed, nested, told
 from lightning_zero.budget.facts import GAPS, Chosen, Facts, Speed
 from lightning_zero.compile.first_step import Shown
+from lightning_zero.compile.measuring import Quiet
+from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.profiling.headroom import DeviceMemory, limit_of
@@ -17,6 +20,9 @@ __all__ = ["MASTERS", "Agreed", "Known", "after_first_step", "before_training", 
 EAGER_SAVED = 0.8
 # A first pass sets libraries up, and runs eagerly: later ones take about so much of its seconds.
 LATER = 0.25
+# What graphs reckon of a pass holds where it says of what is saved what was measured, but for so large a share of that.
+# It does not where one of them runs several times in a pass, or was compiled for a batch of another size.
+SAME = 0.2
 MASTERS = "parameters"  # among what ``offload`` names
 
 
@@ -122,6 +128,7 @@ class Agreed:
         took: bytes that a step took at its peak, beside what was there between steps.
         pass_s: seconds of a pass.
         passes: of them in a step.
+        curve: what a pass takes by the budget of activations, as its graphs reckon; None where some rank's do not.
     """
 
     steps: float = 0.0
@@ -133,12 +140,34 @@ class Agreed:
     took: float = 0.0
     pass_s: float = 0.0
     passes: float = 1.0
+    curve: Curve | None = None
+
+    @classmethod
+    def own(cls, quiet: Quiet, plans: PlanBook, pass_s: float, limit: Callable[[int], float]) -> Agreed:
+        """One rank's. ``plans``: of its graphs. ``limit``: of a device of so many bytes."""
+        found = cls(
+            steps=quiet.steps,
+            forward_s=sum(plan.compute_s for plan in plans.agreed if plan.kind == "forward"),
+            traffic=quiet.traffic,
+            saved=quiet.saved,
+            pass_s=pass_s,
+            passes=quiet.passes,
+            curve=nested([Curve(chart) for chart in plans.charts]),
+        )
+        if (memory := quiet.memory) is None:
+            return found
+        most, took = limit(memory.total), memory.allocated - memory.resident
+        replayed = room_once_replayed(most, memory, quiet.outside)
+        return replace(found, room=most - memory.taken, replayed=replayed, took=took)
 
     def of_all(self, least: Callable[..., list[float]]) -> Agreed:
         """The same on every rank. ``least``: of several numbers, the least of each that any rank gives. Collective."""
-        signs = {field.name: 1 if field.name in _LEAST else -1 for field in fields(self)}
-        found = least(*(sign * getattr(self, name) for name, sign in signs.items()))
-        return Agreed(**{name: sign * value for (name, sign), value in zip(signs.items(), found, strict=True)})
+        signs = {field.name: 1 if field.name in _LEAST else -1 for field in fields(self) if field.name != "curve"}
+        found = least(
+            *(sign * getattr(self, name) for name, sign in signs.items()), *(-value for value in told(self.curve))
+        )
+        numbers = {name: sign * value for (name, sign), value in zip(signs.items(), found, strict=False)}
+        return Agreed(**numbers, curve=agreed([-value for value in found[len(signs) :]]))
 
 
 _LEAST = ("steps", "room", "replayed", "forward_s")
@@ -161,9 +190,12 @@ def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Cho
     facts = known.facts("measured", limit, limit - (quiet.replayed if captured else quiet.room), now)
     whole = known.whole if now.until == "step" or quiet.passes >= 2 else quiet.traffic / 2
     whole = whole if known.gather_s else 0.0  # one rank has nothing to gather
+    curve, budget = quiet.curve, now.activation_memory_budget
+    seen = curve is not None and quiet.saved > 0 and abs(curve.at(budget).saved / quiet.saved - 1) <= SAME
     return replace(
         facts,
-        activations=(quiet.saved or EAGER_SAVED * quiet.took) / max(now.activation_memory_budget, 0.01),
+        curve=curve if seen else None,
+        activations=(quiet.saved or EAGER_SAVED * quiet.took) / max(budget, 0.01),
         weights=max(whole, now.weights),
         speed=replace(
             facts.speed,

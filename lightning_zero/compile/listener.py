@@ -60,8 +60,8 @@ class Progress:
 
     Attributes:
         compiled: how often a graph began to be compiled, or has been.
-        spent: seconds of "compiling", and of the "passes" therein; the number of "graphs"; of "pieces" that these were
-            cut into, and of "pieces compiled".
+        spent: seconds of "compiling", and of the "passes" and the "chart" of budgets therein; the number of "graphs";
+            of "pieces" that these were cut into, and of "pieces compiled".
     """
 
     def __init__(

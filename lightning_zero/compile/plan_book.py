@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from lightning_zero.budget.curve import Point
 from lightning_zero.compile.plan import GraphPlan, Plan
 
 __all__ = ["PlanBook"]
@@ -31,6 +32,13 @@ class PlanBook:
     def agreed(self) -> tuple[GraphPlan, ...]:
         """Of the graphs that have run since :meth:`forget` under the current key; later ones follow them."""
         return tuple(self._agreed.get(self._key, ()))
+
+    @property
+    def charts(self) -> list[tuple[Point, ...]]:
+        """What graphs that run under the current key say of other budgets of activations. Where these were announced
+        before, as those of an earlier training are, nobody hears of them again, and what was said then holds."""
+        now = [plan.chart for plan in self.agreed if plan.chart]
+        return now or [plan.chart for plan in self._all if plan.chart]
 
     def turn_to(self, key: Hashable) -> None:
         """Graphs are now rewritten as ``key`` says, and follow plans of the same key: other passes, or another share of

@@ -260,6 +260,7 @@ class CompileSession:
         decided = self.budget.decided(self.config)
         if decided is not None:
             self.hold(decided)
+        self._compiler.charts = self.budget.charts(self.config)
         return self.budget.until_step(self.config.compiled)
 
     def hold(self, decided: Decided) -> None:

@@ -26,17 +26,18 @@ from lightning_zero.compat.compiler import (
 )
 from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, without_modes
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.evenly import save_drawn, saved_within
-from lightning_zero.compile.graph import output_node, results
+from lightning_zero.compile.curve.lifetimes import fresh_bytes, graph_peak, leave_narrow
+from lightning_zero.compile.curve.stays import on_host
+from lightning_zero.compile.evenly import saved_within
+from lightning_zero.compile.graph import results
+from lightning_zero.compile.halves import halves
 from lightning_zero.compile.outside import Outside
 from lightning_zero.compile.passes import leaving, saved_for_backward
-from lightning_zero.compile.passes.chains import save_chains
 from lightning_zero.compile.passes.leaving import leave
 from lightning_zero.compile.passes.offload import place_offloads
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.planning.ledger import Ledger
-from lightning_zero.planning.lifetimes import graph_peak, leave_narrow
-from lightning_zero.planning.weights import insert_gathers, on_host, on_paper
+from lightning_zero.planning.weights import insert_gathers, on_paper
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 from lightning_zero.profiling.tensors import storages
 from lightning_zero.sharding.reach import reach
@@ -126,17 +127,15 @@ class PaperCompiler:
         generates = self._context.config.backend != "aot_eager"
         budget = self._context.config.activation_memory_budget
 
-        def partition(module: GraphModule, inputs: Any, **settings: Any) -> Any:
+        def partition(module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any) -> Any:
             insert_gathers(module.graph, weights)
             tag_gathers(module.graph, saved_for_backward(self._context))
             if self._context.config.recompute is not None:
                 tag_activations(module.graph, self._context.config.recompute)
-            save_drawn(module.graph, budget)
-            parts = (inductor_partition if generates else min_cut_partition)(module, inputs, **settings)
-            if budget < 1:
-                save_chains(parts[0].graph, parts[1].graph, settings["num_fwd_outputs"])
-            self._leave(*parts, settings["num_fwd_outputs"])
-            return parts
+            by = inductor_partition if generates else min_cut_partition
+            forward, backward, _ = halves(module, inputs, num_fwd_outputs, budget, by, **settings)
+            self._leave(forward, backward, num_fwd_outputs)
+            return forward, backward
 
         compiled = aot_function(
             function,
@@ -164,7 +163,7 @@ class PaperCompiler:
     def _forward(self, module: GraphModule, weights: int) -> Any:
         graph = module.graph
         peak = self._enter(graph, set(), 0)
-        self.found.saved += _fresh_bytes(graph)
+        self.found.saved += fresh_bytes(graph)
         self.found.forward_s += self._seconds(graph)
 
         def run(args: list[Any]) -> list[Any]:
@@ -220,15 +219,6 @@ def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[
 
 def _bytes(node: Any) -> int:
     return node.meta["val"].nbytes if isinstance(node, Node) else 0
-
-
-def _fresh_bytes(graph: Graph) -> int:
-    """Of the memory that a graph's results lie in, unless it came in."""
-    held = storages(graph)
-    came = {storage for node in graph.find_nodes(op="placeholder") for storage in held[node]}
-    away = on_host(graph)
-    returned = {storage for node in output_node(graph).all_input_nodes if node not in away for storage in held[node]}
-    return sum(storage.nbytes for storage in returned - came if storage is not None)
 
 
 def _results(graph: Graph, args: Sequence[Any]) -> list[Any]:

@@ -48,6 +48,8 @@ _SAME_FORMULA: dict[Any, Any] = {
     ops.flash_attention_on_cpu_backward: ops.flash_attention_backward,
 }
 _FUSED_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
+# Reading at places that another tensor tells fuses as well, though torch gives it no such tag.
+_FUSED_OPS = {ops.to_copy, _aten.gather.default}
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def _is_fused(node: Node) -> bool:
     if viewed(node) is not None:  # a view, or an op that writes in place
         return False
     makes = bool(tensors_of(node.meta.get("val")))
-    return makes and (bool(_FUSED_TAGS.intersection(target.tags)) or target is ops.to_copy or not _sources(node))
+    return makes and (bool(_FUSED_TAGS.intersection(target.tags)) or target in _FUSED_OPS or not _sources(node))
 
 
 def _transfer(node: Node) -> str | None:

@@ -4,20 +4,23 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.fx import Graph
 
+from lightning_zero.budget.curve import Curve, nested
 from lightning_zero.compile.budget import CAUTION
+from lightning_zero.compile.curve import chart
 from lightning_zero.offload.saved import SavedOnHost
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches
 from tests.helpers.options import config
-from tests.helpers.oracle import assert_close_relative
+from tests.helpers.oracle import Batch, assert_close_relative
 from tests.helpers.sharded import adamw, case_loss, engine_for, train_sharded
 from tests.ranks.pool import Ranks
 
@@ -71,6 +74,7 @@ def train(
     reduced: list[int] = []
     stays = True
     Gauge.engine, Gauge.laps = None, 0
+    charting = Mock(side_effect=chart)
 
     def count(what: str, graph: Graph) -> None:
         graphs[0] += what == "after"
@@ -84,6 +88,7 @@ def train(
         gauge,
         patch("lightning_zero.step.planned.CAN_LEAVE", (device or Device()).may_leave),
         patch.object(Gauge, "simulated", device, create=True),
+        patch("lightning_zero.compile.backend.chart", charting),
         engine_for(model, "aot_eager", observe=count, gather_group_mb=0.001, **options) as engine,
     ):
         Gauge.engine, engine.session.progress._report = engine, said.append
@@ -108,6 +113,7 @@ def train(
             "offload": engine.optimizers.config.offload,
             "stays": stays,
             "buffers": engine.optimizers.config.tuning.offload_buffer_mb,
+            "charts": charting.call_count,
             "kept": {g.until for plan in engine.session.plans.plan.graphs for g in plan.gathers},
             "plan": None if engine.memory.plan is None else engine.memory.plan.as_dict(),
             "reduced": reduced[-1] - reduced[-1 - accumulate] if len(reduced) > accumulate else 0,  # in as many batches
@@ -163,6 +169,103 @@ def test_what_was_measured_to_be_too_much_is_compiled_once_more(ranks: Ranks) ->
     assert found["activations"] < 1.0
     assert found["plan"]["measured"] <= found["plan"]["limit"]
     assert "the peak is" in found["said"][-1]
+
+
+def test_graphs_are_asked_for_other_budgets_once_and_only_where_a_plan_may_choose_one(ranks: Ranks) -> None:
+    limit = (HELD + 0.5 * SAVED) / GIB
+    for found in ranks.run(2, train, Device(eager=1000), 7, memory=limit):
+        assert found["compiles_in"] == [1, AGAIN]
+        assert found["charts"] == 2, "of the first block and of the others, and not once more when all is settled"
+    for options in ({"memory": limit, "activation_memory_budget": 0.9}, {"reshard_after_forward": "auto"}):
+        (found,) = ranks.run(1, train, Device(eager=1000), 3, **options)
+        assert found["charts"] == 0
+
+
+class Whole(Blocks):
+    """One graph, which runs once in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Sequential(*self.blocks)
+
+    def loss(self, batch: Batch) -> Tensor:
+        x, target = batch
+        return self.criterion(self.whole(x), target)
+
+
+class Charted(Gauge):
+    """Of a device that takes what its rank's graphs say."""
+
+    in_forward = False
+
+    def read(self) -> DeviceMemory:
+        session = Gauge.engine.session if Gauge.engine is not None else None
+        curve = None if session is None else nested([Curve(chart) for chart in session.plans.charts])
+        if session is None or curve is None:
+            return DeviceMemory(TOTAL, 0, HELD, HELD, HELD)
+        point = curve.at(session._compiler.context().config.activation_memory_budget)
+        took, now = HELD + int(point.peak), HELD + int(point.saved) * Charted.in_forward
+        return DeviceMemory(TOTAL, self.simulated.fuller * dist.get_rank(), took, took, now)
+
+
+def with_charts(limit: int, backend: str = "aot_eager") -> dict[str, Any]:
+    """Of one training, in which ranks have batches of other lengths. ``limit``: bytes."""
+    torch._dynamo.reset()
+    model, said = build(Whole), []
+    Gauge.engine = None
+    with (
+        patch("lightning_zero.compile.session.MemoryGauge", Charted),
+        patch("lightning_zero.step.planned.CAN_LEAVE", ()),
+        patch.object(Gauge, "simulated", Device(fuller=100), create=True),
+        patch("lightning_zero.compile.budget.DOUBT", 0.0),
+        engine_for(model, backend, gather_group_mb=0.001, memory=limit / GIB) as engine,
+    ):
+        Gauge.engine, engine.session.progress._report = engine, said.append
+        optimizer = adamw(model)
+        engine.optimizers.check(optimizer)
+        engine.optimizers.arrange([optimizer])
+        for batch in make_batches(Whole, 16, 12 + 12 * dist.get_rank()):
+            with engine.train_step():
+                loss = case_loss(model, batch)
+            Charted.in_forward = True
+            engine.cycle.before_backward()
+            Charted.in_forward = False
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+        assert engine.memory.plan is not None
+        curve = nested([Curve(chart) for chart in engine.session.plans.charts])
+        compiled = sum(line.startswith("Compiling") for line in said)
+        return {"curve": curve, "compiled": compiled, "plan": engine.memory.plan.as_dict(), "said": said}
+
+
+def test_ranks_choose_one_budget_by_what_the_larger_batch_would_take(ranks: Ranks) -> None:
+    small, large = ranks.run(2, with_charts, TOTAL)
+    assert large["curve"].at(1.0).saved == pytest.approx(2 * small["curve"].at(1.0).saved, rel=0.1)
+    for found in (small, large):
+        assert found["plan"]["chosen"]["activation_memory_budget"] == 1.0
+    most = HELD + 100 + large["curve"].at(0.5).peak
+    found = ranks.run(2, with_charts, int(most / (1 - CAUTION)) + 8)
+    for one in found:
+        assert one["plan"]["chosen"] == found[0]["plan"]["chosen"]
+        assert one["plan"]["chosen"]["activation_memory_budget"] == 0.5
+        assert one["plan"]["fits"]
+        assert one["plan"]["measured"] == pytest.approx(one["plan"]["peak"], abs=2)
+        assert one["compiled"] == 2, "no third time"
+
+
+def twice() -> list[dict[str, Any]]:
+    return [with_charts(TOTAL, "inductor") for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_a_graph_out_of_torchs_cache_says_what_it_said_when_it_was_compiled(ranks: Ranks) -> None:
+    [(cold, warm)] = ranks.run(1, twice)
+    assert "out of torch's cache" not in "".join(cold["said"])
+    assert "out of torch's cache" in "".join(warm["said"])
+    assert cold["curve"] is not None
+    assert warm["curve"] == cold["curve"]
 
 
 @pytest.mark.slow

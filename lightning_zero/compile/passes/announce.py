@@ -15,9 +15,9 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
-from lightning_zero.compile.graph import first_call, is_reduce, is_start, kind_of, ops, weight_name
+from lightning_zero.compile.graph import first_call, is_reduce, is_start, kind_of, ops, output_node, weight_name
 from lightning_zero.compile.passes.grouping import dtype_name
-from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
+from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Reduce
 from lightning_zero.native.ops import Op, declare, nothing, op_of
 from lightning_zero.profiling.estimate import Costs
 from lightning_zero.profiling.tensors import nbytes
@@ -57,7 +57,8 @@ def read_plan(graph: Graph) -> GraphPlan:
     before, waits = _users_behind(nodes), _resident_waits(nodes)
     gathers = tuple(_gather(node, position, before, waits) for node in nodes if is_start(node))
     reduces = tuple(_reduce(node, position) for node in nodes if is_reduce(node))
-    return GraphPlan(kind_of(graph), len(nodes), gathers, reduces)
+    chart = output_node(graph).meta.get(CHART, ())
+    return GraphPlan(kind_of(graph), len(nodes), gathers, reduces, chart=chart)
 
 
 def _users_behind(nodes: list[Node]) -> list[str]:

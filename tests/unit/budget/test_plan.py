@@ -7,8 +7,17 @@ from itertools import product
 
 import pytest
 
+from lightning_zero.budget.curve import Curve, Point
 from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Speed
-from lightning_zero.budget.items import BUDGETS, crowded, host_bytes, items_of, recomputed_share, size_of
+from lightning_zero.budget.items import (
+    BUDGETS,
+    carried_out,
+    crowded,
+    host_bytes,
+    items_of,
+    recomputed_share,
+    size_of,
+)
 from lightning_zero.budget.knapsack import Variant
 from lightning_zero.budget.options import applied, freedom
 from lightning_zero.budget.plan import advised, decide
@@ -152,6 +161,56 @@ def test_a_plan_that_was_carried_out_is_the_plan_again(limit: float) -> None:
 def test_weights_stay_until_the_step_where_passes_share_one() -> None:
     assert within(100, speed=replace(SPEED, passes=4.0)).until == "step"
     assert within(100).until == "backward"
+
+
+def bent(budget: float) -> Point:
+    """The first half that is computed again takes as much off the peak, the rest of it a third, and the last adds."""
+    peak = 30 * budget if budget >= 0.5 else 15 - 10 * (0.5 - budget) if budget > 0.2 else 16
+    return Point(budget, 30 * budget * GIB, peak * GIB)
+
+
+CHARTED = replace(FACTS, weights=0.0, curve=Curve(tuple(bent(budget) for budget in sorted(BUDGETS))))
+
+
+def test_what_graphs_say_of_a_budget_is_what_is_expected_of_it() -> None:
+    free = Freedom(offload=())
+    for budget in BUDGETS:
+        chosen = Chosen(budget)
+        assert size_of(chosen, CHARTED) - size_of(Chosen(), CHARTED) == pytest.approx(bent(budget).peak - 30 * GIB)
+        there = replace(CHARTED, now=chosen, peak=60 * GIB + bent(budget).peak - 30 * GIB)
+        assert decide(replace(there, limit=61 * GIB), free).peak == pytest.approx(60 * GIB), "and the way back"
+    assert decide(replace(CHARTED, limit=46 * GIB), free).chosen.activation_memory_budget == 0.5
+    assert decide(replace(CHARTED, limit=44 * GIB), free).chosen.activation_memory_budget == 0.4
+    tight = decide(replace(CHARTED, limit=10 * GIB), free)
+    assert (tight.chosen.activation_memory_budget, tight.peak) == (0.3, 43 * GIB), "no less is saved where that adds"
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_curve_changes_nothing_about_what_leaves_and_no_other_pick_is_faster(limit: float) -> None:
+    facts = replace(CHARTED, limit=limit)
+    assert_the_best(facts, product(*(item.variants for item in items_of(facts, ALL))))
+    away, stay = Chosen(0.5, ("activations",)), Chosen(0.5)
+    gone = size_of(stay, facts) - size_of(away, facts)
+    assert gone == pytest.approx(size_of(stay, FACTS) - size_of(away, FACTS))
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_what_was_carried_out_with_a_curve_is_the_plan_again(limit: float) -> None:
+    first = decide(replace(CHARTED, limit=limit), ALL)
+    again = decide(carried_out(replace(CHARTED, limit=limit), first.chosen, first.peak), ALL)
+    assert again.chosen == replace(first.chosen, weights=pytest.approx(first.chosen.weights, abs=2))
+    assert again.peak == pytest.approx(first.peak, abs=2)
+
+
+def test_once_activations_are_on_the_host_a_curve_is_of_those_that_stay() -> None:
+    away = Chosen(0.5, ("activations",))
+    there = carried_out(CHARTED, away, 40 * GIB)
+    assert there.curve is not None
+    for budget in (0.3, 0.4, 0.9):
+        less = Chosen(budget, ("activations",))
+        before = size_of(less, CHARTED) - size_of(away, CHARTED)
+        assert size_of(less, there) - size_of(away, there) == pytest.approx(before)
+    assert there.curve.at(0.5).saved < CHARTED.curve.at(0.5).saved  # type: ignore[union-attr]
 
 
 # Nothing stays whole, so that what is chosen is one of the items' variants; and there are 6 GiB of master weights.

@@ -64,7 +64,7 @@ class Alone(MeasuredBudget):
         self.said: list[str] = []
         self.starts = 0
         self.progress: Any = SimpleNamespace(compiled=0, report=self.said.append)
-        self.plans: Any = SimpleNamespace(count=0, agreed=(plan("backward", (4, 400)),))
+        self.plans: Any = SimpleNamespace(count=0, agreed=(plan("backward", (4, 400)),), charts=[])
         self.executor: Any = SimpleNamespace(counters=lambda: {"gather_bytes": self.bytes})
         self.bytes = 0
         gauge: Any = SimpleNamespace(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_zero.budget.curve import Curve, Point
 from lightning_zero.budget.facts import GIB, Chosen
 from lightning_zero.compile.budget import WATCHED_STEPS, MeasuredBudget
 from lightning_zero.compile.known import Known
@@ -24,9 +25,18 @@ class Simulated(MeasuredBudget):
         more: GiB that compiled code takes besides, where anything is computed again.
         kept: GiB that the allocator keeps of what ran before it was captured, until it gives them back.
         eager: GiB that the first pass takes.
+        curve: what compiled code takes and saves instead of all that; graphs say so.
     """
 
-    def __init__(self, limit: float | None, more: float = 0.0, kept: float = 0.0, eager: float = 9.0) -> None:
+    def __init__(
+        self,
+        limit: float | None,
+        more: float = 0.0,
+        kept: float = 0.0,
+        eager: float = 9.0,
+        curve: Curve | None = None,
+    ) -> None:
+        self.curve = curve
         self.said: list[str] = []
         self.warned: list[str] = []
         self.more, self.kept, self.eager = more, kept, eager
@@ -38,7 +48,7 @@ class Simulated(MeasuredBudget):
         self.graphs = 0.0  # GiB that captures hold
         self.captured_in: int | None = None  # which step
         progress: Any = SimpleNamespace(compiled=0, report=self.said.append)
-        self.book: Any = SimpleNamespace(count=0, agreed=())
+        self.book: Any = SimpleNamespace(count=0, agreed=(), charts=[] if curve is None else [curve.points])
         executor: Any = SimpleNamespace(counters=dict)
         gauge: Any = SimpleNamespace(
             exists=True,
@@ -58,8 +68,11 @@ class Simulated(MeasuredBudget):
 
     def _read(self) -> DeviceMemory:
         stays = HELD + self.states
-        now = stays + SAVED * self.share * self.in_forward
-        most = stays + SAVED * self.share + (self.more if self.share < 1 else 0.0)
+        saved, peak = SAVED * self.share, SAVED * self.share + (self.more if self.share < 1 else 0.0)
+        if self.curve is not None:
+            point = self.curve.at(self.share)
+            saved, peak = point.saved / GIB, point.peak / GIB
+        now, most = stays + saved * self.in_forward, stays + peak
         if not self.compiled:
             most = max(HELD + self.eager, stays)
         cached = self.cached + self.graphs
@@ -131,6 +144,53 @@ def test_a_plan_that_is_not_held_is_made_and_compiled_once_more() -> None:
     assert training.plan.measured == int((HELD + STATES + SAVED * 0.5 + 2) * GIB)
     assert training.plan.fits
     assert training.warned == []
+
+
+# The peak falls by half of what is not saved any more, and rises again where next to nothing is.
+PEAKS = ((0.2, 1.6, 6.9), (0.3, 2.4, 5.9), (0.4, 3.2, 6.0), (0.5, 4.0, 6.3), (0.8, 6.4, 7.2), (1.0, 8.0, 8.0))
+FLAT = Curve(tuple(Point(budget, saved * GIB, peak * GIB) for budget, saved, peak in PEAKS))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(22.5, []), (21.8, [0.8]), (20.9, [0.6]), (20.4, [0.4])])
+def test_where_graphs_say_what_they_would_take_the_second_plan_is_the_last(limit: float, expected: list[float]) -> None:
+    training = Simulated(limit, eager=3.0, curve=FLAT)
+    assert [share for _, share in training.run()] == expected
+    plan = training.plan
+    assert plan is not None
+    assert plan.measured == pytest.approx(plan.peak, abs=2)
+    assert plan.fits
+    assert training.warned == []
+
+
+def test_where_they_do_not_say_it_a_rule_of_thumb_may_be_wrong() -> None:
+    training = Simulated(20.4, eager=3.0, curve=FLAT)
+    training.book.charts = []
+    assert len(training.run()) == 2
+
+
+def test_where_nothing_is_enough_what_takes_least_is_taken_once() -> None:
+    training = Simulated(19.5, eager=3.0, curve=FLAT)
+    assert [share for _, share in training.run()] == [0.3]
+    assert training.plan is not None
+    assert not training.plan.fits
+
+
+def test_graphs_are_asked_until_a_plan_was_made_that_nothing_but_a_failure_would_change() -> None:
+    training = Simulated(20.7, eager=3.0, curve=FLAT)
+    asked = []
+    for training.number in range(12):
+        found = training.step()
+        asked.append((training.charts(training.config), found is not None))
+    assert asked == [(True, False)] * 5 + [(False, True)] + [(False, False)] * 6
+    training.reset()
+    assert training.charts(training.config), "of other options"
+    for by_hand in (
+        {"memory": None},
+        {"activation_memory_budget": 0.9},
+        {"offload": ("activations",)},
+        {"compile": False},
+    ):
+        assert not training.charts(replace(training.config, **by_hand))  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_held_is_told_by_how_much_and_does_not_fit() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
-from lightning_zero.profiling.cost import DeviceSpeed, Flops, NodeCost, graph_costs, node_flops
+from lightning_zero.profiling.cost import DeviceSpeed, Flops, NodeCost, fused_runs, graph_costs, node_flops
 from tests.helpers.tracing import traced
 from tests.unit.compile.graphs import Builder
 
@@ -115,6 +115,15 @@ def test_what_two_runs_share_is_written_once_and_read_again() -> None:
     assert (found["exp"].read, found["exp"].written) == (64, 64)
     assert (found["mm"].read, found["mm"].written) == (128, 64)
     assert (found["add"].read, found["add"].written) == (128, 64)
+
+
+def test_reading_at_places_of_its_own_does_not_end_a_fused_run() -> None:
+    b = Builder()
+    x, places = b.input("x", 64, 64), b.input("places", 64, 1, dtype=torch.int64)
+    chosen = b.call(aten.gather.default, b.call(aten.exp.default, x), 1, places)
+    graph = b.done(b.call(aten.neg.default, chosen))
+    assert {*fused_runs(graph).values()} == {0}
+    assert len(fused_runs(graph)) == 3
 
 
 def test_parts_of_one_tensor_are_read_each_but_never_more_than_all_of_it() -> None:

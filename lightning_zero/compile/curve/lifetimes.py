@@ -16,12 +16,12 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
-from lightning_zero.compile.graph import cast_dtype, output_node, results, weight_nodes
-from lightning_zero.planning.weights import on_host, stays
+from lightning_zero.compile.curve.stays import on_host, stays
+from lightning_zero.compile.graph import cast_dtype, is_reduce, output_node, results, weight_nodes
 from lightning_zero.profiling.cost import fused_runs
 from lightning_zero.profiling.tensors import Storage, nbytes, storages
 
-__all__ = ["graph_peak", "leave_narrow"]
+__all__ = ["fresh_bytes", "graph_peak", "leave_narrow"]
 
 # The memory of each node's results. Storages are compared by identity, so that all here have to be of one reading.
 Held = Mapping[Node, Sequence[Storage | None]]
@@ -42,13 +42,15 @@ def graph_peak(graph: Graph, context: PassContext, saved: AbstractSet[Node], gra
 
     Args:
         saved: inputs that nobody else holds: they go with their last use.
-        gradients: so many of the first results are gradients of weights, which leave.
+        gradients: so many of the first results are gradients of weights, which leave; so do those that the graph hands
+            over itself.
         fuses: code is generated; otherwise each op writes its result.
     """
-    time, end = _clock(graph, fuses), len(graph.nodes)
+    runs = fused_runs(graph) if fuses else {}
+    time, end = _clock(graph, runs), len(graph.nodes)
     held = storages(graph)
     left = _leaving(graph, held, context, gradients)
-    spans, gone = _spans(graph, held, saved, left, time, fuses)
+    spans, gone = _spans(graph, held, saved, left, time, runs)
     for stay in stays(graph, context):
         spans.append(Span(stay.nbytes, stay.begin, stay.end))
     coming: Counter[int] = Counter()
@@ -58,13 +60,23 @@ def graph_peak(graph: Graph, context: PassContext, saved: AbstractSet[Node], gra
         going[span.end] += span.nbytes
     for span in gone:
         going[span.end] += span.nbytes
-    reused = _reused(spans, gone) if fuses else {}
+    # What is compiled in pieces, as most is, never overwrites what a piece was given.
+    reused = _reused(spans, gone if context.config.whole_graphs else ()) if fuses else {}
     alive = peak = 0
     for moment in range(end + 1):
         alive += coming[moment]
         peak = max(peak, alive - reused.get(moment, 0))
         alive -= going[moment]
     return peak
+
+
+def fresh_bytes(graph: Graph) -> int:
+    """Of the memory that a graph's results lie in, unless it came in, or is the host's."""
+    held = storages(graph)
+    came = {storage for node in graph.find_nodes(op="placeholder") for storage in held[node]}
+    away = on_host(graph)
+    returned = {storage for node in output_node(graph).all_input_nodes if node not in away for storage in held[node]}
+    return sum(storage.nbytes for storage in returned - came if storage is not None)
 
 
 def leave_narrow(graph: Graph, gradients: int) -> None:
@@ -83,12 +95,9 @@ def _computed(gradient: Any) -> Any:
     return source if dtype is not None and source.meta["val"].dtype.itemsize < dtype.itemsize else gradient
 
 
-def _clock(graph: Graph, fuses: bool) -> dict[Node, int]:
+def _clock(graph: Graph, runs: Mapping[Node, int]) -> dict[Node, int]:
     """When each node runs. Those of one kernel run at once, when the last of them does."""
     position = {node: number for number, node in enumerate(graph.nodes)}
-    if not fuses:
-        return position
-    runs = fused_runs(graph)
     last: dict[int, int] = {}
     for node, run in runs.items():
         last[run] = position[node]
@@ -96,10 +105,14 @@ def _clock(graph: Graph, fuses: bool) -> dict[Node, int]:
 
 
 def _spans(
-    graph: Graph, held: Held, saved: AbstractSet[Node], left: dict[Storage, int], time: dict[Node, int], fuses: bool
+    graph: Graph,
+    held: Held,
+    saved: AbstractSet[Node],
+    left: dict[Storage, int],
+    time: dict[Node, int],
+    runs: Mapping[Node, int],
 ) -> tuple[list[Span], list[Span]]:
     """Tensors that the graph makes, and inputs of which it lets go."""
-    runs = fused_runs(graph) if fuses else {}
     weights, makers = weight_nodes(graph) | on_host(graph), {}
     begin: dict[Storage, int] = {}
     last: dict[Storage, int] = {}
@@ -132,6 +145,7 @@ def _leaving(graph: Graph, held: Held, context: PassContext, gradients: int) -> 
     computed."""
     position = {node: number for number, node in enumerate(graph.nodes)}
     brought = [value for value in results(graph)[:gradients] if isinstance(value, Node)]
+    brought += [node.args[0] for node in graph.nodes if is_reduce(node) and isinstance(node.args[0], Node)]
     brought.sort(key=position.__getitem__)
     sizes = [nbytes(node.meta["val"]) for node in brought]
     limit = min(context.config.reduce_group_mb * 2**20, sum(sizes) / GROUPS_PER_GRAPH)
