@@ -64,7 +64,15 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
-        GPT2Config(n_layer=ARGS.layers or 48, n_embd=1600, n_head=25, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        GPT2Config(
+            n_layer=ARGS.layers or 48,
+            n_embd=1600,
+            n_head=25,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=ARGS.cache,
+        )
     )
 
 
@@ -301,6 +309,7 @@ if __name__ == "__main__":
     parser.add_argument("model", choices=ROWS)
     parser.add_argument("--strategy", default="zero3_compile")
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--cache", action="store_true", help="gpt2: keys and values are kept, transformers' default")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int)

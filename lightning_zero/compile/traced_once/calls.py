@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.dynamo import ModuleVariable
+from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.compile.traced_once.around import Around
 from lightning_zero.compile.traced_once.given import Given
 from lightning_zero.compile.traced_once.known import Known, are_built_alike
@@ -103,7 +104,8 @@ class _Calls:
         for trace in traces if self._misses.get(kind, 0) < MOST_MISSES else ():
             last = _last(tx.output.graph)
             try:
-                return trace.again(variable, tx, given, around)
+                with DisableTorchFunctionSubclass():  # a shard's class would be asked for each size that is read of it
+                    return trace.again(variable, tx, given, around)
             except Exception as why:  # whatever it is, the call may well be traced
                 log.debug("A call of %s is traced: %s: %s", kind.__name__, type(why).__name__, why)
                 for node in reversed(calls_behind(tx.output.graph, last)):

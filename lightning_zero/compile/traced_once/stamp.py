@@ -141,7 +141,7 @@ def stamp(
     with without_modes(), no_python_dispatcher():  # values are made on purpose
         for node in nodes.own:
             args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
-            new[node] = copy = tracer.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+            new[node] = copy = tracer.create_node(node.op, node.target, args, kwargs, _base(node.name), node.type)
             copy.meta = names.renamed(node.meta | copy.meta)
             if SOURCES in node.meta:
                 copy.meta[SOURCES] = [*node.meta[SOURCES][:-1], (copy.name, node.meta[SOURCES][-1][1])]
@@ -151,6 +151,12 @@ def stamp(
     for node in wanted:
         variables[node] = _variable(tx, Proxy(new[node], tracer), node.meta[EXAMPLE])
     return _result(nodes.result, variables)
+
+
+def _base(name: str) -> str:
+    """Without its number, from which on torch would try one after the other."""
+    base, _, number = name.rpartition("_")
+    return base if base and number.isdecimal() else name
 
 
 def _install(tx: Any, moved: Moved, guards: Sequence[Guard], inputs: set[Any]) -> None:

@@ -1,0 +1,135 @@
+"""What ``compat/dynamo.py`` takes from torch still means the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.compat.compiler import TensorVariable
+from lightning_zero.compat.dynamo import (
+    ChainedSource,
+    ConstantVariable,
+    DictVariable,
+    Guard,
+    ListVariable,
+    ModuleVariable,
+    TupleVariable,
+    VariableBuilder,
+    dispatch_keys,
+    guard_name,
+    is_written,
+    path_in_modules,
+    was_there,
+    wrap_proxy,
+)
+from lightning_zero.compat.graphs import EXAMPLE
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen: list[int] = []
+        self.calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.seen.append(1)
+        return args[0] * self.weight
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Inner()])
+
+    def forward(self, x: Tensor) -> Any:
+        y = x + 1
+        return self.parts[0](y, (y, None), [y], {"y": y}, number=3)
+
+
+def seen_in_call(look: Callable[..., Any], behind: bool = False) -> Any:
+    """What ``look(variable, tx, args, kwargs)`` says while Dynamo traces a call of the inner module."""
+    found = []
+    plain = ModuleVariable.call_function
+
+    def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        inner = isinstance(variable.value, Inner)
+        if inner and not behind:
+            found.append(look(variable, tx, args, kwargs))
+        result = plain(variable, tx, args, kwargs)
+        if inner and behind:
+            found.append(look(variable, tx, args, kwargs))
+        return result
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModuleVariable, "call_function", call_function)
+        torch.compile(Outer(), backend="eager")(torch.ones(3))
+    return found[0]
+
+
+def test_arguments_are_variables_by_their_kinds() -> None:
+    kinds = seen_in_call(
+        lambda variable, tx, args, kwargs: [type(value.realize()) for value in [*args, kwargs["number"]]]
+    )
+    assert kinds[:4] == [TensorVariable, TupleVariable, ListVariable, DictVariable]
+    assert issubclass(kinds[4], ConstantVariable)
+
+
+def test_a_module_knows_its_path() -> None:
+    def look(variable: Any, *_: Any) -> Any:
+        source = variable.source
+        return path_in_modules(variable), isinstance(source, ChainedSource) and isinstance(source.base, ChainedSource)
+
+    assert seen_in_call(look) == ("L['self'].parts.0", True)
+
+
+def test_what_was_written_is_told_from_what_is_read() -> None:
+    def look(variable: Any, tx: Any, *_: Any) -> Any:
+        effects = tx.output.side_effects
+        written = [one for one in effects.id_to_variable.values() if is_written(effects, one)]
+        stored = {name for owner, names in effects.store_attr_mutations.items() if was_there(owner) for name in names}
+        return [type(one) for one in written], stored
+
+    assert seen_in_call(look) == ([], set())
+    assert seen_in_call(look, behind=True) == ([ListVariable], {"calls"})
+
+
+def test_an_input_and_a_result_can_be_made() -> None:
+    def look(variable: Any, tx: Any, *_: Any) -> Any:
+        path = next(one.originating_source for one in tx.output.guards if guard_name(one) == "TENSOR_MATCH")
+        root = tx.output.root_tx
+        value = path.get_value({"G": root.f_globals, "L": root.f_locals}, {}, {})
+        made, again = (VariableBuilder(tx, path)(value) for _ in range(2))
+        node = made.as_proxy().node
+        doubled = tx.output.create_proxy("call_function", torch.add, (made.as_proxy(), made.as_proxy()), {})
+        fake = node.meta[EXAMPLE]
+        with fake.fake_mode:
+            result = wrap_proxy(tx, doubled, fake + fake)
+        return node.op, again.as_proxy().node is node, type(result), result.as_proxy().node.target
+
+    assert seen_in_call(look) == ("placeholder", True, TensorVariable, torch.add)
+
+
+def test_guards_are_named_and_can_be_made_anew() -> None:
+    def look(variable: Any, tx: Any, *_: Any) -> Any:
+        guards = list(tx.output.guards)
+        first = next(one for one in guards if guard_name(one) == "NOT_PRESENT_IN_GENERIC_DICT")
+        count = len(tx.output.guards)
+        tx.output.guards.add(Guard(first.originating_source, partial(first.create_fn.func, **first.create_fn.keywords)))
+        return {guard_name(one) for one in guards}, len(tx.output.guards) - count
+
+    names, more = seen_in_call(look, behind=True)
+    assert {"TYPE_MATCH", "TENSOR_MATCH", "NOT_PRESENT_IN_GENERIC_DICT"} <= names
+    assert more == 1  # which does no harm
+
+
+def test_dispatch_keys_tell_kinds_of_tensors_apart() -> None:
+    assert dispatch_keys(torch.ones(1)) == dispatch_keys(torch.zeros(2))
+    assert dispatch_keys(torch.ones(1)) != dispatch_keys(torch.ones(1).to_sparse())
