@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from lightning_zero.compat import cuts
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compat.cuts import cutting_often
+from lightning_zero.compat.cuts import cutting_fast, cutting_often
 
 BUDGETS = (0.2, 0.4, 0.6, 1.0)
 
@@ -68,3 +68,21 @@ def test_the_cuts_are_the_same_and_fewer_are_looked_for(
     assert len({*expected}) > 2
     assert 0 < counts[1] < counts[0]
     assert cuts.partitioners.solve_min_cut is counted
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+def test_the_faster_way_finds_the_same_cuts(
+    joint: tuple[GraphModule, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, count = cuts.boykov_kolmogorov, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(cuts, "boykov_kolmogorov", counted)
+    expected = halves(joint, nullcontext())
+    assert count == 0
+    assert halves(joint, cutting_fast()) == expected
+    assert count > 0
