@@ -1,13 +1,16 @@
 """The parts of Dynamo that stand for values while it traces a function, and what it guards of them."""
 
+import dis
 import re
+import sys
 from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo
-from torch._dynamo import source, variables
+from torch._dynamo import source, symbolic_convert, variables
 from torch._dynamo.variables import builder, nn_module
+from torch.nn.modules import module as modules
 
 # A module whose class is the user's: called, its code is followed, unless it is known already what comes of it.
 # (torch 2.11+)
@@ -24,6 +27,18 @@ DictVariable = variables.ConstDictVariable
 
 # A number, a text, None: equal ones are the same to a trace. (torch 2.11+)
 ConstantVariable = variables.ConstantVariable
+
+# An object of a class of the user's; a module is one, too. (torch 2.11+)
+ObjectVariable = variables.UserDefinedObjectVariable
+
+# A function that is built in, its fn; comparisons are calls of it. (torch 2.11+)
+BuiltinVariable: Any = variables.BuiltinVariable
+
+# What a variable is as a key; torch 2.13 has it elsewhere. (torch 2.11+)
+HashableKey: Any = (
+    getattr(variables.ConstDictVariable, "_HashableTracker", None)
+    or sys.modules["torch._dynamo.variables.hashable"].HashableTracker
+)
 
 # Makes one of these of a value that was there before, and an input of the graph, and its guards. (torch 2.11+)
 VariableBuilder = builder.VariableBuilder
@@ -48,6 +63,32 @@ def guard_name(guard: Any) -> str:
     """The name of what it asks, a method of torch's GuardBuilder."""
     how = guard.create_fn
     return str((how.func if isinstance(how, partial) else how).__name__)
+
+
+def translators() -> list[Any]:
+    """Classes that go through bytecode, whose dispatch_table has a method for each instruction, by its number."""
+    # What they all derive from. (torch 2.11+)
+    found = [symbolic_convert.InstructionTranslatorBase]
+    for kind in found:
+        found += kind.__subclasses__()
+    return found
+
+
+def comparisons() -> dict[int, str]:
+    """Instructions that compare two values, the upmost on the stack, by their numbers."""
+    return {dis.opmap[name]: name for name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP") if name in dis.opmap}
+
+
+def hooks_of_all_modules() -> bool:
+    """Whether there are hooks that calls of all modules run."""
+    # By their handles' ids, before, behind and in backward. (torch 2.11+)
+    all_of_them = (
+        modules._global_forward_hooks,
+        modules._global_forward_pre_hooks,
+        modules._global_backward_hooks,
+        modules._global_backward_pre_hooks,
+    )
+    return any(all_of_them)
 
 
 def was_there(variable: Any) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx import traceback as fx_traceback
 
 from lightning_zero.compat.compiler import TensorVariable
 from lightning_zero.compat.dynamo import (
@@ -16,6 +17,7 @@ from lightning_zero.compat.dynamo import (
     is_written,
     was_there,
 )
+from lightning_zero.compat.graphs import CUSTOM
 from lightning_zero.compile.traced_once.unlike import Unlike
 
 __all__ = ["Around"]
@@ -29,7 +31,7 @@ class Around:
 
     Attributes:
         settings: that code makes and unmakes while it is traced.
-        written: what was there before the trace and has been written to, with what is in it.
+        written: what was there before the trace, and tensors, if something has been written to them, with what it was.
         hooks: of tensors, and what functions with a backward of their own have put away.
     """
 
@@ -46,7 +48,7 @@ class Around:
         effects = tx.output.side_effects
         written = [_held(variable) for variable in effects.id_to_variable.values() if is_written(effects, variable)]
         for owner, attributes in effects.store_attr_mutations.items():
-            if was_there(owner):
+            if was_there(owner) or isinstance(owner, TensorVariable):
                 written.append((owner, *((name, _held(value)) for name, value in attributes.items())))
         return cls(_settings(tx), tuple(written), (len(effects.tensor_hooks), len(effects.save_for_backward)))
 
@@ -67,4 +69,5 @@ def _settings(tx: Any) -> tuple[Any, ...]:
     casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES]
     grads = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
     modes = tuple(tx.symbolic_torch_function_state.mode_stack), torch.get_default_dtype()
-    return (*casts, *grads, *modes, torch.are_deterministic_algorithms_enabled())
+    notes = repr(fx_traceback.current_meta.get(CUSTOM))  # of torch.fx.traceback.annotate
+    return (*casts, *grads, *modes, torch.are_deterministic_algorithms_enabled(), notes)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.dynamo import ModuleVariable
+from lightning_zero.compat.dynamo import ModuleVariable, hooks_of_all_modules
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.compile.traced_once.around import Around
 from lightning_zero.compile.traced_once.given import Given
+from lightning_zero.compile.traced_once.identity import asked_for_identity
 from lightning_zero.compile.traced_once.known import Known, are_built_alike
 from lightning_zero.compile.traced_once.stamp import Nodes, calls_behind, stamp
 from lightning_zero.compile.traced_once.unlike import Unlike
@@ -55,9 +56,11 @@ class _Trace:
         self._nodes: Nodes | None = None
         self._known: Known | None = None
 
-    def end(self, tx: Any, result: Any) -> bool:
-        """Whether others may be stamped out of it."""
+    def end(self, tx: Any, result: Any, asked: Sequence[str]) -> bool:
+        """Whether others may be stamped out of it. ``asked``: what in it asks which object something is."""
         try:
+            if asked:
+                raise Unlike(f"it asks which object something is ({asked[0]})")
             if self._around != Around.of(tx):
                 raise Unlike("it has done something beside its nodes")
             self._nodes = Nodes.of(calls_behind(tx.output.graph, self._last), result, self._given)
@@ -115,8 +118,9 @@ class _Calls:
         if len(traces) >= MOST_TRACES:
             return plain(variable, tx, args, kwargs)
         trace = _Trace(variable, tx, given, around)
-        result = plain(variable, tx, args, kwargs)
-        if trace.end(tx, result):
+        with asked_for_identity() as asked:
+            result = plain(variable, tx, args, kwargs)
+        if trace.end(tx, result, asked):
             traces.append(trace)
         return result
 
@@ -135,6 +139,6 @@ def _may_repeat(variable: Any, tx: Any) -> bool:
     """Whether it has parts, so that there is something to save, and is called in the graph itself: what a checkpointed
     region runs is a graph of its own."""
     output = tx.output
-    in_graph = output.current_tracer is output.root_tracer and not output.export
+    in_graph = output.current_tracer is output.root_tracer and not output.export and not hooks_of_all_modules()
     module = variable.value
     return in_graph and variable.source is not None and isinstance(module, nn.Module) and bool(module._modules)

@@ -13,6 +13,7 @@ from lightning_zero.compat.dynamo import ConstantVariable, TupleVariable
 from lightning_zero.compat.graphs import EXAMPLE
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.frontend import storage_of
+from lightning_zero.compile.traced_once.known import constant
 from lightning_zero.compile.traced_once.unlike import Unlike
 
 __all__ = ["Given", "form_of"]
@@ -84,8 +85,7 @@ def _form(value: Any, tensors: list[Any]) -> Any:
     if kind is TupleVariable:
         return ("tuple", *(_form(item, tensors) for item in value.items))
     if isinstance(value, ConstantVariable) and value.is_python_constant():
-        constant = value.as_python_constant()
-        return type(constant), constant
+        return constant(value.as_python_constant())
     raise Unlike(f"it is given {kind.__name__}")
 
 

@@ -17,7 +17,7 @@ from lightning_zero.compile.hooks import hooks_of
 from lightning_zero.compile.traced_once.sources import Moved, begins_at
 from lightning_zero.compile.traced_once.unlike import Unlike
 
-__all__ = ["Known", "are_built_alike"]
+__all__ = ["Known", "are_built_alike", "constant"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # What is compared by itself, and what no call of a module reads.
@@ -88,8 +88,8 @@ class Known:
 # What guards ask of a value, by their names. What is not in here nobody knows.
 _OF_A_VALUE: dict[str, Callable[..., Any]] = {
     "TYPE_MATCH": type,
-    "CONSTANT_MATCH": lambda value, /: _constant(value),
-    "EQUALS_MATCH": lambda value, /, recompile_hint=None: _constant(value),
+    "CONSTANT_MATCH": lambda value, /: constant(value),
+    "EQUALS_MATCH": lambda value, /, recompile_hint=None: constant(value),
     "BOOL_MATCH": id,
     "NONE_MATCH": id,
     "ID_MATCH": lambda value, /, recompile_hint=None: id(value),
@@ -99,7 +99,7 @@ _OF_A_VALUE: dict[str, Callable[..., Any]] = {
     "BUILTIN_MATCH": id,
     "CLOSURE_MATCH": lambda value: id(value.__code__ if type(value) is types.FunctionType else value),
     "SEQUENCE_LENGTH": lambda value: (type(value), len(value)),
-    "DICT_KEYS_MATCH": lambda value: (type(value), [_constant(key) for key in value]),
+    "DICT_KEYS_MATCH": lambda value: (type(value), [constant(key) for key in value]),
     "DICT_CONTAINS": lambda value, /, key, invert=False: key in value,
     "DICT_NOT_CONTAINS": lambda value, /, key: key in value,
     "NOT_PRESENT_IN_GENERIC_DICT": lambda value, /, attr: attr in vars(value),
@@ -125,18 +125,18 @@ def _asked(guard: Guard) -> Callable[[Moved, Any], Any]:
     return lambda moved, path: _OF_A_VALUE[name](moved.value(path), **given)
 
 
-def _constant(value: Any) -> Any:
+def constant(value: Any) -> Any:
     """What is equal where values are, and anything else only to itself."""
     if isinstance(value, Tensor):
         return _form(value)
     if isinstance(value, PLAIN):
-        return type(value), value
+        return type(value), repr(value)  # 0.0 is equal to -0.0
     if type(value) in (tuple, list):
-        return type(value), [_constant(item) for item in value]
+        return type(value), [constant(item) for item in value]
     if type(value) in (dict, OrderedDict):
-        return type(value), [(key, _constant(item)) for key, item in value.items()]
+        return type(value), [(key, constant(item)) for key, item in value.items()]
     if type(value) in (set, frozenset) and all(isinstance(item, PLAIN) for item in value):
-        return type(value), {(type(item), item) for item in value}
+        return type(value), {(type(item), repr(item)) for item in value}
     return type(value), id(value)
 
 
@@ -159,4 +159,4 @@ def _alike(one: Any, other: Any, to_be_equal: bool) -> bool:
     """Whether it is the same object, or guards tell what is different of it: a number, or a text."""
     if isinstance(one, PLAIN) and isinstance(other, PLAIN) and not to_be_equal:
         return True
-    return one is other or bool(_constant(one) == _constant(other))
+    return one is other or bool(constant(one) == constant(other))

@@ -20,10 +20,11 @@ from lightning_zero.compat.dynamo import (
     Guard,
     TupleVariable,
     VariableBuilder,
+    guard_name,
     path_in_modules,
     wrap_proxy,
 )
-from lightning_zero.compat.graphs import EXAMPLE, MODULES, ORIGIN, SOURCES
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, MODULES, ORIGIN, SOURCES
 from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, without_modes
 from lightning_zero.compile.frontend import written_by
 from lightning_zero.compile.traced_once.given import Given, form_of
@@ -89,6 +90,8 @@ def _check(node: Node, inside: set[Node]) -> None:
     for value in _leaves(node.meta.get(EXAMPLE)):
         if isinstance(value, Tensor):
             form_of(value)
+            if getattr(value, "constant", None) is not None:
+                raise Unlike("a tensor's value is known")
         elif isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise Unlike("sizes are symbols")
 
@@ -128,11 +131,14 @@ def stamp(
         paired: what it was given, and what the other one is given there, as Dynamo's variables.
         modules: both, as Dynamo's variables.
     """
+    _look_at_numbers(tx, moved, guards)
     new: dict[Node, Node] = {node: variable.as_proxy().node for node, variable in paired.items()}
     for node in nodes.inputs:
         path = moved.to(node.meta[ORIGIN].source)
         # Of an input that is there already Dynamo returns what stands for it.
         new[node] = VariableBuilder(tx, path)(moved.value(path)).as_proxy().node
+        if _sizes(new[node]) != _sizes(node):
+            raise Unlike(f"{path.name} has another form")  # its sizes have changed before, and are symbols now
     _install(tx, moved, guards, {moved.to(node.meta[ORIGIN].source) for node in nodes.inputs})
     memory = _Memory(new)
     names = _Names(*modules)
@@ -142,7 +148,8 @@ def stamp(
         for node in nodes.own:
             args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
             new[node] = copy = tracer.create_node(node.op, node.target, args, kwargs, _base(node.name), node.type)
-            copy.meta = names.renamed(node.meta | copy.meta)
+            own = {name: note for name, note in copy.meta.items() if name != CUSTOM}
+            copy.meta = names.renamed(node.meta | own)
             if SOURCES in node.meta:
                 copy.meta[SOURCES] = [*node.meta[SOURCES][:-1], (copy.name, node.meta[SOURCES][-1][1])]
             if EXAMPLE in node.meta:
@@ -151,6 +158,22 @@ def stamp(
     for node in wanted:
         variables[node] = _variable(tx, Proxy(new[node], tracer), node.meta[EXAMPLE])
     return _result(nodes.result, variables)
+
+
+def _sizes(node: Node) -> tuple[Any, ...]:
+    value = node.meta[EXAMPLE]
+    form_of(value)
+    return value.shape, value.stride(), value.dtype, value.requires_grad
+
+
+def _look_at_numbers(tx: Any, moved: Moved, guards: Sequence[Guard]) -> None:
+    """Dynamo notes what a number of a module was, and makes it a symbol once it has changed: in all layers at once, or
+    each time another layer's would be noticed, one compilation after the other."""
+    for guard in guards:
+        path = moved.to(guard.originating_source)
+        number = guard_name(guard) in ("CONSTANT_MATCH", "EQUALS_MATCH") and type(moved.value(path)) is float
+        if number and not isinstance(VariableBuilder(tx, path)(moved.value(path)).realize(), ConstantVariable):
+            raise Unlike(f"{path.name} has changed before")
 
 
 def _base(name: str) -> str:
