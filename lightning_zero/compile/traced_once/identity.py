@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from typing import Any
 from unittest.mock import patch
 
@@ -72,7 +73,9 @@ def _table(table: Sequence[Any], look: Callable[[str, Sequence[Any]], None]) -> 
 
 def _compare(plain: Any, name: str, look: Callable[[str, Sequence[Any]], None]) -> Any:
     def compare(tx: Any, instruction: Any) -> Any:
-        look(name, tx.stack[-2:])
+        operands = tx.stack[-2:]
+        if name != "COMPARE_OP" or not any(isinstance(_seen(one), TensorVariable) for one in operands):
+            look(name, operands)  # tensors are compared by their values
         return plain(tx, instruction)
 
     return compare
@@ -89,8 +92,15 @@ def _method(plain: Any, look: Callable[[str, Sequence[Any]], None]) -> Any:
 
 def _is_object(variable: Any) -> bool:
     """Whether it stands for an object that is equal to itself alone, or has such in it."""
-    return isinstance(variable.realize() if variable.is_realized() else variable, OBJECTS)
+    return isinstance(_seen(variable), OBJECTS) and _may_be_object(variable)
 
 
 def _may_be_object(variable: Any) -> bool:
-    return not isinstance(variable.realize() if variable.is_realized() else variable, ConstantVariable)
+    seen = _seen(variable)
+    one_of_all = isinstance(seen, ObjectVariable) and isinstance(seen.value, Enum)
+    return not isinstance(seen, ConstantVariable) and not one_of_all
+
+
+def _seen(variable: Any) -> Any:
+    """Without looking at what nobody has looked at yet, which would be to guard it."""
+    return variable.realize() if variable.is_realized() else variable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,18 +13,24 @@ from torch import Tensor, nn
 
 from lightning_zero.compat.compiler import TensorVariable
 from lightning_zero.compat.dynamo import (
+    BuiltinVariable,
     ChainedSource,
     ConstantVariable,
     DictVariable,
     Guard,
+    HashableKey,
     ListVariable,
     ModuleVariable,
+    ObjectVariable,
     TupleVariable,
     VariableBuilder,
+    comparisons,
     dispatch_keys,
     guard_name,
+    hooks_of_all_modules,
     is_written,
     path_in_modules,
+    translators,
     was_there,
     wrap_proxy,
 )
@@ -133,3 +140,51 @@ def test_guards_are_named_and_can_be_made_anew() -> None:
 def test_dispatch_keys_tell_kinds_of_tensors_apart() -> None:
     assert dispatch_keys(torch.ones(1)) == dispatch_keys(torch.zeros(2))
     assert dispatch_keys(torch.ones(1)) != dispatch_keys(torch.ones(1).to_sparse())
+
+
+def test_instructions_that_compare_are_found_in_each_translator() -> None:
+    names = set(comparisons().values())
+    assert {"IS_OP", "CONTAINS_OP", "COMPARE_OP"} == names
+    for kind in translators():
+        for number, name in comparisons().items():
+            assert kind.dispatch_table[number] is getattr(kind, name)
+
+
+def test_keys_are_made_of_variables() -> None:
+    def look(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        [key] = args[3].realize().items
+        return type(key) is HashableKey, key.vt.as_python_constant(), issubclass(ModuleVariable, ObjectVariable)
+
+    assert seen_in_call(look) == (True, "y", True)
+
+
+def test_comparisons_are_calls_of_what_is_built_in() -> None:
+    called = []
+    plain = BuiltinVariable.call_function
+
+    def call_function(variable: Any, *rest: Any) -> Any:
+        called.append(variable.fn)
+        return plain(variable, *rest)
+
+    def function(x: Tensor) -> Tensor:
+        return x if operator.is_(x, None) else x + 1
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BuiltinVariable, "call_function", call_function)
+        torch.compile(function, backend="eager")(torch.ones(1))
+    assert operator.is_ in called
+
+
+def test_hooks_of_all_modules_are_known() -> None:
+    assert not hooks_of_all_modules()
+    for register in (
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert hooks_of_all_modules()
+        handle.remove()
+    assert not hooks_of_all_modules()

@@ -81,7 +81,11 @@ class Compiled:
     """
 
     def __init__(
-        self, module: nn.Module, once: bool = True, look: Callable[[GraphModule], Any] = lambda graph: None
+        self,
+        module: nn.Module,
+        once: bool = True,
+        look: Callable[[GraphModule], Any] = lambda graph: None,
+        dynamic: bool | None = False,
     ) -> None:
         torch._dynamo.reset()
         self.graphs: list[GraphModule] = []
@@ -89,7 +93,7 @@ class Compiled:
         self._look = look
         self.traced: Counter[str] = Counter()
         self._once = once
-        self._call = torch.compile(module, backend=self._backend, dynamic=False)
+        self._call = torch.compile(module, backend=self._backend, dynamic=dynamic)
 
     def _backend(self, graph: GraphModule, inputs: Any) -> Callable[..., Any]:
         self.graphs.append(graph)

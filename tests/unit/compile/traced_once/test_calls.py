@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -433,3 +434,82 @@ def test_attention_is_stamped_where_only_it_is_alike() -> None:
     compiled = Compiled(model)
     check(model, compiled, X)
     assert compiled.traced["Attention"] == 1
+
+
+class Knowing(Layer):
+    """Asks which of its owner's layers it is."""
+
+    owner: list[Any]
+    ways: tuple[Callable[[Any, list[nn.Module]], bool], ...] = (
+        lambda self, layers: self is layers[-1],
+        lambda self, layers: layers.index(self) == 3,
+        lambda self, layers: self in layers[2:],
+        lambda self, layers: any(layer is self for layer in layers[:2]),
+        lambda self, layers: {layer: at for at, layer in enumerate(layers)}[self] == 2,
+        lambda self, layers: self.attention.inner.weight is layers[3].attention.inner.weight,  # type: ignore[union-attr]
+    )
+    way = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = type(self).ways[self.way](self, list(self.owner[0].layers))
+        return x + self.attention(x) * (2.0 if chosen else 1.0)
+
+
+@pytest.mark.parametrize("way", range(6))
+def test_a_layer_that_knows_which_it_is_does(way: int) -> None:
+    model = Model(Knowing)
+    for layer in model.layers:
+        layer.owner, layer.way = [model], way  # type: ignore[assignment]
+    results = [Compiled(model, once)(X) for once in (False, True)]
+    assert torch.equal(*results)
+    assert torch.equal(results[1], model(X))
+
+
+def test_numbers_that_change_in_all_layers_compile_as_often_as_ever() -> None:
+    counts = []
+    for once in (False, True):
+        model = Model().eval()
+        compiled = Compiled(model, once, dynamic=None)
+        for scale in (0.5, 0.4, 0.3, 0.2, 0.1):
+            for layer in model.layers:
+                layer.attention.scale = scale  # type: ignore[union-attr, assignment]
+            assert torch.allclose(compiled(X), model(X))
+        counts.append(len(compiled.graphs))
+    assert counts[0] == counts[1]
+
+
+class Noting(Layer):
+    """Notes something at a tensor that it returns, which the next one reads."""
+
+    def forward(self, x: Any) -> Any:
+        y = self.attention(x) * getattr(x, "note", 1.0)
+        y.note = getattr(x, "note", 1.0) + 1
+        return y
+
+
+class Zero(Layer):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.zero = -0.0 if number == 3 else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x).abs() * math.copysign(1.0, self.zero)
+
+
+@pytest.mark.parametrize("kind", [Noting, Zero])
+def test_notes_and_signs_are_seen(kind: type[Layer]) -> None:
+    model = Model(kind)
+    check(model, Compiled(model), X)
+
+
+def test_hooks_of_all_modules_are_called() -> None:
+    model = Model()
+
+    def hook(module: nn.Module, args: Any, result: Any) -> Any:
+        return result * 3 if module is model.layers[3] else None
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        assert torch.equal(Compiled(model.eval())(X), model(X))
+    finally:
+        handle.remove()
