@@ -130,6 +130,9 @@ def stamp(
         guards: of the module that was traced.
         paired: what it was given, and what the other one is given there, as Dynamo's variables.
         modules: both, as Dynamo's variables.
+
+    Raises:
+        Unlike: an input of the graph would not be what it is for the module that was traced.
     """
     _look_at_numbers(tx, moved, guards)
     new: dict[Node, Node] = {node: variable.as_proxy().node for node, variable in paired.items()}
