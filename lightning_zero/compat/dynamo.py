@@ -76,7 +76,7 @@ def translators() -> list[Any]:
 
 def comparisons() -> dict[int, str]:
     """Instructions that compare two values, the upmost on the stack, by their numbers."""
-    return {dis.opmap[name]: name for name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP") if name in dis.opmap}
+    return {dis.opmap[name]: name for name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP")}
 
 
 def hooks_of_all_modules() -> bool:

@@ -188,15 +188,12 @@ def _base(name: str) -> str:
 def _install(tx: Any, moved: Moved, guards: Sequence[Guard], inputs: set[Any]) -> None:
     for guard in guards:
         path, how = moved.to(guard.originating_source), guard.create_fn
-        if path in inputs and isinstance(how, partial) and how.func.__name__ == "TENSOR_MATCH":
-            continue  # which came with the input
-        if isinstance(how, partial):
-            how = partial(how.func, **how.keywords)
-            if "source_b" in how.keywords:
-                how = partial(how.func, source_b=moved.to(how.keywords["source_b"]))
-            if "value" in how.keywords:
+        if guard_name(guard) == "TENSOR_MATCH":
+            if path not in inputs:  # those came with guards
                 VariableBuilder(tx, path)(moved.value(path))  # an input that nobody reads: it makes its own guard
-                continue
+            continue
+        if isinstance(how, partial) and "source_b" in how.keywords:
+            how = partial(how.func, source_b=moved.to(how.keywords["source_b"]))
         own = Guard(path, how)
         own.user_stack = guard.user_stack
         tx.output.guards.add(own, collect_debug_stack=False)
