@@ -55,7 +55,7 @@ from lightning_zero.compile.out_of_sight import refuse_out_of_sight
 from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
 from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
 from lightning_zero.compile.passes.leaving import LeavingLimits, leave
-from lightning_zero.compile.pieces import DifferentStrides, PieceCache, cut, lower, repeats, settle_strides
+from lightning_zero.compile.pieces import DifferentStrides, Kernels, PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.plan import CHART
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
@@ -262,15 +262,19 @@ class Compiler:
         own = uuid and f"{uuid} {limits and limits.budget_bytes} {self.charts}"
         options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
-        lower = partial(self._lower, lowered)
-        with joint, choices_by_hints():
+        kernels = Kernels()
+        lower = partial(self._lower, lowered, kernels)
+        with joint, choices_by_hints(), kernels:
             return compile_fx(module, inputs, config_patches=options, inner_compile=lower, **kwargs)
 
-    def _lower(self, lowered: Lowered, module: GraphModule, inputs: Any, **settings: Any) -> Any:
+    def _lower(self, lowered: Lowered, kernels: Kernels, module: GraphModule, inputs: Any, **settings: Any) -> Any:
         with lowered.of(module.graph):
-            return self._by_pieces(module, inputs, **settings)
+            compiled = self._by_pieces(kernels, module, inputs, **settings)
+            if settings.get("is_backward") or settings.get("is_inference"):
+                kernels.finish()  # before AOTAutograd's cache keeps them: a forward's with its backward's
+        return compiled
 
-    def _by_pieces(self, module: GraphModule, inputs: Any, **settings: Any) -> Any:
+    def _by_pieces(self, kernels: Kernels, module: GraphModule, inputs: Any, **settings: Any) -> Any:
         """A forward or backward graph, which goes through the passes on its way."""
         if self._config.whole_graphs or not repeats(module.graph):
             return compile_fx_inner(module, inputs, **settings)
@@ -279,7 +283,7 @@ class Compiler:
         steps = cut(module.graph)
         begun, known = time.monotonic(), self._pieces.compiled
         try:
-            program = None if steps is None else lower(module, self._pieces, steps, **settings)
+            program = None if steps is None else lower(module, self._pieces, kernels, steps, **settings)
         except DifferentStrides as error:
             log.info("A graph is compiled whole: %s", error)
             program = None

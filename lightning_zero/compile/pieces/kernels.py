@@ -1,10 +1,12 @@
-"""Kernels of pieces are compiled by other processes, or threads, while the next pieces are lowered. Inductor waits for
-those of one graph before it goes on to another; with dozens of pieces that is most of the time of lowering them."""
+"""Kernels of pieces are compiled by other processes, or threads, while the next pieces are lowered: a forward's while
+its backward is. Inductor waits for those of one graph before it goes on to another; with dozens of pieces that is most
+of the time of lowering them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,13 +17,21 @@ __all__ = ["Kernels"]
 
 
 class Kernels:
-    """A context in which nobody waits for kernels: its end does, for all of them, and gives each piece its own."""
+    """Those of pieces that were lowered; a context that waits for them at its end, if nobody has before."""
 
     def __init__(self) -> None:
         self._waits: list[Callable[[], None]] = []
         self._pieces: list[tuple[Any, list[Callable[[], None]]]] = []
 
     def __enter__(self) -> Kernels:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    @contextmanager
+    def not_waited_for(self) -> Iterator[None]:
+        """A context in which nobody waits for kernels."""
         now, mine = AsyncCompile.wait, threading.get_ident()
 
         def later(compiler: Any, scope: dict[str, Any]) -> None:
@@ -30,19 +40,21 @@ class Kernels:
             else:
                 now(compiler, scope)
 
-        self._patch = patch.object(AsyncCompile, "wait", later)
-        self._patch.start()
-        return self
+        try:
+            with patch.object(AsyncCompile, "wait", later):
+                yield
+        finally:
+            self.belong_to(None)  # those of a piece that failed half-way: others may find its code in memory
 
     def belong_to(self, compiled: Any) -> None:
         """What nobody has waited for since the last call belongs to this piece."""
         self._pieces.append((compiled, self._waits))
         self._waits = []
 
-    def __exit__(self, *_: object) -> None:
-        self._patch.stop()
-        # Those of a piece that failed half-way, too: others may find its code in memory.
-        for compiled, waits in [*self._pieces, (None, self._waits)]:
+    def finish(self) -> None:
+        """Waits for all, and gives each piece its own. Harmless when repeated."""
+        pieces, self._pieces = self._pieces, []
+        for compiled, waits in pieces:
             if waits:
                 _finish(compiled, waits)
 

@@ -55,12 +55,15 @@ class PieceCache:
         return self._known[key]
 
 
-def lower(module: GraphModule, cache: PieceCache, steps: Sequence[Piece | Node], **settings: Any) -> Program:
+def lower(
+    module: GraphModule, cache: PieceCache, kernels: Kernels, steps: Sequence[Piece | Node], **settings: Any
+) -> Program:
     """What a graph that was cut does, as code.
 
     Args:
         module: the whole graph.
         cache: of pieces.
+        kernels: of the pieces, which have to be finished before they run.
         steps: by :func:`~lightning_zero.compile.pieces.cut.cut`.
         settings: for Inductor, as it gives them to what compiles a graph.
 
@@ -68,7 +71,7 @@ def lower(module: GraphModule, cache: PieceCache, steps: Sequence[Piece | Node],
         DifferentStrides: pieces would not go together.
     """
     settings = {**settings, "static_input_idxs": ()}
-    with Kernels() as kernels:
+    with kernels.not_waited_for():
         compiled = [_compiled(module, step, cache, settings, kernels) for step in steps if isinstance(step, Piece)]
     return Program(module, steps, compiled)
 

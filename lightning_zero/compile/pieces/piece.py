@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import SymFloat, SymInt
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from lightning_zero.compile.pieces.kinds import Kind
+from lightning_zero.compile.pieces.kinds import Kind, signature
 from lightning_zero.profiling.tensors import tensors_of
 
 __all__ = ["Piece", "make_piece", "symbol_inputs"]
@@ -41,12 +41,13 @@ def make_piece(work: Sequence[Node], wanted: Sequence[Node], kinds: dict[Node, K
 
     Args:
         work: nodes of the whole graph, in order.
-        wanted: of these, or views of them.
+        wanted: of these, or views of them, in any order: in what order others read them differs between equal layers.
         kinds: of all nodes of the whole graph.
         symbols: by :func:`symbol_inputs`.
     """
     graph = Graph()
-    own = set(work)
+    own = {node: number for number, node in enumerate(work)}
+    wanted = sorted(wanted, key=lambda node: _place(node, own))
     inputs: dict[Node, Node] = {}
     copies: dict[Node, Node] = {}
 
@@ -80,6 +81,14 @@ def make_piece(work: Sequence[Node], wanted: Sequence[Node], kinds: dict[Node, K
     output = graph.output(tuple(copies[node] for node in wanted))
     output.meta["val"] = tuple(node.meta.get("val") for node in wanted)
     return Piece(graph, tuple(inputs), tuple(wanted))
+
+
+def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int, str]:
+    """Of work among ``own``; of a view behind what it is a view of, by what it does."""
+    if node in own:
+        return own[node], 0, ""
+    place, views, what = max((_place(read, own) for read in node.all_input_nodes), default=(-1, 0, ""))
+    return place, views + 1, f"{what} {signature(node)}"
 
 
 def _input(graph: Graph, node: Node) -> Node:

@@ -37,8 +37,9 @@ def test_all_are_waited_for_at_the_end() -> None:
     (first, one), (second, other) = scope(), scope()
     with Kernels() as kernels:
         for globals_ in (first, second):
-            AsyncCompile().wait(globals_)  # would not return
-            kernels.belong_to(object())
+            with kernels.not_waited_for():  # one graph's, then another's
+                AsyncCompile().wait(globals_)  # would not return
+                kernels.belong_to(object())
         assert first["kernel"] is one
         one.set_result("a")
         other.set_result("b")
@@ -48,7 +49,7 @@ def test_all_are_waited_for_at_the_end() -> None:
 def test_whoever_compiles_in_another_thread_waits_as_before() -> None:
     globals_, future = scope()
     future.set_result("a")
-    with Kernels():
+    with Kernels().not_waited_for():
         thread = threading.Thread(target=AsyncCompile().wait, args=(globals_,))
         thread.start()
         thread.join(20)
@@ -58,7 +59,7 @@ def test_whoever_compiles_in_another_thread_waits_as_before() -> None:
 def test_what_was_lowered_before_an_error_is_whole() -> None:
     (first, one), (second, other) = scope(), scope()
     before = AsyncCompile.wait
-    with pytest.raises(ValueError, match="the third"), Kernels() as kernels:
+    with pytest.raises(ValueError, match="the third"), Kernels() as kernels, kernels.not_waited_for():
         AsyncCompile().wait(first)
         kernels.belong_to(object())
         AsyncCompile().wait(second)
@@ -73,7 +74,7 @@ def test_each_piece_keeps_the_kernels_that_were_compiled_for_it(monkeypatch: pyt
     collected = iter(["its own", "compiled again"])
     monkeypatch.setattr(TritonBundler, "collect", lambda: (next(collected), None))
     made, loaded = Compiled([]), Compiled(["from the cache"])
-    with Kernels() as kernels:
+    with Kernels() as kernels, kernels.not_waited_for():
         for compiled in (made, loaded):
             globals_, future = scope()
             future.set_result("a")
@@ -90,10 +91,36 @@ def test_a_piece_is_given_what_has_been_compiled_for_it() -> None:
     globals_, future = scope()
     future.set_result("a")
     with inductor_config.patch(bundle_triton_into_fx_graph_cache=True):
-        with Kernels() as kernels:
+        with Kernels() as kernels, kernels.not_waited_for():
             AsyncCompile().wait(globals_)
             kernels._waits.append(lambda: seen.append(TritonBundler._entries))
             kernels.belong_to(made)
         assert seen == [[]], "kernels are noted while they are waited for"
         assert TritonBundler._entries is None
         assert made._triton_bundle.kernel_artifacts == []
+
+
+def test_they_are_finished_once() -> None:
+    globals_, future = scope()
+    future.set_result("a")
+    with Kernels() as kernels:
+        with kernels.not_waited_for():
+            AsyncCompile().wait(globals_)
+        kernels.finish()
+        assert globals_["kernel"] == "a"
+        globals_["kernel"] = Future()  # waited for again, this would not return
+
+
+def test_kernels_of_a_piece_that_failed_are_not_given_to_the_next() -> None:
+    """That of another graph, say one that is lowered after a forward that was not."""
+    (first, one), (second, other) = scope(), scope()
+    one.set_result("a")
+    other.set_result("b")
+    kernels = Kernels()
+    with pytest.raises(ValueError, match="failed"), kernels.not_waited_for():
+        AsyncCompile().wait(first)
+        raise ValueError("failed")
+    with kernels.not_waited_for():
+        AsyncCompile().wait(second)
+        kernels.belong_to("next")
+    assert [(piece, len(waits)) for piece, waits in kernels._pieces if waits] == [(None, 1), ("next", 1)]

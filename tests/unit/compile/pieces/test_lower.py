@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, lookup_backend
-from lightning_zero.compile.pieces import PieceCache, cut, lower, repeats, settle_strides
+from lightning_zero.compile.pieces import Kernels, PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.pieces.inductor import of_a_piece
 from lightning_zero.compile.pieces.lower import _fingerprint
 
@@ -42,7 +42,8 @@ def trained(module: nn.Module, batches: list[Tensor], cache: PieceCache | None) 
         settle_strides(graph.graph, inputs)
         steps = cut(graph.graph)
         assert steps is not None
-        return lower(graph, cache, steps, **settings)
+        with Kernels() as kernels:
+            return lower(graph, cache, kernels, steps, **settings)
 
     compile_fx: Any = lookup_backend("inductor")
     torch.compiler.reset()

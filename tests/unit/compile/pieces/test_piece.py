@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 import torch
@@ -31,13 +32,13 @@ def test_views_and_constants_are_made_once_in_each_piece_that_reads_them() -> No
     graph = b.done(turned, inner)
     piece = make_piece([inner, last], [turned, inner], kinds_of(graph), [])
     assert piece.inputs == (before, x)
-    assert piece.outputs == (turned, inner)
+    assert piece.outputs == (inner, turned)
     assert targets(piece) == [
         *("add_tensor", "x", "aten.full.default", "aten.mul.Tensor", "aten.view.default", "aten.view.default"),
         *("aten.add.Tensor", "aten.t.default", "output"),
     ]
     [output] = piece.graph.find_nodes(op="output")
-    assert [value.shape for value in output.meta["val"]] == [(2, 3), (3, 2)]
+    assert [value.shape for value in output.meta["val"]] == [(3, 2), (2, 3)]
     assert [node.meta["val"].shape for node in piece.graph.find_nodes(op="placeholder")] == [(3, 2), (2, 3)]
     piece.graph.lint()
     known = {"add_tensor": torch.randn(3, 2), "x": torch.randn(2, 3)}
@@ -46,8 +47,8 @@ def test_views_and_constants_are_made_once_in_each_piece_that_reads_them() -> No
         node.kwargs = {}
     module.recompile()
     found = module(*known.values())
-    assert found[1].equal(known["add_tensor"])
-    assert found[0].equal((known["add_tensor"] + known["x"].view(3, 2)).t())
+    assert found[0].equal(known["add_tensor"])
+    assert found[1].equal((known["add_tensor"] + known["x"].view(3, 2)).t())
 
 
 def test_a_piece_is_given_the_sizes_that_it_uses_and_no_others() -> None:
@@ -88,3 +89,20 @@ def test_a_size_that_is_read_itself_is_given_once() -> None:
     part.meta["val"] = parts.meta["val"][0]
     graph = b.done(part)
     assert make_piece([scaled], [part], kinds_of(graph), symbol_inputs(graph)).inputs == (x, two)
+
+
+def test_in_what_order_others_read_a_piece_makes_it_no_other() -> None:
+    b = Builder()
+    x = b.input("x", 2, 3)
+    first = b.call(aten.sin.default, x)
+    last = b.call(aten.cos.default, first)
+    flat = b.call(aten.view.default, first, [6])
+    turned = b.call(aten.t.default, last)
+    narrow = b.call(aten.view.default, first, [3, 2])
+    graph = b.done(first, last, flat, turned, narrow)
+    kinds = kinds_of(graph)
+    made = {
+        make_piece([first, last], wanted, kinds, []).outputs
+        for wanted in itertools.permutations([first, last, flat, turned, narrow])
+    }
+    assert made == {(first, narrow, flat, last, turned)}
