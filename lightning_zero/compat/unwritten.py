@@ -1,5 +1,5 @@
-"""Code and text that torch writes of graphs. Nobody runs the one or reads the other, and for a model of many layers
-both have thousands of lines."""
+"""Code and text that torch writes of graphs, and questions that it asks of each node. Nobody runs the code or reads the
+text, and for a model of many layers both have thousands of lines."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -12,29 +12,46 @@ import torch
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._logging import _internal
-from torch.fx import _lazy_graph_module
+from torch.fx import Node, _lazy_graph_module
+from torch.fx import graph as fx_graph
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.utils import _pytree as pytree
+
+_SEQUENCES = {tuple, list, immutable_list}
+_DICTS = {dict, immutable_dict}
+_SINGLE = {Node, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 @contextmanager
 def unwritten() -> Iterator[None]:
     """Inside, the partitioner and AOTAutograd leave a graph's code to whoever runs it, and write text only where
     somebody listens."""
-    log = graph_compile._log_fw_bw_graphs
     reorder: Any = partitioners.reordering_to_mimic_autograd_engine
-
-    def logged(*args: Any, **kwargs: Any) -> Any:
-        # Who hears of graphs: TORCH_LOGS="aot_graphs", TORCH_TRACE. (torch 2.11+)
-        listens = graph_compile.aot_graphs_log.isEnabledFor(logging.INFO) or _internal.trace_log.handlers
-        return log(*args, **kwargs) if listens else (None, None)
+    # Who hears of graphs: TORCH_LOGS="aot_graphs", TORCH_LOGS="aot_joint_graph", TORCH_TRACE. (torch 2.11+)
+    halves = _where_heard(graph_compile._log_fw_bw_graphs, graph_compile.aot_graphs_log, (None, None))
+    joint = _where_heard(graph_compile._log_joint_graph, graph_compile.aot_joint_log, None)
 
     with (
         # Puts a backward in the order of autograd, as a graph whose code is written, and is then written anew for each
         # copy of it. (torch 2.11+)
         patch.object(partitioners, "reordering_to_mimic_autograd_engine", _leaving_code(reorder)),
         # Writes a forward and a backward as text, for logs and for what is kept of them in the cache. (torch 2.11+)
-        patch.object(graph_compile, "_log_fw_bw_graphs", logged),
+        patch.object(graph_compile, "_log_fw_bw_graphs", halves),
+        # Likewise a joint graph. (torch 2.11+)
+        patch.object(graph_compile, "_log_joint_graph", joint),
+        # Each node that is made is searched for symbols that should be nodes, more than half of what making it takes.
+        # (torch 2.13+; earlier ones do not ask)
+        patch.object(fx_graph, "pytree", _With(fx_graph.pytree, tree_iter=_leaves)),
     ):
         yield
+
+
+def _where_heard(write: Callable[..., Any], log: logging.Logger, nothing: Any) -> Callable[..., Any]:
+    def written(*args: Any, **kwargs: Any) -> Any:
+        listens = log.isEnabledFor(logging.INFO) or _internal.trace_log.handlers
+        return write(*args, **kwargs) if listens else nothing
+
+    return written
 
 
 def _leaving_code(function: FunctionType) -> Callable[..., Any]:
@@ -43,6 +60,23 @@ def _leaving_code(function: FunctionType) -> Callable[..., Any]:
     fx = _With(torch.fx, GraphModule=_lazy_graph_module._LazyGraphModule)
     names = function.__globals__ | {"torch": _With(torch, fx=fx)}
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """What torch's ``tree_iter`` gives, in another order: an argument of a node is seldom anything else than these."""
+    found, pending = [], [tree]
+    while pending:
+        value = pending.pop()
+        kind = type(value)
+        if kind in _SEQUENCES:
+            pending += value
+        elif kind in _DICTS:
+            pending += value.values()
+        elif kind in _SINGLE:
+            found.append(value)
+        else:
+            found += pytree.tree_leaves(value)
+    return found
 
 
 class _With:

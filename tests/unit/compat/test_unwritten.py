@@ -1,7 +1,8 @@
 """What ``compat/unwritten.py`` takes from torch still means the same."""
 
 import logging
-from collections import Counter
+import warnings
+from collections import Counter, OrderedDict
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
 from lightning_zero.compat.unwritten import unwritten
@@ -61,18 +64,19 @@ def test_code_is_left_to_whoever_runs_it_and_text_to_whoever_listens(monkeypatch
     with unwritten():
         few, classes, grad = compiled(monkeypatch)
     assert few["code of halves"] < plain["code of halves"]
-    assert few["text"] == plain["text"] - 2
+    assert few["text"] == plain["text"] - 3
     assert issubclass(classes[-1], _LazyGraphModule)
     assert torch.equal(grad, expected)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["logged", "traced"])
-def test_listeners_hear_of_both_halves(monkeypatch: pytest.MonkeyPatch, traced: bool) -> None:
+def test_listeners_hear_of_the_whole_and_of_both_halves(monkeypatch: pytest.MonkeyPatch, traced: bool) -> None:
     trace, logs = logging.Logger("trace"), logging.Logger("graphs", logging.WARNING if traced else logging.INFO)
     if traced:
         trace.addHandler(logging.NullHandler())
     monkeypatch.setattr("torch._logging._internal.trace_log", trace)
     monkeypatch.setattr(graph_compile, "aot_graphs_log", logs)
+    monkeypatch.setattr(graph_compile, "aot_joint_log", logs)
     plain, _, _ = compiled(monkeypatch)
     with unwritten():
         assert compiled(monkeypatch)[0]["text"] == plain["text"]
@@ -85,3 +89,21 @@ def test_torch_has_its_own_functions_back() -> None:
         assert partitioners.reordering_to_mimic_autograd_engine is not before[0]
         raise ZeroDivisionError
     assert (partitioners.reordering_to_mimic_autograd_engine, graph_compile._log_fw_bw_graphs) == before
+
+
+def test_nodes_are_searched_for_symbols_as_ever() -> None:
+    """That of torch 2.13, which warns of raw ones; for any torch the same leaves."""
+    size = ShapeEnv().create_unbacked_symint()
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    tree = ((x, [1, None, slice(0, x, 2)], {"a": (x, torch.float32), "b": OrderedDict(c=1.5)}), {"d": size})
+    with unwritten():
+        iterate = torch.fx.graph.pytree.tree_iter
+        assert Counter(map(id, iterate(tree))) == Counter(map(id, pytree.tree_leaves(tree)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            graph.call_function(torch.ops.aten.view.default, (x, [2, size]))
+    with warnings.catch_warnings(record=True) as plain:
+        warnings.simplefilter("always")
+        graph.call_function(torch.ops.aten.view.default, (x, [2, size]))
+    assert [str(one.message) for one in caught] == [str(one.message) for one in plain]

@@ -1,0 +1,100 @@
+"""Copies of a joint graph that torch's partitioner makes and throws away: it makes four, of which two are the forward
+and the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from torch._functorch import partitioners
+from torch.fx import Graph, Node
+
+__all__ = ["copying_less"]
+
+Extract = Callable[..., Graph]
+
+
+@contextmanager
+def copying_less() -> Iterator[None]:
+    """Inside, the partitioner makes none to see which nodes a forward has, and none but that which becomes the backward
+    to see what a backward reads."""
+    # Copies what leads from some nodes to others. (torch 2.11+)
+    plain: Extract = partitioners._extract_graph_with_inputs_outputs
+    # Asks for a forward, of which it reads nodes' names. (torch 2.11+)
+    classify = partitioners.classify_nodes
+
+    def classified(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(partitioners, "_extract_graph_with_inputs_outputs", partial(_named, plain)):
+            return classify(*args, **kwargs)
+
+    with (
+        patch.object(partitioners, "_extract_graph_with_inputs_outputs", _Backwards(plain)),
+        patch.object(partitioners, "classify_nodes", classified),
+    ):
+        yield
+
+
+def _named(plain: Extract, joint: Graph, inputs: Sequence[Node], outputs: Sequence[Any], *how: Any) -> Any:
+    """The nodes of which a copy would have been made: what can be made of the inputs, and what of that is read, or does
+    more than it returns."""
+    there = set(inputs)
+    for node in joint.nodes:
+        # Tagged as a backward's, or writes into what is not backward's. (torch 2.11+)
+        apart = node.op in ("placeholder", "output") or partitioners._must_be_in_backward(node)
+        if not apart and there.issuperset(node.all_input_nodes):
+            there.add(node)
+    read = {node for node in outputs if isinstance(node, Node)}
+    if not there.issuperset(read):
+        return plain(joint, inputs, outputs, *how)
+    kept = set(inputs)
+    for node in reversed(joint.nodes):
+        if node in there and node not in kept and (node in read or node.is_impure()):
+            kept.add(node)
+            read.update(node.all_input_nodes)
+    return SimpleNamespace(nodes=[node for node in joint.nodes if node in kept])
+
+
+class _Backwards:
+    """Gives the last backward again where the same is asked for without inputs that it does not read."""
+
+    def __init__(self, extract: Extract) -> None:
+        self._extract = extract
+        self._last: tuple[Graph, list[Node], Any] | None = None
+
+    def __call__(
+        self, joint: Graph, inputs: Sequence[Node], outputs: Any, texts: Any, subgraph: str | None = None, **how: Any
+    ) -> Graph:
+        others = joint, list(outputs), how
+        if subgraph == "backward" and self._last is not None:
+            (graph, known, same), self._last = self._last, None
+            if same == others and _leaves_unread(graph, known, inputs):
+                return graph
+        graph = self._extract(joint, inputs, outputs, texts, subgraph, **how)
+        if subgraph == "backward":
+            self._last = graph, list(inputs), others
+        return graph
+
+
+def _leaves_unread(graph: Graph, known: Sequence[Node], inputs: Sequence[Node]) -> bool:
+    """Whether a copy has lost inputs, so that it has only these. One that does more than it returns would have come
+    along as work."""
+    left = set(inputs)
+    gone = [(node, copy) for node, copy in zip(known, _inputs(graph), strict=True) if node not in left]
+    others = [node for node in known if node in left]
+    if others != list(inputs) or any(copy.users or _does_more(node) for node, copy in gone):
+        return False
+    for _, copy in gone:
+        graph.erase_node(copy)
+    return True
+
+
+def _inputs(graph: Graph) -> list[Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def _does_more(node: Node) -> bool:
+    return node.op != "placeholder" and node.is_impure()
