@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -89,7 +90,7 @@ def is_view(node: Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    return viewed(node) is not None and not _writes(node)
+    return isinstance(node.target, OpOverload) and viewed(node) is not None and not _writes(node.target)
 
 
 def viewed(node: Node) -> Node | None:
@@ -101,12 +102,8 @@ def viewed(node: Node) -> Node | None:
         return node.args[0] if isinstance(node.args[0], Node) else None
     if not isinstance(target, OpOverload):
         return None
-    schema = target._schema
-    if schema.name in _SAME_MEMORY:
-        return _argument(node, 0)
-    if not schema.returns or schema.returns[0].alias_info is None:
-        return None
-    return next((_argument(node, i) for i, a in enumerate(schema.arguments) if a.alias_info is not None), None)
+    position = _shared(target)
+    return None if position is None else _argument(node, position)
 
 
 def storages(graph: Graph) -> dict[Node, tuple[Storage | None, ...]]:
@@ -138,13 +135,27 @@ def _made(node: Node, number: int, result: object, index: int) -> Storage | None
     return Storage(f"{node.name}[{number}]" if number else node.name, nbytes(result), index)
 
 
-def _writes(node: Node) -> bool:
-    target: Any = node.target
-    return any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
-
-
 def _argument(node: Node, position: int) -> Node | None:
     target: Any = node.target
-    name = target._schema.arguments[position].name
-    value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    if position < len(node.args):
+        value = node.args[position]
+    else:
+        value = node.kwargs.get(target._schema.arguments[position].name)
     return value if isinstance(value, Node) else None
+
+
+# Of each op once: a graph of many layers asks for the same few of thousands of nodes, several times.
+@cache
+def _shared(target: OpOverload) -> int | None:
+    """Which of an op's arguments its result shares memory with."""
+    schema = target._schema
+    if schema.name in _SAME_MEMORY:
+        return 0
+    if not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    return next((number for number, given in enumerate(schema.arguments) if given.alias_info is not None), None)
+
+
+@cache
+def _writes(target: OpOverload) -> bool:
+    return any(given.alias_info is not None and given.alias_info.is_write for given in target._schema.arguments)
