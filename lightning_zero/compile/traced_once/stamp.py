@@ -203,7 +203,8 @@ def _variable(tx: Any, proxy: Proxy, like: Tensor) -> Any:
     value = proxy.node.meta.pop(EXAMPLE)
     if value.requires_grad and not like.is_leaf:
         with value.fake_mode, torch.enable_grad():
-            value = value.view_as(value)  # a result of something
+            # A result of something, and no view of a leaf, which nobody may write into.
+            value = torch.ops.aten._unsafe_view(value, value.shape)
     return wrap_proxy(tx, proxy, value)
 
 

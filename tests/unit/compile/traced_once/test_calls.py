@@ -379,6 +379,29 @@ def test_what_is_written_between_layers_is_read() -> None:
     assert torch.equal(compiled(X), twin(X))
 
 
+class Written(Layer):
+    """Writes into what parts of it return, as Falcon does, and is not stamped itself: only its parts are alike."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(number)
+        self.other, self.turned = Attention(), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.other(x)
+        y += self.attention(x)
+        y.mul_(self.number + 1.0)
+        rows = self.turned(x).t()
+        rows *= 0.5
+        return y + rows.t().sin()
+
+
+def test_what_a_stamped_part_returns_may_be_written_into() -> None:
+    model = Model(Written)
+    compiled = Compiled(model)
+    check(model, compiled, X)
+    assert compiled.traced["Attention"] < 10
+
+
 @pytest.mark.parametrize("setting", ["no_grad", "autocast"])
 def test_settings_that_hold_for_some_layers_hold_for_these(setting: str) -> None:
     class Partly(Model):
