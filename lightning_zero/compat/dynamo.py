@@ -46,6 +46,14 @@ VariableBuilder = builder.VariableBuilder
 # Makes a variable of a node that was put into the graph, whose value is known. (torch 2.11+)
 wrap_proxy = builder.wrap_fx_proxy
 
+# The guard that two paths lead to one value; none where one is a global's and the other is not. (torch 2.11+)
+guard_of_two_paths = torch._dynamo.guards.make_dupe_guard
+
+# Calls a function while it is traced, whose result stays what it is then: assume_constant_result. (torch 2.11+)
+CALLED_AT_ONCE = [
+    (module, "invoke_and_store_as_constant") for module in (sys.modules["torch._dynamo.variables.functions"], nn_module)
+]
+
 # Where a value was read: a path, by which a layer's values are found in another one. (torch 2.11+)
 Source = torch._guards.Source
 
@@ -105,3 +113,9 @@ def path_in_modules(variable: Any) -> str:
     """A module's path as nodes note it in which it was called."""
     name = variable.get_nn_module_stack_source().name
     return re.sub(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", name)
+
+
+def known_by(builder: Any, value: Any) -> Any:
+    """What a builder of variables would return of a value that has been met before, by whatever path; or None."""
+    effects = builder.tx.output.side_effects
+    return effects.id_to_variable.get(id(value))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,11 +34,13 @@ class Around:
         settings: that code makes and unmakes while it is traced.
         written: what was there before the trace, and tensors, if something has been written to them, with what it was.
         hooks: of tensors, and what functions with a backward of their own have put away.
+        objects: that were there before the trace and have been written to, by their ids.
     """
 
     settings: tuple[Any, ...]
     written: tuple[Any, ...]
     hooks: tuple[int, int]
+    objects: Set[int] = field(compare=False)
 
     @classmethod
     def of(cls, tx: Any) -> Around:
@@ -46,16 +49,22 @@ class Around:
             Unlike: nobody can tell what has been written.
         """
         effects = tx.output.side_effects
-        written = [_held(variable) for variable in effects.id_to_variable.values() if is_written(effects, variable)]
+        found = effects.id_to_variable.items()
+        containers = {number: variable for number, variable in found if is_written(effects, variable)}
+        written, owners = [*map(_held, containers.values())], set()
         for owner, attributes in effects.store_attr_mutations.items():
             if was_there(owner) or isinstance(owner, TensorVariable):
                 written.append((owner, *((name, _held(value)) for name, value in attributes.items())))
-        return cls(_settings(tx), tuple(written), (len(effects.tensor_hooks), len(effects.save_for_backward)))
+                owners.add(owner)
+        objects = {*containers, *(number for number, variable in found if owners and variable in owners)}
+        hooks = len(effects.tensor_hooks), len(effects.save_for_backward)
+        return cls(_settings(tx), tuple(written), hooks, objects)
 
 
 def _held(value: Any) -> tuple[Any, ...]:
     """It, and what is in it now. Dynamo's variables are equal only to themselves."""
-    if isinstance(value, TensorVariable | ConstantVariable) or not value.is_realized():
+    # First: to ask one that nobody has looked at for its class is to look, which changes what is gone through.
+    if not value.is_realized() or isinstance(value, TensorVariable | ConstantVariable):
         return (value,)
     if type(value) in (TupleVariable, ListVariable):
         return (value, *map(_held, value.items))

@@ -16,8 +16,10 @@ from lightning_zero.compile.traced_once.around import Around
 from lightning_zero.compile.traced_once.given import Given
 from lightning_zero.compile.traced_once.identity import asked_for_identity
 from lightning_zero.compile.traced_once.known import Known, are_built_alike
+from lightning_zero.compile.traced_once.reached import reached_elsewhere
 from lightning_zero.compile.traced_once.stamp import Nodes, calls_behind, stamp
 from lightning_zero.compile.traced_once.unlike import Unlike
+from lightning_zero.compile.traced_once.written import is_written_to
 
 __all__ = ["layers_traced_once"]
 
@@ -56,11 +58,14 @@ class _Trace:
         self._nodes: Nodes | None = None
         self._known: Known | None = None
 
-    def end(self, tx: Any, result: Any, asked: Sequence[str]) -> bool:
-        """Whether others may be stamped out of it. ``asked``: what in it asks which object something is."""
+    def end(self, tx: Any, result: Any, asked: Sequence[str], reached: Sequence[str]) -> bool:
+        """Whether others may be stamped out of it. ``asked``: what in it asks which object something is. ``reached``:
+        what it got hold of in a way that would be another one's."""
         try:
             if asked:
                 raise Unlike(f"it asks which object something is ({asked[0]})")
+            if reached:
+                raise Unlike(f"it gets hold of what another would not ({reached[0]})")
             if self._around != Around.of(tx):
                 raise Unlike("it has done something beside its nodes")
             self._nodes = Nodes.of(calls_behind(tx.output.graph, self._last), result, self._given)
@@ -101,6 +106,8 @@ class _Calls:
         traces = self._traces.setdefault(kind, [])
         try:
             given, around = Given.of(args, kwargs), Around.of(tx)
+            if is_written_to(variable.value, around.objects):
+                raise Unlike("it has been written to")
         except Unlike as why:
             log.debug("A call of %s is traced: %s", kind.__name__, why)
             return plain(variable, tx, args, kwargs)
@@ -118,9 +125,9 @@ class _Calls:
         if len(traces) >= MOST_TRACES:
             return plain(variable, tx, args, kwargs)
         trace = _Trace(variable, tx, given, around)
-        with asked_for_identity() as asked:
+        with asked_for_identity() as asked, reached_elsewhere(variable.source) as reached:
             result = plain(variable, tx, args, kwargs)
-        if trace.end(tx, result, asked):
+        if trace.end(tx, result, asked, reached):
             traces.append(trace)
         return result
 
