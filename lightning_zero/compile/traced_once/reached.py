@@ -5,15 +5,21 @@ the module that is traced is taken for a part of each.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from torch import Tensor, nn
+
 from lightning_zero.compat.dynamo import CALLED_AT_ONCE, Source, VariableBuilder, guard_of_two_paths, known_by
 from lightning_zero.compile.traced_once.sources import begins_at
 
 __all__ = ["reached_elsewhere"]
+
+# What is the same by whatever name: a layer's class, what it calls.
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 @contextmanager
@@ -28,7 +34,8 @@ def reached_elsewhere(module: Source) -> Iterator[list[str]]:
     def build(builder: Any, value: Any) -> Any:
         known, path = known_by(builder, value), builder.source
         name = None if known is None else known.source
-        if name is not None and name != path and _goes_astray(name, path, module):
+        named = name is not None and name != path and not isinstance(value, _CODE)
+        if named and _goes_astray(name, path, module, isinstance(value, Tensor | nn.Module)):
             found.append(f"{path.name} is {name.name}")
         return plain(builder, value)
 
@@ -47,11 +54,12 @@ def reached_elsewhere(module: Source) -> Iterator[list[str]]:
         yield found
 
 
-def _goes_astray(known: Source, path: Source, module: Source) -> bool:
-    """Whether a value that has a name already is reached by another path, and moving the name moves it wrongly."""
+def _goes_astray(known: Source, path: Source, module: Source, may_differ: bool) -> bool:
+    """Whether a value that has a name already is reached by another path, and moving the name moves it wrongly.
+    ``may_differ``: from layer to layer though nothing else tells; other objects are the same for layers built alike."""
     if not begins_at(path, module):  # the module, a part or an owner of it, from elsewhere
         return begins_at(known, module) or begins_at(module, known)
     if begins_at(known, module):
         return False  # one of its parts twice, which is guarded
     # An owner of it; or what is not guarded to be the same, as it is read by a name that is not moved.
-    return begins_at(module, known) or guard_of_two_paths(path, known) is None
+    return begins_at(module, known) or (may_differ and guard_of_two_paths(path, known) is None)

@@ -213,3 +213,25 @@ def test_what_other_layers_have_been_told_keeps_none_from_being_stamped() -> Non
     assert torch.equal(compiled(X), model(X))
     assert compiled.traced["Layer"] == 1
     assert compiled.traced[Attention.__name__] < 8
+
+
+class Classy(Layer):
+    """As transformers' layers are: what they call is their class's, and their class a global, too."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        kind = type(self)
+        if kind is not Classy or not isinstance(self, Layer) or self.__class__.__name__ != "Classy":
+            return x
+        return F.gelu(super().forward(x)) + halved(x) * TABLE
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def test_layers_that_name_their_class_and_globals_are_stamped() -> None:
+    torch._dynamo.reset()
+    model = ReadsTable(Classy).eval()
+    compiled = Compiled(model)
+    assert torch.equal(compiled(X), model(X))
+    assert compiled.traced["Classy"] == 1
