@@ -25,6 +25,7 @@ from lightning_zero.compat.dynamo import (
     wrap_proxy,
 )
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, MODULES, ORIGIN, SOURCES
+from lightning_zero.compat.ops import unsafe_view
 from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, without_modes
 from lightning_zero.compile.frontend import written_by
 from lightning_zero.compile.traced_once.given import Given, form_of
@@ -204,7 +205,7 @@ def _variable(tx: Any, proxy: Proxy, like: Tensor) -> Any:
     if value.requires_grad and not like.is_leaf:
         with value.fake_mode, torch.enable_grad():
             # A result of something, and no view of a leaf, which nobody may write into.
-            value = torch.ops.aten._unsafe_view(value, value.shape)
+            value = unsafe_view(value, value.shape)
     return wrap_proxy(tx, proxy, value)
 
 
