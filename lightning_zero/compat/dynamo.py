@@ -117,5 +117,4 @@ def path_in_modules(variable: Any) -> str:
 
 def known_by(builder: Any, value: Any) -> Any:
     """What a builder of variables would return of a value that has been met before, by whatever path; or None."""
-    effects = builder.tx.output.side_effects
-    return effects.id_to_variable.get(id(value))
+    return builder.tx.output.side_effects.id_to_variable.get(id(value))

@@ -83,17 +83,14 @@ def _leaves_unread(graph: Graph, known: Sequence[Node], inputs: Sequence[Node]) 
     """Whether a copy has lost inputs, so that it has only these. One that does more than it returns would have come
     along as work."""
     left = set(inputs)
-    gone = [(node, copy) for node, copy in zip(known, _inputs(graph), strict=True) if node not in left]
+    copies = graph.find_nodes(op="placeholder")
+    gone = [(node, copy) for node, copy in zip(known, copies, strict=True) if node not in left]
     others = [node for node in known if node in left]
     if others != list(inputs) or any(copy.users or _does_more(node) for node, copy in gone):
         return False
     for _, copy in gone:
         graph.erase_node(copy)
     return True
-
-
-def _inputs(graph: Graph) -> list[Node]:
-    return list(graph.find_nodes(op="placeholder"))
 
 
 def _does_more(node: Node) -> bool:

@@ -32,10 +32,10 @@ def reached_elsewhere(module: Source) -> Iterator[list[str]]:
     found: list[str] = []
 
     def build(builder: Any, value: Any) -> Any:
-        name, path = getattr(known_by(builder, value), "source", None), builder.source
-        if name is None or name == path or isinstance(value, _CODE):
-            return plain(builder, value)
-        if _goes_astray(name, path, module, isinstance(value, Tensor | nn.Module)):
+        name: Any = getattr(known_by(builder, value), "source", None)
+        path = builder.source
+        elsewhere = name is not None and name != path and not isinstance(value, _CODE)
+        if elsewhere and _goes_astray(name, path, module, isinstance(value, Tensor | nn.Module)):
             found.append(f"{path.name} is {name.name}")
         return plain(builder, value)
 
