@@ -85,7 +85,7 @@ def test_training_is_the_same_to_the_last_bit(ranks: Ranks, way: str, world_size
         assert away["counters"].pop("offloaded_activations") > 3
         assert left == away["counters"].pop("reload_bytes") > 0
         for counters in (away["counters"], plain["counters"]):  # how many buckets there are is a matter of timing
-            del counters["allocated_buckets"], counters["grown_buckets"]
+            del counters["allocated_buckets"], counters["grown_buckets"], counters["bucket_bytes"]
         assert away["counters"] == plain["counters"], "weights and gradients travel as before"
         assert away["waiting"] == 0
         assert plain["host"] == 0
