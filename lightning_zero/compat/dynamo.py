@@ -3,7 +3,9 @@
 import dis
 import re
 import sys
-from functools import partial
+from collections.abc import MutableMapping
+from functools import lru_cache, partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -118,3 +120,24 @@ def path_in_modules(variable: Any) -> str:
 def known_by(builder: Any, value: Any) -> Any:
     """What a builder of variables would return of a value that has been met before, by whatever path; or None."""
     return builder.tx.output.side_effects.id_to_variable.get(id(value))
+
+
+def value_at(path: Any, names: dict[str, Any], known: MutableMapping[Any, Any]) -> Any:
+    """What is at a path, as ``path.get_value`` has it, which compiles the text of each step each time.
+
+    Args:
+        names: what paths begin with.
+        known: of paths that have been read, their values.
+    """
+    if path not in known:
+        # Code of the last step, which names what it goes on from. (torch 2.11+)
+        text = path._name_template
+        chained = isinstance(path, ChainedSource)
+        step = {"_before": value_at(path.base, names, known)} if chained else {}
+        known[path] = eval(_code(text.format("_before") if chained else text), names, step)
+    return known[path]
+
+
+@lru_cache(4096)
+def _code(text: str) -> CodeType:
+    return compile(text, "<path>", "eval")

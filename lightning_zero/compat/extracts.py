@@ -73,10 +73,21 @@ class _Backwards:
             (graph, known, same), self._last = self._last, None
             if same == others and _leaves_unread(graph, known, inputs):
                 return graph
-        graph = self._extract(joint, inputs, outputs, texts, subgraph, **how)
+        graph = self._extract(joint, _Inputs(inputs), outputs, texts, subgraph, **how)
         if subgraph == "backward":
             self._last = graph, list(inputs), others
         return graph
+
+
+class _Inputs(list[Node]):
+    """A list that is asked for each node of a graph whether it is in there."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        super().__init__(nodes)
+        self._all = frozenset(nodes)
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._all
 
 
 def _leaves_unread(graph: Graph, known: Sequence[Node], inputs: Sequence[Node]) -> bool:

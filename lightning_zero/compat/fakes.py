@@ -1,10 +1,14 @@
-"""Fake tensors that AOTAutograd makes of a graph's inputs."""
+"""Fake tensors that Dynamo and AOTAutograd make of a graph's inputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
-from torch._subclasses import meta_utils
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor, meta_utils
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 
 @contextmanager
@@ -14,3 +18,50 @@ def without_gradients() -> Iterator[None]:
     # A tensor's gradient, of which a fake is made with that of the tensor. (torch 2.11+)
     with patch.object(meta_utils, "safe_grad", lambda tensor: None):
         yield
+
+
+@contextmanager
+def weights_made_at_once(*kinds: type[nn.Parameter]) -> Iterator[None]:
+    """Inside, the fake of a parameter of one of these classes, whose sizes are numbers, is made of these alone, and has
+    memory of its own, and no gradient: Dynamo looks for that at the parameter itself. Torch makes fakes of the gradient
+    and of what both are views of, too, and asks for each size whether it is a symbol; for each weight of a model once
+    for Dynamo and once for AOTAutograd."""
+    # What fake tensors of others are made by, and remembered. (torch 2.11+)
+    converter: Any = fake_tensor.FakeTensorConverter
+    plain = converter.from_real_tensor
+
+    def from_real_tensor(
+        self: Any, mode: Any, tensor: Tensor, make_constant: bool = False, shape_env: Any = None, **how: Any
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            known = type(tensor) in kinds and not make_constant
+            if known and _is_plain(tensor) and (shape_env is None or _is_static(how.get("symbolic_context"))):
+                fake = self._get_memo(tensor)
+                if fake is None:
+                    fake = _of_sizes(mode, tensor)
+                    self.set_tensor_memo(tensor, fake)
+                return fake
+        return plain(self, mode, tensor, make_constant, shape_env, **how)
+
+    converter.from_real_tensor = from_real_tensor  # not patch.object: this is done at each call of compiled code
+    try:
+        yield
+    finally:
+        converter.from_real_tensor = plain
+
+
+def _is_static(context: Any) -> bool:
+    sizes = getattr(context, "dynamic_sizes", None)
+    return sizes is not None and all(size is DimDynamic.STATIC for size in sizes)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its sizes and its dtype say what ops make of it."""
+    return tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized)
+
+
+def _of_sizes(mode: Any, tensor: Tensor) -> Any:
+    sizes = tuple(tensor.shape), tuple(tensor.stride())
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+        memory = torch.empty_strided(*sizes, dtype=tensor.dtype, device="meta")
+        return fake_tensor.FakeTensor(mode, memory, tensor.device).requires_grad_(tensor.requires_grad)

@@ -35,9 +35,7 @@ from lightning_zero.compat.compiler import (
     inductor_config,
     lookup_backend,
 )
-from lightning_zero.compat.fakes import without_gradients
 from lightning_zero.compat.graphs import SEEN_BY_USERS
-from lightning_zero.compat.unwritten import unwritten
 from lightning_zero.compile.again import why_again
 from lightning_zero.compile.attention import drop_causal_masks
 from lightning_zero.compile.context import PassContext
@@ -45,7 +43,6 @@ from lightning_zero.compile.curve import chart
 from lightning_zero.compile.discover import CallNotes
 from lightning_zero.compile.evenly import saved_within
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
-from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.halves import halves
 from lightning_zero.compile.joint import JointPasses
@@ -59,6 +56,7 @@ from lightning_zero.compile.pieces import DifferentStrides, Kernels, PieceCache,
 from lightning_zero.compile.plan import CHART
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
+from lightning_zero.compile.sparing import sparing
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.refusals import plainly
@@ -167,7 +165,7 @@ class Compiler:
                     # Here, where ranks are told that this one compiles, and these settings hold: not in the first
                     # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
                     settings["force_non_lazy_backward_lowering"] = True
-                with functorch_config.patch(settings), only_young_searched(), unwritten(), without_gradients():
+                with functorch_config.patch(settings), sparing():
                     compiled = self._outlined(partial(inner, last, lowered), module, inputs, **kwargs)
             finally:
                 self._listener.compiling(lowered.in_words(), False, time.monotonic() - begun)

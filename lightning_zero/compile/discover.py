@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keeps_graph
 from lightning_zero.compat.compiler import dynamo_config
+from lightning_zero.compat.fakes import weights_made_at_once
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile import input_gradients
 from lightning_zero.compile.by_hand import refusal_of
@@ -34,6 +35,7 @@ from lightning_zero.compile.stacks import frames_written_once
 from lightning_zero.compile.traced_once import layers_traced_once
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.amount import PassAmount
+from lightning_zero.sharding.sight import ShardParameter
 from lightning_zero.sharding.surgery import read_given
 
 __all__ = ["CallNotes", "CompiledCalls"]
@@ -246,7 +248,8 @@ class CompiledCalls:
             leave_out = asking and not torch.compiler.is_compiling()
             leaving_out = input_gradients.left_out(asking) if leave_out else nullcontext()
             guarding = guarding_hooks() if self._guards_hooks else nullcontext()
-            with guarding, leaving_out, leaves_of_nobody(), layers_traced_once():
+            at_once = weights_made_at_once(ShardParameter)
+            with guarding, leaving_out, leaves_of_nobody(), layers_traced_once(), at_once:
                 if not first:
                     return run(*args, **kwargs)
                 first = False

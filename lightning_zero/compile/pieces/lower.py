@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Generator, SymFloat, SymInt, Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from lightning_zero.compat.graphs import SEEN_BY_USERS
 from lightning_zero.compile.graph import output_node
@@ -88,19 +88,19 @@ def _compiled(
         check_strides(compiled, [node.meta.get("val") for node in piece.outputs])
         return compiled
 
-    return cache.get(_fingerprint(module, piece.graph, settings, cache.number), make)
+    return cache.get(_fingerprint(module, piece, settings, cache.number), make)
 
 
-def _fingerprint(module: GraphModule, graph: Graph, settings: dict[str, Any], number_of: Callable[[Any], int]) -> str:
+def _fingerprint(module: GraphModule, piece: Piece, settings: dict[str, Any], number_of: Callable[[Any], int]) -> str:
     """Equal for pieces that do the same with the same layouts, whatever their nodes are called."""
-    names: dict[Node, str] = {}
     lines = [str(sorted((key, settings.get(key)) for key in ("is_backward", "is_inference")))]
-    for number, node in enumerate(graph.nodes):
-        names[node] = f"%{number}"
-        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda read: _Named(names[read]))
+    lines += [_value(node.meta.get("val"), number_of) for node in piece.inputs]
+    names = {node: _Named(f"%{number}") for number, node in enumerate([*piece.inputs, *piece.steps])}
+    for node in piece.steps:
+        arguments = torch.fx.map_arg((node.args, node.kwargs), names.__getitem__)
         target = node.target if node.op != "get_attr" else number_of(attrgetter(str(node.target))(module))
-        what = "" if node.op in ("placeholder", "output") else str(target)
-        lines.append(f"{node.op} {what} {arguments} {_value(node.meta.get('val'), number_of)}")
+        lines.append(f"{node.op} {target} {arguments} {_value(node.meta.get('val'), number_of)}")
+    lines.append(str([names[node] for node in piece.outputs]))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

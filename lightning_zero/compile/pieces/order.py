@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
 
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compile.pieces.kinds import Kind, is_kernel, is_pointwise, is_random
 from lightning_zero.profiling.cost import Flops
 from lightning_zero.profiling.tensors import nbytes
@@ -33,7 +36,7 @@ class Order:
 
     def __init__(self, graph: Graph, kinds: dict[Node, Kind]) -> None:
         self.kinds = kinds
-        self._level = _levels(graph)
+        self._graph = graph
         before = list(_work(graph, kinds))
         self._late: set[Node] = set()
         self.work: Sequence[Node] = self._sunk(before)
@@ -92,6 +95,14 @@ class Order:
         apart = len({self._level[user] for user in work}) > 1
         return last, apart or len(work) < len(readers) or any(map(is_kernel, [node, *work]))
 
+    @cached_property
+    def _level(self) -> dict[Node, int]:
+        """How many kernels, one after the other, come before each node."""
+        levels: dict[Node, int] = {}
+        for node in self._graph.nodes:
+            levels[node] = max((levels[read] + is_kernel(read) for read in node.all_input_nodes), default=0)
+        return levels
+
     def _readers(self, node: Node) -> Iterator[Node]:
         """Of a node and its views."""
         for user in node.users:
@@ -103,7 +114,7 @@ class Order:
     def _sunk(self, before: Sequence[Node]) -> list[Node]:
         first = {node: number for number, node in enumerate(before)}
         # What is written in place must not be read later than before.
-        end = next((number for number, node in enumerate(before) if node.is_impure(impure_random=False)), len(before))
+        end = _first_impure(before)
         moved: dict[int, list[Node]] = {}  # before which place of `before`, last first
         for node in reversed(before[:end]):
             to = min((first.get(user, -1) for user in self._readers(node)), default=-1)
@@ -123,12 +134,16 @@ class Order:
         return is_pointwise(node) and not is_random(node) and reads <= GROWTH * nbytes(node.meta.get("val"))
 
 
-def _levels(graph: Graph) -> dict[Node, int]:
-    """How many kernels, one after the other, come before each node."""
-    levels: dict[Node, int] = {}
-    for node in graph.nodes:
-        levels[node] = max((levels[read] + is_kernel(read) for read in node.all_input_nodes), default=0)
-    return levels
+def _first_impure(nodes: Sequence[Node]) -> int:
+    """Place of the first that does more than it returns, random numbers aside."""
+    answers: dict[Any, bool] = {}  # of ops, which answer for all of their calls; torch looks at many things
+    for number, node in enumerate(nodes):
+        op = node.target if isinstance(node.target, OpOverload) else node
+        if op not in answers:
+            answers[op] = node.is_impure(impure_random=False)
+        if answers[op]:
+            return number
+    return len(nodes)
 
 
 def _work(graph: Graph, kinds: dict[Node, Kind]) -> Iterator[Node]:

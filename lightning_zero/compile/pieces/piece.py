@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import SymFloat, SymInt
 from torch.fx import Graph, Node
@@ -20,14 +21,26 @@ class Piece:
     """A part of a graph that is compiled by itself.
 
     Attributes:
-        graph: of its own: inputs, work, and a tuple as output.
         inputs: what it reads, nodes of the whole graph, in the order of the piece's own inputs.
+        steps: what it does with them, likewise.
         outputs: what others read of it, likewise.
     """
 
-    graph: Graph
     inputs: tuple[Node, ...]
+    steps: tuple[Node, ...]
     outputs: tuple[Node, ...]
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Of its own: inputs, steps, and a tuple as output. Most pieces are equal to one that has been compiled, and
+        need none."""
+        graph = Graph()
+        copies = {node: _input(graph, node) for node in self.inputs}
+        for node in self.steps:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        output = graph.output(tuple(copies[node] for node in self.outputs))
+        output.meta["val"] = tuple(node.meta.get("val") for node in self.outputs)
+        return graph
 
 
 def symbol_inputs(graph: Graph) -> list[Node]:
@@ -45,42 +58,26 @@ def make_piece(work: Sequence[Node], wanted: Sequence[Node], kinds: dict[Node, K
         kinds: of all nodes of the whole graph.
         symbols: by :func:`symbol_inputs`.
     """
-    graph = Graph()
     own = {node: number for number, node in enumerate(work)}
     wanted = sorted(wanted, key=lambda node: _place(node, own))
-    inputs: dict[Node, Node] = {}
-    copies: dict[Node, Node] = {}
+    inputs: dict[Node, None] = {}
+    steps: dict[Node, None] = {}
 
-    def order(node: Node) -> Iterator[Node]:
-        """What has to be copied before ``node``, and it."""
+    def add(node: Node) -> None:
+        """What has to be done before ``node``, and it."""
         for read in node.all_input_nodes:
-            if read not in copies and read not in inputs:
-                if read in own or kinds[read] is Kind.FREE:
-                    yield from order(read)
-                else:
-                    inputs[read] = read
-        if node not in copies:
-            yield node
+            if read in own or kinds[read] is Kind.FREE:
+                if read not in steps:
+                    add(read)
+            else:
+                inputs[read] = None
+        steps[node] = None
 
-    def reads() -> list[Node]:
-        steps: list[Node] = []
-        for node in [*work, *wanted]:
-            for needed in order(node):
-                copies[needed] = needed
-                steps.append(needed)
-        return steps
-
-    steps = reads()
-    copies.clear()
-    for symbol in _used(symbols, steps, inputs):
-        inputs.setdefault(symbol, symbol)
-    for node in inputs:
-        copies[node] = _input(graph, node)
-    for node in steps:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    output = graph.output(tuple(copies[node] for node in wanted))
-    output.meta["val"] = tuple(node.meta.get("val") for node in wanted)
-    return Piece(graph, tuple(inputs), tuple(wanted))
+    for node in [*work, *wanted]:
+        if node not in steps:
+            add(node)
+    inputs |= dict.fromkeys(_used(symbols, list(steps), inputs))
+    return Piece(tuple(inputs), tuple(steps), tuple(wanted))
 
 
 def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from lightning_zero.compat.dynamo import ChainedSource, Source
+from lightning_zero.compat.dynamo import ChainedSource, Source, value_at
 from lightning_zero.compile.traced_once.unlike import Unlike
 
 __all__ = ["Moved", "begins_at"]
@@ -32,7 +32,7 @@ class Moved:
     def __init__(self, tx: Any, old: Source, new: Source) -> None:
         self._old, self._new = old, new
         root = tx.output.root_tx
-        self._globals, self._locals = {"G": root.f_globals, "L": root.f_locals}, dict[str, Any]()
+        self._names = {"G": root.f_globals, "L": root.f_locals}
         self._paths: dict[Source, Source] = {}
         self._values: dict[Source, Any] = {}
 
@@ -57,6 +57,6 @@ class Moved:
             Unlike: there is nothing.
         """
         try:
-            return path.get_value(self._globals, self._locals, self._values)
+            return value_at(path, self._names, self._values)
         except Exception as error:  # paths are code, which may raise anything
             raise Unlike(f"there is nothing at {path.name}") from error

@@ -31,6 +31,7 @@ from lightning_zero.compat.dynamo import (
     is_written,
     path_in_modules,
     translators,
+    value_at,
     was_there,
     wrap_proxy,
 )
@@ -122,6 +123,23 @@ def test_an_input_and_a_result_can_be_made() -> None:
         return node.op, again.as_proxy().node is node, type(result), result.as_proxy().node.target
 
     assert seen_in_call(look) == ("placeholder", True, TensorVariable, torch.add)
+
+
+def test_values_are_found_as_torch_finds_them() -> None:
+    def look(variable: Any, tx: Any, *_: Any) -> Any:
+        root = tx.output.root_tx
+        names = {"G": root.f_globals, "L": root.f_locals}
+        paths = {
+            one.originating_source for one in tx.output.guards if guard_name(one) in ("TENSOR_MATCH", "TYPE_MATCH")
+        }
+        known: dict[Any, Any] = {}
+        found = [(path.get_value(names, {}, {}), value_at(path, names, known)) for path in paths]
+        assert all(value_at(path, {}, known) is value for path, (_, value) in zip(paths, found, strict=True))
+        return len([one is other for one, other in found]), all(one is other for one, other in found)
+
+    count, same = seen_in_call(look, behind=True)
+    assert same
+    assert count > 3
 
 
 def test_guards_are_named_and_can_be_made_anew() -> None:

@@ -1,15 +1,18 @@
 """What ``compat/fakes.py`` takes from torch still means the same."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses import meta_utils
+from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import fake_tensor, meta_utils
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from lightning_zero.compat.compiler import aot_autograd
-from lightning_zero.compat.fakes import without_gradients
+from lightning_zero.compat.fakes import weights_made_at_once, without_gradients
 from lightning_zero.compat.tensors import FakeTensorMode
 
 
@@ -53,3 +56,104 @@ def test_torch_has_its_own_function_back() -> None:
     with pytest.raises(ZeroDivisionError), without_gradients():
         raise ZeroDivisionError
     assert meta_utils.safe_grad is before
+
+
+class Weight(nn.Parameter):
+    pass
+
+
+def weight(part: slice = slice(2, 6), requires_grad: bool = True) -> Weight:
+    return Weight(torch.arange(8.0)[part], requires_grad)
+
+
+def form(fake: Any) -> Any:
+    return type(fake), fake.shape, fake.stride(), fake.dtype, fake.device, fake.requires_grad, fake.is_leaf
+
+
+@pytest.mark.parametrize(
+    "made", [weight, lambda: weight(slice(None, None, 2)), lambda: weight(requires_grad=False)], ids="012"
+)
+def test_weights_have_the_fakes_that_torch_makes(made: Callable[[], Weight]) -> None:
+    tensor, mode, plain = made(), FakeTensorMode(), FakeTensorMode()
+    with weights_made_at_once(Weight):
+        fake = mode.from_tensor(tensor)
+        assert mode.from_tensor(tensor) is fake
+    assert mode.from_tensor(tensor) is fake, "torch goes by the same memory"
+    assert form(fake) == form(plain.from_tensor(tensor))
+    assert fake.fake_mode is mode
+
+
+def test_memory_is_their_own() -> None:
+    whole = torch.arange(8.0)
+    one, other = Weight(whole[:4]), Weight(whole[4:])
+    mode = FakeTensorMode()
+    with weights_made_at_once(Weight):
+        fakes = [mode.from_tensor(part) for part in (one, other)]
+    assert fakes[0].untyped_storage()._cdata != fakes[1].untyped_storage()._cdata
+
+
+def test_what_sizes_do_not_say_is_left_to_torch() -> None:
+    with weights_made_at_once(Weight):
+        assert isinstance(FakeTensorMode().from_tensor(nn.Parameter(torch.ones(3))), nn.Parameter)  # of its own alone
+        shapes = FakeTensorMode(shape_env=ShapeEnv())
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        symbolic = shapes.from_tensor(weight(), symbolic_context=context, source=ConstantSource("x"))
+    assert isinstance(symbolic.shape[0], torch.SymInt)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_code_still_finds_the_gradient_of_a_weight(backend: str) -> None:
+    def scaled(x: Tensor, scale: Weight) -> Tensor:
+        return (x * scale * (1 if scale.grad is None else scale.grad + 1)).sum()
+
+    torch._dynamo.reset()
+    x, scale = torch.ones(4), weight()
+    run = torch.compile(scaled, backend=backend)
+    with weights_made_at_once(Weight):
+        assert run(x, scale) == scaled(x, scale)
+        scale.grad = torch.arange(4.0)
+        assert run(x, scale) == scaled(x, scale) == (scale * torch.arange(1.0, 5.0)).sum()
+        scale.grad.add_(1)
+        assert run(x, scale) == scaled(x, scale)
+    torch._dynamo.reset()
+
+
+def test_torch_makes_them_again_behind() -> None:
+    before = fake_tensor.FakeTensorConverter.from_real_tensor
+    with pytest.raises(ZeroDivisionError), weights_made_at_once(Weight):
+        raise ZeroDivisionError
+    assert fake_tensor.FakeTensorConverter.from_real_tensor is before
+
+
+def test_graphs_of_dynamo_and_its_guards_are_the_same() -> None:
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Weight(torch.arange(12.0)[4:8])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).sum()
+
+    def seen() -> tuple[list[str], int]:
+        graphs: list[str] = []
+
+        def backend(module: GraphModule, inputs: Any) -> Any:
+            graphs.append(module.print_readable(print_output=False))
+            return module.forward
+
+        torch._dynamo.reset()
+        line = Line()
+        run = torch.compile(line, backend=backend)
+        run(torch.ones(4))
+        run(torch.ones(4))
+        line.weight.requires_grad_(False)
+        run(torch.ones(4))  # guarded
+        torch._dynamo.reset()
+        return graphs, len(graphs)
+
+    # As compiled modules are called: or torch 2.11 would not look at the weight again.
+    with torch.compiler.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
+        plain = seen()
+        with weights_made_at_once(Weight):
+            assert seen() == plain
+    assert plain[1] == 2

@@ -16,6 +16,7 @@ from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, l
 from lightning_zero.compile.pieces import Kernels, PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.pieces.inductor import of_a_piece
 from lightning_zero.compile.pieces.lower import _fingerprint
+from lightning_zero.compile.pieces.piece import Piece
 
 WIDTH = 8
 
@@ -123,20 +124,20 @@ def test_inductor_does_not_take_a_piece_for_the_whole_graph() -> None:
         assert context.output_strides == [(1,)]
 
 
-def piece(name: str, scale: float = 2.0, rows: int = 3, dtype: torch.dtype = torch.float32) -> str:
+def piece(name: str, scale: float = 2.0, rows: int = 3, dtype: torch.dtype = torch.float32, results: int = 1) -> str:
     graph = Graph()
     x = graph.placeholder(name)
     x.meta["val"] = torch.empty(rows, 2, dtype=dtype, device="meta")
     y = graph.call_function(torch.ops.aten.mul.Tensor, (x, scale))
     y.meta["val"] = x.meta["val"]
-    graph.output((y,))
-    return _fingerprint(GraphModule(nn.Module(), graph), graph, {"is_backward": False}, PieceCache().number)
+    made = Piece((x,), (y,), (y,) * results)
+    return _fingerprint(GraphModule(nn.Module(), graph), made, {"is_backward": False}, PieceCache().number)
 
 
 def test_pieces_are_equal_by_what_they_do() -> None:
     assert piece("x") == piece("another_name")
     others = {piece("x"), piece("x", scale=3.0), piece("x", rows=4), piece("x", dtype=torch.bfloat16)}
-    assert len(others) == 4
+    assert len(others | {piece("x", results=0), piece("x", results=2)}) == 6
 
 
 def with_generator() -> str:
@@ -144,7 +145,8 @@ def with_generator() -> str:
     state = graph.placeholder("state")
     state.meta["val"] = torch.Generator()
     graph.output(())
-    return _fingerprint(GraphModule(nn.Module(), graph), graph, {"is_backward": False}, PieceCache().number)
+    made = Piece((state,), (), ())
+    return _fingerprint(GraphModule(nn.Module(), graph), made, {"is_backward": False}, PieceCache().number)
 
 
 def test_generators_are_equal_wherever_they_lie_in_memory() -> None:
@@ -158,8 +160,8 @@ def calling(cache: PieceCache, scale: float) -> str:
     module, graph = nn.Module(), Graph()
     module.called = GraphModule(nn.Module(), called)
     x, body = graph.placeholder("x"), graph.create_node("get_attr", "called")
-    graph.output((graph.call_function(torch.cond, (x, body, body, [x])),))
-    return _fingerprint(module, graph, {}, cache.number)  # type: ignore[arg-type]
+    call = graph.call_function(torch.cond, (x, body, body, [x]))
+    return _fingerprint(module, Piece((x,), (body, call), (call,)), {}, cache.number)  # type: ignore[arg-type]
 
 
 def test_what_calls_another_graph_is_never_taken_for_what_called_one_that_is_gone() -> None:
