@@ -1,4 +1,4 @@
-"""Copies of a joint graph that torch's partitioner makes and throws away: it makes four, of which two are the forward
+"""Copies of a joint graph that torch's partitioner makes and throws away: it makes five, of which two are the forward
 and the backward."""
 
 from __future__ import annotations
@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch._functorch import partitioners
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 __all__ = ["copying_less"]
 
@@ -20,12 +21,14 @@ Extract = Callable[..., Graph]
 
 @contextmanager
 def copying_less() -> Iterator[None]:
-    """Inside, the partitioner makes none to see which nodes a forward has, and none but that which becomes the backward
-    to see what a backward reads."""
+    """Inside, the partitioner makes none to see which nodes a forward has, none but that which becomes the backward to
+    see what a backward reads, and none to bring that into another order."""
     # Copies what leads from some nodes to others. (torch 2.11+)
     plain: Extract = partitioners._extract_graph_with_inputs_outputs
     # Asks for a forward, of which it reads nodes' names. (torch 2.11+)
     classify = partitioners.classify_nodes
+    # Copies a backward in the order of autograd. (torch 2.11+)
+    reorder: Any = partitioners.reordering_to_mimic_autograd_engine
 
     def classified(*args: Any, **kwargs: Any) -> Any:
         with patch.object(partitioners, "_extract_graph_with_inputs_outputs", partial(_named, plain)):
@@ -34,6 +37,7 @@ def copying_less() -> Iterator[None]:
     with (
         patch.object(partitioners, "_extract_graph_with_inputs_outputs", _Backwards(plain)),
         patch.object(partitioners, "classify_nodes", classified),
+        patch.object(partitioners, "reordering_to_mimic_autograd_engine", _in_place(reorder)),
     ):
         yield
 
@@ -77,6 +81,36 @@ class _Backwards:
         if subgraph == "backward":
             self._last = graph, list(inputs), others
         return graph
+
+
+def _in_place(reorder: FunctionType) -> Callable[..., Any]:
+    """The function, which moves a graph's nodes where it would copy them."""
+    instead = SimpleNamespace(Graph=_Order, GraphModule=_ordered, Node=Node)
+    names = reorder.__globals__ | {"fx": instead, "torch": SimpleNamespace(fx=instead, ops=torch.ops)}
+    return FunctionType(reorder.__code__, names, reorder.__name__, reorder.__defaults__, reorder.__closure__)
+
+
+class _Order:
+    """A graph in the making, as far as that function makes one: notes what it is given."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def node_copy(self, node: Node, copied: Callable[[Node], Node]) -> Node:
+        self.nodes.append(node)
+        return node
+
+
+def _ordered(module: GraphModule, order: _Order) -> GraphModule:
+    kept = set(order.nodes)
+    for node in reversed(module.graph.nodes):
+        if node not in kept:
+            module.graph.erase_node(node)
+    for before, node in zip(order.nodes, order.nodes[1:], strict=False):
+        if before.next is not node:
+            before.append(node)
+    module.recompile()
+    return module
 
 
 class _Inputs(list[Node]):

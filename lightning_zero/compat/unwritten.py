@@ -1,18 +1,16 @@
-"""Code and text that torch writes of graphs, and questions that it asks of each node. Nobody runs the code or reads the
-text, and for a model of many layers both have thousands of lines."""
+"""Text that torch writes of graphs, and questions that it asks of each node. Nobody reads the text, and for a model of
+many layers it has thousands of lines."""
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._logging import _internal
-from torch.fx import Node, _lazy_graph_module
+from torch.fx import Node
 from torch.fx import graph as fx_graph
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
@@ -24,17 +22,12 @@ _SINGLE = {Node, int, float, bool, str, type(None), torch.dtype, torch.device, t
 
 @contextmanager
 def unwritten() -> Iterator[None]:
-    """Inside, the partitioner and AOTAutograd leave a graph's code to whoever runs it, and write text only where
-    somebody listens."""
-    reorder: Any = partitioners.reordering_to_mimic_autograd_engine
+    """Inside, AOTAutograd writes text only where somebody listens, and nodes are made without such questions."""
     # Who hears of graphs: TORCH_LOGS="aot_graphs", TORCH_LOGS="aot_joint_graph", TORCH_TRACE. (torch 2.11+)
     halves = _where_heard(graph_compile._log_fw_bw_graphs, graph_compile.aot_graphs_log, (None, None))
     joint = _where_heard(graph_compile._log_joint_graph, graph_compile.aot_joint_log, None)
 
     with (
-        # Puts a backward in the order of autograd, as a graph whose code is written, and is then written anew for each
-        # copy of it. (torch 2.11+)
-        patch.object(partitioners, "reordering_to_mimic_autograd_engine", _leaving_code(reorder)),
         # Writes a forward and a backward as text, for logs and for what is kept of them in the cache. (torch 2.11+)
         patch.object(graph_compile, "_log_fw_bw_graphs", halves),
         # Likewise a joint graph. (torch 2.11+)
@@ -52,14 +45,6 @@ def _where_heard(write: Callable[..., Any], log: logging.Logger, nothing: Any) -
         return write(*args, **kwargs) if listens else nothing
 
     return written
-
-
-def _leaving_code(function: FunctionType) -> Callable[..., Any]:
-    """The function, with ``torch.fx.GraphModule`` one whose code is not written."""
-    # What torch makes of graphs elsewhere: its code is written once somebody calls it. (torch 2.11+)
-    fx = _With(torch.fx, GraphModule=_lazy_graph_module._LazyGraphModule)
-    names = function.__globals__ | {"torch": _With(torch, fx=fx)}
-    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
 
 def _leaves(tree: Any) -> list[Any]:

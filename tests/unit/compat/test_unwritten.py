@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.partitioners
 from torch import Tensor
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx import GraphModule
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -19,34 +17,25 @@ from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
 from lightning_zero.compat.unwritten import unwritten
 
 
-def compiled(monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], list[type], Tensor]:
-    """What is written while a function is compiled; the classes of its halves; a gradient."""
+def compiled(monkeypatch: pytest.MonkeyPatch) -> tuple[int, Tensor]:
+    """How many texts are written while a function is compiled; a gradient."""
     found: Counter[str] = Counter()
-    classes: list[type] = []
 
     def counted(name: str, plain: Any) -> Any:
         return lambda *args, **kwargs: (found.update([name]), plain(*args, **kwargs))[1]
 
     def compiler(module: GraphModule, inputs: Any) -> Any:
-        classes.append(type(module))
         return lambda inputs: module.forward(*inputs)
-
-    def partition(*args: Any, **kwargs: Any) -> Any:
-        before = found["code"]
-        halves = min_cut_partition(*args, **kwargs)
-        found["code of halves"] += found["code"] - before
-        return halves
 
     torch._dynamo.reset()
     x = torch.linspace(0, 1, 4, requires_grad=True)
     with monkeypatch.context() as patched:
-        patched.setattr(GraphModule, "recompile", counted("code", GraphModule.recompile))
         patched.setattr(GraphModule, "print_readable", counted("text", GraphModule.print_readable))
-        backend = aot_autograd(fw_compiler=boxed(compiler), bw_compiler=boxed(compiler), partition_fn=partition)
+        backend = aot_autograd(fw_compiler=boxed(compiler), bw_compiler=boxed(compiler), partition_fn=min_cut_partition)
         result = torch.compile(lambda x: (x.sin() * x.cos()).sum(), backend=backend)(x)
         (grad,) = torch.autograd.grad(result, x)
     torch._dynamo.reset()
-    return found, classes, grad
+    return found["text"], grad
 
 
 def boxed(compiler: Any) -> Any:
@@ -58,14 +47,12 @@ def boxed(compiler: Any) -> Any:
     return compile
 
 
-def test_code_is_left_to_whoever_runs_it_and_text_to_whoever_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_left_to_whoever_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._logging._internal.trace_log", logging.Logger("nobody listens"))
-    plain, _, expected = compiled(monkeypatch)
+    plain, expected = compiled(monkeypatch)
     with unwritten():
-        few, classes, grad = compiled(monkeypatch)
-    assert few["code of halves"] < plain["code of halves"]
-    assert few["text"] == plain["text"] - 3
-    assert issubclass(classes[-1], _LazyGraphModule)
+        few, grad = compiled(monkeypatch)
+    assert few == plain - 3
     assert torch.equal(grad, expected)
 
 
@@ -77,18 +64,17 @@ def test_listeners_hear_of_the_whole_and_of_both_halves(monkeypatch: pytest.Monk
     monkeypatch.setattr("torch._logging._internal.trace_log", trace)
     monkeypatch.setattr(graph_compile, "aot_graphs_log", logs)
     monkeypatch.setattr(graph_compile, "aot_joint_log", logs)
-    plain, _, _ = compiled(monkeypatch)
+    plain, _ = compiled(monkeypatch)
     with unwritten():
-        assert compiled(monkeypatch)[0]["text"] == plain["text"]
+        assert compiled(monkeypatch)[0] == plain
 
 
 def test_torch_has_its_own_functions_back() -> None:
-    partitioners = torch._functorch.partitioners
-    before = partitioners.reordering_to_mimic_autograd_engine, graph_compile._log_fw_bw_graphs
+    before = graph_compile._log_joint_graph, graph_compile._log_fw_bw_graphs
     with pytest.raises(ZeroDivisionError), unwritten():
-        assert partitioners.reordering_to_mimic_autograd_engine is not before[0]
+        assert graph_compile._log_joint_graph is not before[0]
         raise ZeroDivisionError
-    assert (partitioners.reordering_to_mimic_autograd_engine, graph_compile._log_fw_bw_graphs) == before
+    assert (graph_compile._log_joint_graph, graph_compile._log_fw_bw_graphs) == before
 
 
 def test_nodes_are_searched_for_symbols_as_ever() -> None:
