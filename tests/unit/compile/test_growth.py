@@ -82,7 +82,7 @@ def compile_passes(graph: Graph, options: dict[str, Any]) -> None:
     assert len(pieces) > 4
     number = PieceCache().number
     for piece in pieces:
-        _fingerprint(module, piece.graph, {}, number)
+        _fingerprint(module, piece, {}, number)
     Program(module, steps, [lambda inputs: None for _ in pieces])
 
 

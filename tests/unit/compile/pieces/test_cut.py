@@ -24,7 +24,7 @@ def cut_up(graph: Graph, parts: int = 4) -> list[Piece | Node]:
 
 def kinds_of_pieces(graph: Graph, parts: int = 4) -> list[str]:
     module, number = GraphModule(torch.nn.Module(), graph), PieceCache().number
-    return [_fingerprint(module, step.graph, {}, number) for step in cut_up(graph, parts) if isinstance(step, Piece)]
+    return [_fingerprint(module, step, {}, number) for step in cut_up(graph, parts) if isinstance(step, Piece)]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -28,7 +28,7 @@ def two_pieces() -> tuple[GraphModule, list[Any]]:
     root = torch.nn.Module()
     root.register_buffer("constant", torch.tensor(3.0))
     assert unread is not None
-    return GraphModule(root, graph), [Piece(Graph(), (x,), (y,)), z, Piece(Graph(), (y, z), (last,))]
+    return GraphModule(root, graph), [Piece((x,), (y,), (y,)), z, Piece((y, z), (last,), (last,))]
 
 
 def test_calls_pieces_and_ops_in_order() -> None:

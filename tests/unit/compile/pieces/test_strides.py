@@ -87,7 +87,7 @@ def test_what_forward_hands_to_backward_is_told_as_it_is_and_comes_as_told() -> 
     context = TracingContext(None)
     context.output_strides = []
     with tracing(context):
-        program = Program(GraphModule({}, graph), [Piece(graph, inputs, outputs)], [compiled])
+        program = Program(GraphModule({}, graph), [Piece(inputs, (), outputs)], [compiled])
     told = [(2 * WIDE, WIDE, 1), (WIDE, 1), (2 * NARROW, NARROW, 1), (1,)]
     assert context.output_strides == told
     a, b = torch.randn(8, 5), torch.randn(5, WIDE)
