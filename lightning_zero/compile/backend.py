@@ -165,7 +165,7 @@ class Compiler:
                     # Here, where ranks are told that this one compiles, and these settings hold: not in the first
                     # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
                     settings["force_non_lazy_backward_lowering"] = True
-                with functorch_config.patch(settings), sparing():
+                with functorch_config.patch(settings), sparing(not self.notes.keeps_graphs):
                     compiled = self._outlined(partial(inner, last, lowered), module, inputs, **kwargs)
             finally:
                 self._listener.compiling(lowered.in_words(), False, time.monotonic() - begun)

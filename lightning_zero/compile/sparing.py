@@ -1,7 +1,7 @@
 """What torch does while it compiles a graph, and nobody asks for here."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from lightning_zero.compat.backwards import not_kept_twice
 from lightning_zero.compat.fakes import without_gradients
@@ -12,7 +12,12 @@ __all__ = ["sparing"]
 
 
 @contextmanager
-def sparing() -> Iterator[None]:
-    """Inside, it leaves that undone."""
-    with only_young_searched(), unwritten(), without_gradients(), not_kept_twice():
+def sparing(backward_at_once: bool) -> Iterator[None]:
+    """Inside, it leaves that undone.
+
+    Args:
+        backward_at_once: a backward is compiled with its forward, or nothing is. Otherwise torch goes back to the copy.
+    """
+    kept = not_kept_twice() if backward_at_once else nullcontext()
+    with only_young_searched(), unwritten(), without_gradients(), kept:
         yield
