@@ -10,6 +10,7 @@ from traceback import FrameSummary
 from typing import Any, cast
 
 from lightning_zero.compat.compiler import output_graph
+from lightning_zero.compat.unwritten import paths_shortened_once
 
 __all__ = ["frames_written_once"]
 
@@ -21,7 +22,8 @@ def frames_written_once() -> Iterator[None]:
     before = output_graph.traceback
     output_graph.traceback = cast(Any, _Traceback())
     try:
-        yield
+        with paths_shortened_once():
+            yield
     finally:
         output_graph.traceback = before
 

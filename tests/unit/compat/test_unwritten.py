@@ -12,9 +12,10 @@ from torch._functorch._aot_autograd import graph_compile
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils import _traceback
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
-from lightning_zero.compat.unwritten import unwritten
+from lightning_zero.compat.unwritten import paths_shortened_once, unwritten
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> tuple[int, Tensor]:
@@ -93,3 +94,29 @@ def test_nodes_are_searched_for_symbols_as_ever() -> None:
         warnings.simplefilter("always")
         graph.call_function(torch.ops.aten.view.default, (x, [2, size]))
     assert [str(one.message) for one in caught] == [str(one.message) for one in plain]
+
+
+def test_guards_say_the_same_of_their_lines_and_paths_are_shortened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    plain = _traceback.shorten_filename
+    monkeypatch.setattr(_traceback, "shorten_filename", lambda fn, **how: (asked.append(fn), plain(fn, **how))[1])
+
+    def guards() -> list[str]:
+        found: list[str] = []
+        write = torch._dynamo.guards.get_verbose_code_part
+        torch._dynamo.reset()
+        line = torch.nn.Linear(3, 3)
+        with monkeypatch.context() as patched:
+            listened = lambda *args: (found.append(write(*args)), found[-1])[1]  # noqa: E731
+            patched.setattr(torch._dynamo.guards, "get_verbose_code_part", listened)
+            torch.compile(lambda x: line(x).sin() * line.weight.sum(), backend="eager")(torch.ones(2, 3))
+        torch._dynamo.reset()
+        return found
+
+    expected = guards()
+    before = len(asked)
+    asked.clear()
+    with paths_shortened_once():
+        assert guards() == expected
+    assert len(asked) == len(set(asked)) < before
+    assert any("test_unwritten.py" in text for text in expected)
