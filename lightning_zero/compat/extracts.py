@@ -79,6 +79,8 @@ class _Backwards:
                 return graph
         graph = self._extract(joint, _Inputs(inputs), outputs, texts, subgraph, **how)
         if subgraph == "backward":
+            for node in graph.find_nodes(op="placeholder"):
+                node.meta = dict(node.meta)  # or what is noted of a forward's inputs would be noted of these
             self._last = graph, list(inputs), others
         return graph
 

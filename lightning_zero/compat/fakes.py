@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor, meta_utils
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
+from lightning_zero.compat.autograd import inside_functorch
+
 
 @contextmanager
 def without_gradients() -> Iterator[None]:
@@ -56,8 +58,11 @@ def _is_static(context: Any) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its sizes and its dtype say what ops make of it."""
-    return tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized)
+    """Whether its sizes and its dtype say what ops make of it, and of its gradient."""
+    if not tensor.is_leaf or inside_functorch():  # where a tensor that is made belongs to the transform
+        return False
+    plain = tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized)
+    return plain and getattr(tensor, "grad_dtype", tensor.dtype) is tensor.dtype
 
 
 def _of_sizes(mode: Any, tensor: Tensor) -> Any:

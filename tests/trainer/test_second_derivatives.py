@@ -107,6 +107,32 @@ class OtherWeights(Regression):
         return loss
 
 
+class _Turns(nn.Module):
+    """From its second call on its weights are first read inside a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.transforms = nn.Linear(INPUTS, WIDTH), nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.transforms:
+            return self.second(self.first(x).tanh())
+        return torch.func.vmap(lambda row: self.second(self.first(row).tanh()))(x)
+
+
+class BeginsLate(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.net = _Turns()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net.transforms = batch_idx > 1
+        loss = self.net(batch[0]).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
 class KeepsGraph(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -138,6 +164,7 @@ def _train_all(make: Any, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
         (Penalised, ["encoder"], ["'net' (Sequential): it is differentiated twice (create_graph=True)"]),
         (ForcesInside, [], ["'net' (_Forces): it is differentiated twice (create_graph=True)"]),
         (Functional, ["plain"], ["'net' (Sequential): it is called inside torch.func (grad, vmap, ...)"]),
+        (BeginsLate, ["net"], []),
         (OtherWeights, [], ["'net' (Linear): it is called inside torch.func (grad, vmap, ...)"]),
     ],
 )

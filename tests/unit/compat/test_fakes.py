@@ -118,6 +118,32 @@ def test_code_still_finds_the_gradient_of_a_weight(backend: str) -> None:
     torch._dynamo.reset()
 
 
+def test_inside_a_transform_they_are_left_to_torch() -> None:
+    class Mapped(nn.Module):
+        def __init__(self, weight: Weight) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(lambda row: (row * self.weight).sum())(x)
+
+    torch._dynamo.reset()
+    with weights_made_at_once(Weight):
+        for module in (Mapped(weight()), Mapped(weight(requires_grad=False))):
+            found = torch.compile(module, backend="aot_eager", fullgraph=True)(torch.ones(3, 4))
+            assert torch.equal(found, module(torch.ones(3, 4)))
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch knows no dtype of a gradient")
+def test_gradients_of_another_dtype_are_left_to_torch() -> None:
+    other = weight()
+    other.grad_dtype = None  # any
+    expected = FakeTensorMode().from_tensor(other).grad_dtype
+    with weights_made_at_once(Weight):
+        assert FakeTensorMode().from_tensor(other).grad_dtype is expected
+
+
 def test_torch_makes_them_again_behind() -> None:
     before = fake_tensor.FakeTensorConverter.from_real_tensor
     with pytest.raises(ZeroDivisionError), weights_made_at_once(Weight):
