@@ -4,6 +4,8 @@ started."""
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from lightning_zero.native.build import MARK
 from lightning_zero.native.commands import children, end, process_stat
 
 __all__ = ["end_compilers", "is_gone", "own_process"]
+
+ROUND_S = 0.02
+ROUNDS = 50  # at most: who ends does not wait
 
 
 def own_process() -> dict[str, Any]:
@@ -40,8 +45,22 @@ def is_gone(process: dict[str, Any]) -> bool:
 
 
 def end_compilers() -> None:
-    """Kills the compilers of the C++ executor that this process has started, and what they have started."""
-    end(child for child in children().get(os.getpid(), []) if _is_compiler(child))
+    """Kills the compilers of the C++ executor that this process has started, and what they have started. For a process
+    that ends right behind it, and starts no others any more: a thread that builds would start the next compiler, or the
+    one that was killed once more, and leave it behind."""
+    subprocess.Popen = _refuse  # type: ignore[assignment,misc]
+    quiet = 0
+    for _ in range(ROUNDS):
+        found = [child for child in children().get(os.getpid(), []) if _is_compiler(child)]
+        end(found)
+        quiet = 0 if found else quiet + 1
+        if quiet == 2:
+            return
+        time.sleep(ROUND_S)  # a process that has just been started is not a compiler yet
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise OSError("this process ends")
 
 
 def _is_compiler(pid: int) -> bool:
