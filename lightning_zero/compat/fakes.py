@@ -11,6 +11,12 @@ from torch._subclasses import fake_tensor, meta_utils
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from lightning_zero.compat.autograd import inside_functorch
+from lightning_zero.compat.tensors import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    no_python_dispatcher,
+    without_modes,
+)
 
 
 @contextmanager
@@ -35,7 +41,7 @@ def weights_made_at_once(*kinds: type[nn.Parameter]) -> Iterator[None]:
     def from_real_tensor(
         self: Any, mode: Any, tensor: Tensor, make_constant: bool = False, shape_env: Any = None, **how: Any
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             known = type(tensor) in kinds and not make_constant
             if known and _is_plain(tensor) and (shape_env is None or _is_static(how.get("symbolic_context"))):
                 fake = self._get_memo(tensor)
@@ -66,7 +72,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _of_sizes(mode: Any, tensor: Tensor) -> Any:
-    sizes = tuple(tensor.shape), tuple(tensor.stride())
-    with torch.utils._python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
-        memory = torch.empty_strided(*sizes, dtype=tensor.dtype, device="meta")
-        return fake_tensor.FakeTensor(mode, memory, tensor.device).requires_grad_(tensor.requires_grad)
+    with without_modes(), no_python_dispatcher():
+        memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, memory, tensor.device).requires_grad_(tensor.requires_grad)

@@ -108,7 +108,7 @@ class OtherWeights(Regression):
 
 
 class _Turns(nn.Module):
-    """From its second call on its weights are first read inside a transform."""
+    """Later its weights are first read inside a transform."""
 
     def __init__(self) -> None:
         super().__init__()

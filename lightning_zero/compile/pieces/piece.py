@@ -76,7 +76,7 @@ def make_piece(work: Sequence[Node], wanted: Sequence[Node], kinds: dict[Node, K
     for node in [*work, *wanted]:
         if node not in steps:
             add(node)
-    inputs |= dict.fromkeys(_used(symbols, list(steps), inputs))
+    inputs |= dict.fromkeys(_used(symbols, steps, inputs))
     return Piece(tuple(inputs), tuple(steps), tuple(wanted))
 
 
@@ -94,7 +94,7 @@ def _input(graph: Graph, node: Node) -> Node:
     return new
 
 
-def _used(symbols: Sequence[Node], steps: Sequence[Node], inputs: Iterable[Node]) -> list[Node]:
+def _used(symbols: Sequence[Node], steps: Iterable[Node], inputs: Iterable[Node]) -> list[Node]:
     """Those that sizes of a piece have in them."""
     if not symbols:
         return []

@@ -135,7 +135,7 @@ def test_values_are_found_as_torch_finds_them() -> None:
         known: dict[Any, Any] = {}
         found = [(path.get_value(names, {}, {}), value_at(path, names, known)) for path in paths]
         assert all(value_at(path, {}, known) is value for path, (_, value) in zip(paths, found, strict=True))
-        return len([one is other for one, other in found]), all(one is other for one, other in found)
+        return len(found), all(one is other for one, other in found)
 
     count, same = seen_in_call(look, behind=True)
     assert same

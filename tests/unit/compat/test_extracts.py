@@ -61,18 +61,23 @@ LOSSES: dict[str, Callable[[], Loss]] = {
 
 
 def partitioned(loss: Loss, inside: AbstractContextManager[None], x: Tensor) -> tuple[list[str], list[int], Any]:
-    """Both halves as text, how often nodes were copied, and what they compute."""
+    """Both halves as text, how often nodes were copied and code was written, and what they compute."""
     found: list[str] = []
-    copies = [0]
-    plain = Graph.node_copy
+    copies = [0, 0]
+    plain, recompile = Graph.node_copy, GraphModule.recompile
 
     def counted(*args: Any) -> Any:
         copies[0] += 1
         return plain(*args)
 
+    def written(module: GraphModule) -> Any:
+        copies[1] += 1
+        return recompile(module)
+
     def partition(module: Any, inputs: Any, **settings: Any) -> Any:
         with pytest.MonkeyPatch.context() as patched, inside:
             patched.setattr(Graph, "node_copy", counted)
+            patched.setattr(GraphModule, "recompile", written)
             halves = min_cut_partition(module, inputs, **settings)
         found.extend(str(half.graph) for half in halves)
         return halves
@@ -102,6 +107,7 @@ def test_halves_are_the_same_and_fewer_nodes_are_copied(name: str, rows: int) ->
     assert found == expected
     assert len(found) == 2
     assert 0 < after[0] < before[0]
+    assert after[1] < before[1]
     assert all(torch.equal(one, other) for one, other in zip(results, same, strict=True))
 
 
