@@ -4,6 +4,7 @@ import dis
 import re
 import sys
 from collections.abc import MutableMapping
+from enum import Enum
 from functools import lru_cache, partial
 from types import CodeType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch._dynamo import source, symbolic_convert, variables
-from torch._dynamo.variables import builder, nn_module
+from torch._dynamo.variables import builder, constant, nn_module
 from torch.nn.modules import module as modules
 
 # A module whose class is the user's: called, its code is followed, unless it is known already what comes of it.
@@ -99,6 +100,13 @@ def hooks_of_all_modules() -> bool:
         modules._global_backward_pre_hooks,
     )
     return any(all_of_them)
+
+
+def is_constant(variable: Any) -> bool:
+    """Whether it stands for what there is once: a number, a text, a member of an Enum."""
+    # Of a class of their own in torch up to 2.12; later such members are objects like others. (torch 2.11+)
+    kinds = ConstantVariable, getattr(constant, "EnumVariable", ConstantVariable)
+    return isinstance(variable, kinds) or (isinstance(variable, ObjectVariable) and isinstance(variable.value, Enum))
 
 
 def was_there(variable: Any) -> bool:

@@ -9,20 +9,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from enum import Enum
 from typing import Any
 from unittest.mock import patch
 
 from lightning_zero.compat.compiler import TensorVariable
 from lightning_zero.compat.dynamo import (
     BuiltinVariable,
-    ConstantVariable,
     HashableKey,
     ListVariable,
     ModuleVariable,
     ObjectVariable,
     TupleVariable,
     comparisons,
+    is_constant,
     translators,
 )
 
@@ -96,9 +95,7 @@ def _is_object(variable: Any) -> bool:
 
 
 def _may_be_object(variable: Any) -> bool:
-    seen = _seen(variable)
-    one_of_all = isinstance(seen, ObjectVariable) and isinstance(seen.value, Enum)
-    return not isinstance(seen, ConstantVariable) and not one_of_all
+    return not is_constant(_seen(variable))
 
 
 def _seen(variable: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -486,6 +487,27 @@ def test_a_layer_that_knows_which_it_is_does(way: int) -> None:
     results = [Compiled(model, once)(X) for once in (False, True)]
     assert torch.equal(*results)
     assert torch.equal(results[1], model(X))
+
+
+class Way(Enum):
+    PLAIN = 1
+    SCALED = 2
+
+
+class Choosing(Layer):
+    """As wrappers of transformers do in each call."""
+
+    ways = (Way.SCALED,)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return super().forward(x * 2 if Way.PLAIN in self.ways or self.ways[0] is Way.PLAIN else x, mask)
+
+
+def test_members_of_an_enum_are_no_objects_of_a_layer() -> None:
+    model = Model(Choosing)
+    compiled = Compiled(model)
+    check(model, compiled, X)
+    assert compiled.traced["Choosing"] == 1
 
 
 def test_numbers_that_change_in_all_layers_compile_as_often_as_ever() -> None:
