@@ -14,6 +14,8 @@ import torch
 from torch._functorch import partitioners
 from torch.fx import Graph, GraphModule, Node
 
+from lightning_zero.compat.unwritten import With, leaves_of
+
 __all__ = ["copying_less"]
 
 Extract = Callable[..., Graph]
@@ -38,8 +40,15 @@ def copying_less() -> Iterator[None]:
         patch.object(partitioners, "_extract_graph_with_inputs_outputs", _Backwards(plain)),
         patch.object(partitioners, "classify_nodes", classified),
         patch.object(partitioners, "reordering_to_mimic_autograd_engine", _in_place(reorder)),
+        # Looks in what a node is given for nodes that were left out, by a general walk. (torch 2.11+)
+        patch.object(partitioners, "pytree", With(partitioners.pytree, arg_tree_leaves=_given)),
+        patch.object(Graph, "lint", lambda graph: None),  # goes through each graph four times, of which all are torch's
     ):
         yield
+
+
+def _given(*args: Any, **kwargs: Any) -> list[Any]:
+    return leaves_of((args, kwargs))
 
 
 def _named(plain: Extract, joint: Graph, inputs: Sequence[Node], outputs: Sequence[Any], *how: Any) -> Any:

@@ -58,6 +58,25 @@ def weights_made_at_once(*kinds: type[nn.Parameter]) -> Iterator[None]:
         converter.from_real_tensor = plain
 
 
+def fake_like(value: FakeTensor, memory: Tensor) -> Any:
+    """A fake tensor of the same mode and device with the sizes of ``memory``, a meta tensor, of which it is a view:
+    what torch makes of these three in four times the time, which is asked for 400 times for each layer."""
+    # Where it is and its mode; more where it has a constant in it, or numbers that depend on values. (torch 2.11+)
+    known = [was for was in vars(value).values() if was is not None]
+    if type(value) is not FakeTensor or memory.device.type != "meta" or len(known) > 2:
+        return FakeTensor(value.fake_mode, memory, value.device)
+    # As its own constructor does. (torch 2.11+)
+    made = Tensor._make_subclass(
+        FakeTensor, memory, memory.requires_grad, dispatch_device=True, device_for_backend_keys=value.fake_device
+    )
+    if value.fake_mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(vars(value))
+    return made
+
+
 def _is_static(context: Any) -> bool:
     sizes = getattr(context, "dynamic_sizes", None)
     return sizes is not None and all(size is DimDynamic.STATIC for size in sizes)

@@ -9,10 +9,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._functorch._aot_autograd import graph_compile
+from torch._dynamo import guards, output_graph
+from torch._functorch._aot_autograd import autograd_cache, graph_compile
+from torch._inductor import codecache
+from torch._library import utils as library
 from torch._logging import _internal
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx import graph as fx_graph
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 from torch.utils import _traceback
@@ -26,8 +30,10 @@ _SINGLE = {Node, int, float, bool, str, type(None), torch.dtype, torch.device, t
 def unwritten() -> Iterator[None]:
     """Inside, AOTAutograd writes text only where somebody listens, and nodes are made without such questions."""
     # Who hears of graphs: TORCH_LOGS="aot_graphs", TORCH_LOGS="aot_joint_graph", TORCH_TRACE. (torch 2.11+)
-    halves = _where_heard(graph_compile._log_fw_bw_graphs, graph_compile.aot_graphs_log, (None, None))
-    joint = _where_heard(graph_compile._log_joint_graph, graph_compile.aot_joint_log, None)
+    halves = _where_heard(graph_compile._log_fw_bw_graphs, (None, None), graph_compile.aot_graphs_log)
+    joint = _where_heard(graph_compile._log_joint_graph, None, graph_compile.aot_joint_log)
+    both = codecache.log, autograd_cache.log
+    lines = _where_heard(codecache.FxGraphCachePickler.debug_lines, [], *both, level=logging.DEBUG)
 
     with (
         # Writes a forward and a backward as text, for logs and for what is kept of them in the cache. (torch 2.11+)
@@ -36,8 +42,21 @@ def unwritten() -> Iterator[None]:
         patch.object(graph_compile, "_log_joint_graph", joint),
         # Each node that is made is searched for symbols that should be nodes, more than half of what making it takes.
         # (torch 2.13+; earlier ones do not ask)
-        patch.object(fx_graph, "pytree", _With(fx_graph.pytree, tree_iter=_leaves)),
+        patch.object(fx_graph, "pytree", With(fx_graph.pytree, tree_iter=leaves_of)),
+        # Says of each part of a graph's key in the cache what it was. (torch 2.11+; 2.13 does where asked)
+        patch.object(codecache.FxGraphCachePickler, "debug_lines", lines),
+        # Whether an op does more than it returns, which is asked for each node, eight times. (torch 2.11+)
+        patch.object(library, "is_impure", _by_op(library.is_impure)),
     ):
+        yield
+
+
+@contextmanager
+def written_when_called() -> Iterator[None]:
+    """Inside, Dynamo's graphs become code when they are called, or somebody asks for it: ones that go to a compiler never
+    do."""
+    # What Dynamo makes graphs of, as fx.GraphModule, and asks for. (torch 2.11+)
+    with patch.object(output_graph, "fx", With(torch.fx, GraphModule=_Lazy)):
         yield
 
 
@@ -45,29 +64,53 @@ def unwritten() -> Iterator[None]:
 def paths_shortened_once() -> Iterator[None]:
     """Inside, each path of a source file is shortened once. Guards have the line in their text that asked for them: 260
     for each layer of GPT-2, from a dozen files."""
-    # Leaves out what a path has in common with torch's own. (torch 2.11+)
-    with patch.object(_traceback, "shorten_filename", lru_cache(None)(_traceback.shorten_filename)):
+    # Says of which variable around a function it is a guard, for which it goes through its whole path. (torch 2.11+)
+    hint = guards._get_closure_var_hint
+
+    def closure_hint(source: Any) -> str | None:
+        return hint(source) if source is not None and "cell_contents" in source.name else None
+
+    with (
+        # Leaves out what a path has in common with torch's own. (torch 2.11+)
+        patch.object(_traceback, "shorten_filename", lru_cache(None)(_traceback.shorten_filename)),
+        patch.object(guards, "_get_closure_var_hint", closure_hint),
+    ):
         yield
 
 
-def _where_heard(write: Callable[..., Any], log: logging.Logger, nothing: Any) -> Callable[..., Any]:
+def _by_op(plain: Callable[..., bool]) -> Callable[..., bool]:
+    known: dict[Any, bool] = {}
+
+    def is_impure(op: Any, *, impure_random: bool = True, **given: Any) -> bool:
+        if not isinstance(op, torch._ops.OpOverload):  # of others it may depend on what they are given
+            return plain(op, impure_random=impure_random, **given)
+        if (op, impure_random) not in known:
+            known[op, impure_random] = plain(op, impure_random=impure_random, **given)
+        return known[op, impure_random]
+
+    return is_impure
+
+
+def _where_heard(
+    write: Callable[..., Any], nothing: Any, *logs: logging.Logger, level: int = logging.INFO
+) -> Callable[..., Any]:
     def written(*args: Any, **kwargs: Any) -> Any:
-        listens = log.isEnabledFor(logging.INFO) or _internal.trace_log.handlers
+        listens = any(log.isEnabledFor(level) for log in logs) or _internal.trace_log.handlers
         return write(*args, **kwargs) if listens else nothing
 
     return written
 
 
-def _leaves(tree: Any) -> list[Any]:
-    """What torch's ``tree_iter`` gives, in another order: an argument of a node is seldom anything else than these."""
+def leaves_of(tree: Any) -> list[Any]:
+    """What torch's ``tree_iter`` gives: an argument of a node is seldom anything else than these."""
     found, pending = [], [tree]
     while pending:
         value = pending.pop()
         kind = type(value)
         if kind in _SEQUENCES:
-            pending += value
+            pending += value[::-1]
         elif kind in _DICTS:
-            pending += value.values()
+            pending += [*value.values()][::-1]
         elif kind in _SINGLE:
             found.append(value)
         else:
@@ -75,7 +118,19 @@ def _leaves(tree: Any) -> list[Any]:
     return found
 
 
-class _With:
+class _Kind(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _LazyGraphModule(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, GraphModule)
+
+
+class _Lazy(metaclass=_Kind):
+    """GraphModule, but that calls of it make one that is written late, as Inductor's are. (torch 2.11+)"""
+
+
+class With:
     """A module with other attributes."""
 
     def __init__(self, module: Any, **others: Any) -> None:

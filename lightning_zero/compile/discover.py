@@ -26,6 +26,7 @@ from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keep
 from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.fakes import weights_made_at_once
 from lightning_zero.compat.tensors import tree_leaves
+from lightning_zero.compat.unwritten import written_when_called
 from lightning_zero.compile import input_gradients
 from lightning_zero.compile.by_hand import refusal_of
 from lightning_zero.compile.garbage import only_young_searched
@@ -253,7 +254,7 @@ class CompiledCalls:
                 if not first:
                     return run(*args, **kwargs)
                 first = False
-                with only_young_searched(), frames_written_once():
+                with only_young_searched(), frames_written_once(), written_when_called():
                     return run(*args, **kwargs)
 
         module._compiled_call_impl = call

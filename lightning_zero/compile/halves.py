@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from lightning_zero.compat.compiler import min_cut_partition
 from lightning_zero.compat.cuts import cutting_fast
+from lightning_zero.compat.equal_nodes import merging_in_place
 from lightning_zero.compat.extracts import copying_less
 from lightning_zero.compile.evenly import save_drawn
 from lightning_zero.compile.passes.chains import save_chains
@@ -35,7 +36,7 @@ def halves(
     """
     # Here: Inductor's passes over joint graphs have seeds drawn, which no node before them does.
     save_drawn(module.graph, budget)
-    with cutting_fast(), copying_less():
+    with cutting_fast(), copying_less(), merging_in_place():
         forward, backward = by(module, inputs, num_fwd_outputs=outputs, **settings)
     changed = [forward] if keep_as_read(forward.graph, outputs) else []
     if budget < 1 and save_chains(forward.graph, backward.graph, outputs):

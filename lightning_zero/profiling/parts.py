@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_zero.compat.fakes import fake_like
 from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, without_modes
 
 __all__ = ["Memory"]
@@ -41,4 +42,4 @@ class Memory:
         if not isinstance(like, FakeTensor):
             return self._all.as_strided(shape, strides, begin)
         with without_modes(), no_python_dispatcher():
-            return FakeTensor(like.fake_mode, self._all.as_strided(shape, strides, begin), like.device)
+            return fake_like(like, self._all.as_strided(shape, strides, begin))

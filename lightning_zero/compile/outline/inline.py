@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
+from lightning_zero.compat.fakes import fake_like
 from lightning_zero.compat.graphs import (
     BACKWARD,
     CUSTOM,
@@ -187,12 +188,12 @@ def _view(memory: Tensor, value: FakeTensor) -> Tensor:
     form = value.shape, value.stride(), offset
     if value.dtype != memory.dtype:  # complex numbers as pairs of real ones
         made = torch.empty(0, dtype=value.dtype, device="meta").set_(memory.untyped_storage(), offset, *form[:2])
-        return FakeTensor(value.fake_mode, made, value.device)
+        return fake_like(value, made)
     if isinstance(memory, FakeTensor):
         with value.fake_mode:
             return memory.as_strided(*form)
     # A layer has hundreds of values, and to have them made by torch takes most of the time that all this takes.
-    return FakeTensor(value.fake_mode, memory.as_strided(*form), value.device)
+    return fake_like(value, memory.as_strided(*form))
 
 
 def _strides(values: Sequence[Any]) -> list[list[int]] | None:

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.pieces.kinds import Kind, is_kernel, kinds_of, signature
+from lightning_zero.compile.pieces.kinds import Asked, Kind, is_kernel, kinds_of, shape, signature
 from lightning_zero.compile.pieces.order import Order
 from lightning_zero.compile.pieces.piece import Piece, make_piece, symbol_inputs
 from lightning_zero.compile.pieces.repeats import Run, find_runs
@@ -62,7 +62,8 @@ def cut(graph: Graph, parts: int = PARTS) -> list[Piece | Node] | None:
 
 
 def _runs(work: Sequence[Node]) -> list[Run]:
-    runs = find_runs([signature(node) for node in work], SHORTEST)
+    shapes = Asked(shape)
+    runs = find_runs([signature(node, shapes) for node in work], SHORTEST)
     return [run for run in runs if any(map(is_kernel, work[run.start : run.start + run.period]))]
 
 

@@ -9,8 +9,9 @@ pieces.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Generator, SymBool, SymFloat, SymInt, Tensor
@@ -22,7 +23,7 @@ from lightning_zero.compile.graph import is_start
 from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import called, is_view, tensors_of
 
-__all__ = ["Kind", "is_kernel", "is_pointwise", "is_random", "kinds_of", "signature"]
+__all__ = ["Asked", "Kind", "is_kernel", "is_pointwise", "is_random", "kinds_of", "shape", "signature"]
 
 _aten = torch.ops.aten
 _CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # a weight out of a group
@@ -89,13 +90,31 @@ def is_pointwise(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def signature(node: Node) -> Hashable:
-    """Equal for nodes that do the same with inputs of the same sizes, wherever these come from."""
-    constants = torch.fx.map_arg((node.args, node.kwargs), lambda read: _shape(read))
-    return str(node.target), str(constants), _shape(node)
+def signature(node: Node, shapes: Asked | None = None) -> Hashable:
+    """Equal for nodes that do the same with inputs of the same sizes, wherever these come from.
+
+    Args:
+        shapes: of those that have been asked for, of several nodes.
+    """
+    known = shapes if shapes is not None else Asked(shape)
+    constants = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+    return str(node.target), str(constants), known[node]
 
 
-def _shape(node: Node) -> str:
+class Asked(dict[Node, Any]):
+    """What a function says of nodes, of each of which it is asked once."""
+
+    def __init__(self, ask: Callable[[Node], Any]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def __missing__(self, node: Node) -> Any:
+        found = self[node] = self._ask(node)
+        return found
+
+
+def shape(node: Node) -> str:
+    """What of a node's value code is generated for."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compile.pieces.kinds import Kind, is_kernel, is_pointwise, is_random
+from lightning_zero.compile.pieces.kinds import Asked, Kind, is_kernel, is_pointwise, is_random
 from lightning_zero.profiling.cost import Flops
 from lightning_zero.profiling.tensors import nbytes
 
@@ -37,6 +37,8 @@ class Order:
     def __init__(self, graph: Graph, kinds: dict[Node, Kind]) -> None:
         self.kinds = kinds
         self._graph = graph
+        self._is_kernel = Asked(is_kernel)
+        self._bytes = Asked(lambda node: nbytes(node.meta.get("val")))
         before = list(_work(graph, kinds))
         self._late: set[Node] = set()
         self.work: Sequence[Node] = self._sunk(before)
@@ -56,11 +58,11 @@ class Order:
     def effort(self) -> list[int]:
         """Of each node, for comparison: floating-point operations of kernels, nothing for others."""
         flops = Flops()
-        return [flops.of(node) if is_kernel(node) else 0 for node in self.work]
+        return [flops.of(node) if self._is_kernel[node] else 0 for node in self.work]
 
     def written(self) -> int:
         """Bytes of all results of kernels."""
-        return sum(nbytes(node.meta.get("val")) for node in self.work if is_kernel(node))
+        return sum(self._bytes[node] for node in self.work if self._is_kernel[node])
 
     def seams(self) -> list[int]:
         """Places where a kernel ends or begins anyway, in order."""
@@ -68,7 +70,7 @@ class Order:
         return [
             number
             for number, (before, behind) in enumerate(pairs, 1)
-            if behind.target is not operator.getitem and (is_kernel(before) or is_kernel(behind))
+            if behind.target is not operator.getitem and (self._is_kernel[before] or self._is_kernel[behind])
         ]
 
     def lost(self) -> list[int]:
@@ -78,7 +80,7 @@ class Order:
         for number, node in enumerate(self.work):
             last, written = self._read_by(node)
             if not written and last > number:
-                size = nbytes(node.meta.get("val"))
+                size = self._bytes[node]
                 change[number + 1] += size
                 change[last + 1] -= size
         lost: list[int] = []
@@ -93,14 +95,14 @@ class Order:
         last = max((self.place[user] for user in work), default=self.place[node])
         # Readers before and behind a kernel cannot be made together with it.
         apart = len({self._level[user] for user in work}) > 1
-        return last, apart or len(work) < len(readers) or any(map(is_kernel, [node, *work]))
+        return last, apart or len(work) < len(readers) or any(self._is_kernel[one] for one in (node, *work))
 
     @cached_property
     def _level(self) -> dict[Node, int]:
         """How many kernels, one after the other, come before each node."""
         levels: dict[Node, int] = {}
         for node in self._graph.nodes:
-            levels[node] = max((levels[read] + is_kernel(read) for read in node.all_input_nodes), default=0)
+            levels[node] = max((levels[read] + self._is_kernel[read] for read in node.all_input_nodes), default=0)
         return levels
 
     def _readers(self, node: Node) -> Iterator[Node]:
@@ -130,8 +132,9 @@ class Order:
         return order
 
     def _can_wait(self, node: Node) -> bool:
-        reads = sum(nbytes(read.meta.get("val")) for read in node.all_input_nodes)
-        return is_pointwise(node) and not is_random(node) and reads <= GROWTH * nbytes(node.meta.get("val"))
+        if not is_pointwise(node) or is_random(node):
+            return False
+        return sum(self._bytes[read] for read in node.all_input_nodes) <= GROWTH * int(self._bytes[node])
 
 
 def _first_impure(nodes: Sequence[Node]) -> int:

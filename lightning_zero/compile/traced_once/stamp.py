@@ -24,6 +24,7 @@ from lightning_zero.compat.dynamo import (
     path_in_modules,
     wrap_proxy,
 )
+from lightning_zero.compat.fakes import fake_like
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, MODULES, ORIGIN, SOURCES
 from lightning_zero.compat.ops import unsafe_view
 from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, without_modes
@@ -250,7 +251,7 @@ class _Memory:
         [(storage, moved)] = places
         made = torch.empty(0, dtype=value.dtype, device="meta")
         made.set_(storage, (_begin(value) + moved) // value.itemsize, value.shape, value.stride())
-        return FakeTensor(value.fake_mode, made, value.device).requires_grad_(value.requires_grad)
+        return fake_like(value, made).requires_grad_(value.requires_grad)
 
 
 def _memory(value: Tensor) -> int:
