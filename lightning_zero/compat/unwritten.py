@@ -53,8 +53,8 @@ def unwritten() -> Iterator[None]:
 
 @contextmanager
 def written_when_called() -> Iterator[None]:
-    """Inside, Dynamo's graphs become code when they are called, or somebody asks for it: ones that go to a compiler never
-    do."""
+    """Inside, Dynamo's graphs become code when they are called, or somebody asks for it: none that goes to a compiler
+    does."""
     # What Dynamo makes graphs of, as fx.GraphModule, and asks for. (torch 2.11+)
     with patch.object(output_graph, "fx", With(torch.fx, GraphModule=_Lazy)):
         yield
