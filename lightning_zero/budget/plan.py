@@ -165,7 +165,8 @@ def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan
         free, activations=free.activations and ACTIVATIONS not in later, weights=free.weights and WEIGHTS not in later
     )
     now = facts.now.over_copies
-    if not (free.over_copies and facts.gradients.over):
+    here = any(_with_masters_here(item).variants for item in items_of(facts, free) if item.name == HOST)
+    if not (free.over_copies and facts.gradients.over and here):
         return _decide(facts, free, later, now)
     if _all_fits(items_of(facts, free), facts.limit - _base(facts, False)):
         return _decide(facts, free, later, False)
@@ -178,6 +179,10 @@ def _base(facts: Facts, over: bool) -> float:
     return facts.peak - size_of(facts.now, facts) + facts.gradients.over * (facts.now.over_copies - over)
 
 
+def _with_masters_here(host: Item) -> Item:
+    return replace(host, variants=tuple(one for one in host.variants if "parameters" not in one.value[0]))
+
+
 def _all_fits(items: Sequence[Item], room: float) -> bool:
     """Whether each thing is had in its fastest way within ``room``, but for what only memory to spare goes to."""
     to_spare = WEIGHTS, GRADIENTS
@@ -188,10 +193,9 @@ def _all_fits(items: Sequence[Item], room: float) -> bool:
 
 def _decide(facts: Facts, free: Freedom, later: Sequence[str], over: bool) -> MemoryPlan:
     """``over``: gradients lie over copies of weights, which those have that lie on the device themselves."""
-    if over and free.offload is not None:
-        free = replace(free, offload=tuple(name for name in free.offload if name != "parameters"))
-    items = items_of(facts, free)
-    base = _base(facts, over)
+    items, base = items_of(facts, free), _base(facts, over)
+    if over:
+        items = [_with_masters_here(item) if item.name == HOST else item for item in items]
     found = _pick_together(items, facts, facts.limit - base)
     if free.weights:
         found = _filled(found, facts, items, facts.limit - base)
