@@ -58,8 +58,7 @@ MEASURED_STEPS = 3
 MOST_STEPS = 40
 # Of these the last one shows what is outside of compiled code.
 FORESEEN_STEPS = 2
-# Code runs a few times before it is captured; what captures hold is seen after that.
-WATCHED_STEPS = 6
+WATCHED_STEPS = 6  # code runs a few times before it is captured; what captures hold is seen after that
 
 
 class MeasuredBudget:
@@ -188,12 +187,14 @@ class MeasuredBudget:
         self._now = plan.chosen
         return Decided(plan.chosen)
 
-    def gradients_apart(self) -> Decided:
-        """They do not lie over copies of weights any more, whatever was planned, nor by a later plan."""
-        assert self._now is not None
-        self.known, self._now = self.known.in_place(), replace(self._now, over_copies=False)
+    def gradients_apart(self) -> Decided | None:
+        """They lie over copies of weights by no later plan; what holds instead of one that had them lie there."""
+        self.known = known = self.known.in_place()
+        self._course.facts = self._course.facts and replace(self._course.facts, gradients=known.gradients)
+        if self._now is None or not self._now.over_copies:
+            return None
+        self._now = replace(self._now, over_copies=False)
         self.plan = self.plan and replace(self.plan, chosen=self._now)
-        self._course.facts = self._course.facts and replace(self._course.facts, gradients=self.known.gradients)
         return Decided(self._now)
 
     def decided(self, config: EngineConfig) -> Decided | None:
@@ -247,8 +248,8 @@ class MeasuredBudget:
         speed = replace(facts.speed, pass_s=-pass_s)
         facts = replace(facts, peak=facts.limit - room, activations=-saved, speed=speed)
         # How many activations can leave is seen only once it is measured how long a pass takes.
-        free = freedom(config, (name for name in self.known.may_leave if name != ACTIVATIONS))
-        plan = self._decided(facts, unless_it_may_fit(free, facts), later=(WEIGHTS,))
+        free = unless_it_may_fit(freedom(config, {*self.known.may_leave} - {ACTIVATIONS}), facts)
+        plan = self._decided(facts, free, later=(WEIGHTS,))
         if plan.chosen == now and plan.fits:
             return None
         self.plan, self._now = plan, plan.chosen

@@ -67,19 +67,30 @@ class PlannedGradients:
             memory.allocate_gradients()
 
     def several_micro_batches(self) -> None:
-        """Steps may have several micro-batches from now on, whatever was certain. What was laid by hand stays."""
-        self.one_micro_batch = False
-        if not self.lie_over or self._session.config.tuning.gradients_over_copies:
-            return
+        """A step has several from now on, whatever was certain. What nobody has asked for is undone, unless gradients
+        are wanted that lie where weights are needed: that is refused."""
         with plainly():
-            if any(record.param.grad is not None for record in self._trained if record.grad_over_copy):
-                return  # they are wanted, and lie where weights are needed: that is refused
-        spared = self.taken(False, None) - self.taken(True, self._session.config.compute_dtype)
-        self._session.hold(self._session.budget.gradients_apart())
+            wanted = (
+                any(r.param.grad is not None for r in self._trained if r.grad_over_copy) if self.lie_over else False
+            )
+        if not wanted:
+            self.lie_apart()
+
+    def lie_apart(self) -> None:
+        """By hand they may lie over copies, but not by a plan any more. Behind a step."""
+        config = self._session.config
+        if config.tuning.gradients_over_copies or not (self.one_micro_batch or self.lie_over):
+            return
+        self.one_micro_batch = False
+        spared = self.taken(False, None) - self.taken(True, config.compute_dtype)
+        decided = self._session.budget.gradients_apart()
+        if decided is None:
+            return
+        self._session.hold(decided)
         self._session.progress.report(
-            f"memory={self._session.config.memory!r}: several micro-batches share a step, so gradients have memory of "
-            f"their own again, {gib(spared)} GiB. Pass tuning=Tuning(gradients_over_copies=False), so that this is "
-            "planned for from the beginning."
+            f"memory={config.memory!r}: several micro-batches share a step, so gradients have memory of their own "
+            f"again, {gib(spared)} GiB. Pass tuning=Tuning(gradients_over_copies=False), so that this is planned for "
+            "from the beginning."
         )
 
 

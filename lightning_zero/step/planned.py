@@ -106,7 +106,7 @@ class PlannedMemory:
     def _before_training(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         config = self._session.config
         if not self.gradients.one_micro_batch:
-            self.gradients.several_micro_batches()  # as an earlier training did not
+            self.gradients.lie_apart()  # as an earlier training did not
         if config.memory is not None:  # memory that a communicator takes is to be seen
             self._peers.connect(self._sharder.executor)
         decided = self._session.budget.before_training(config, self._known(config, optimizers))

@@ -426,6 +426,8 @@ def test_gradients_that_lie_apart_again_stay_so_whatever_is_planned() -> None:
         training.step()
     assert training.over
     decided = training.gradients_apart()
+    assert decided is not None
+    assert training.gradients_apart() is None
     training.over = decided.chosen.over_copies
     assert (training.over, training.plan is not None and training.plan.chosen.over_copies) == (False, False)
     assert [over for _, over, _ in training.rounded()] == [False], "and recomputes in its place"
