@@ -30,12 +30,14 @@ def lay_over_copies(executor: Executor, trained: Sequence[ShardedParameter]) -> 
 def forget_gradients(executor: Executor, records: Iterable[ShardedParameter]) -> None:
     """Between steps, when nobody wants the values: takes away all memory that gradients have."""
     for record in records:
-        if record.memory.pop(Role.GRADIENT, None) is None:
+        if record.gradient is None:
             continue
-        executor.parameters.set_grad(record.index, None)
-        record.shown_gradient = None
         with plainly():
-            record.param.grad, record.param.grad_dtype = None, record.param.dtype
+            record.param.grad = record.shown_gradient = None
+            if record.grad_over_copy:
+                record.param.grad_dtype = record.param.dtype
+        del record.memory[Role.GRADIENT]
+        executor.parameters.set_grad(record.index, None)
 
 
 def refuse_micro_batches(over_copies: bool) -> None:

@@ -16,6 +16,7 @@ from tests.helpers.trainer import Regression, close, make_loader, make_strategy,
 from tests.ranks.pool import RankFailure, Ranks
 
 BF16 = torch.bfloat16
+OVER = "gradients_over_copies"
 
 
 class Looks(Regression):
@@ -111,17 +112,17 @@ def test_what_cannot_be_is_refused_with_what_to_do(ranks: Ranks, train: Any, say
         ranks.run(2, train)
 
 
-def accumulates_later() -> list[tuple[bool, set[Any]]]:
-    """Where gradients lie in three trainings of one model, the second of which has two micro-batches in a step."""
+def one_after_another(*later: dict[str, Any]) -> list[tuple[bool, set[Any]]]:
+    """Where gradients lie where there is plenty of memory; and in trainings of one model for whose first one there is
+    too little for them."""
     model, found, limit = Looks(), [], 1.0
-    for accumulate in (1, 1, 2):
-        strategy = make_strategy("compiled", memory=limit)
-        trainer = make_trainer(
-            "compiled", strategy=strategy, precision="bf16-mixed", accumulate_grad_batches=accumulate, max_epochs=1
-        )
+    for more in ({}, {}, *later):
+        strategy = make_strategy("compiled", memory=limit, **{k: v for k, v in more.items() if k in OVER})
+        options = {k: v for k, v in more.items() if k not in OVER}
+        trainer = make_trainer("compiled", strategy=strategy, precision="bf16-mixed", max_epochs=1, **options)
         trainer.fit(model, make_loader("compiled", 4))
-        engine = strategy._require_engine()
-        found.append((engine.sharder.memory.over_copies, {t.dtype for t in engine.sharder.memory.holds(Role.GRADIENT)}))
+        memory = strategy._require_engine().sharder.memory
+        found.append((memory.over_copies, {gradient.dtype for gradient in memory.holds(Role.GRADIENT)}))
         if limit == 1.0:
             close(model)
             torch._dynamo.reset()
@@ -130,7 +131,36 @@ def accumulates_later() -> list[tuple[bool, set[Any]]]:
     return found
 
 
-def test_what_a_plan_has_chosen_ends_no_later_training_of_several_micro_batches(ranks: Ranks) -> None:
+@pytest.mark.parametrize("later", [{"accumulate_grad_batches": 2}, {OVER: False}])
+def test_what_a_plan_has_chosen_is_undone_for_a_later_training_that_cannot_or_may_not_have_it(
+    ranks: Ranks, later: dict[str, Any]
+) -> None:
     apart, over = (False, {torch.float32}), (True, {BF16})
-    for found in ranks.run(1, accumulates_later, deadline=120):
-        assert found == [apart, over, apart]
+    for found in ranks.run(1, one_after_another, {}, later, deadline=120):
+        assert found == [apart, over, over, apart]
+
+
+def goes_on(batches: int) -> list[bool]:
+    """Accumulates from the second half of its batches on, which nobody could know."""
+    found: list[bool] = []
+
+    class Changes(Looks):
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            found.append(self.trainer.strategy._require_engine().sharder.memory.over_copies)
+            if index == batches // 2 and limit < 1:
+                self.trainer.accumulate_grad_batches = 2
+
+    limit = 1.0
+    for _ in range(2):
+        model, strategy = Changes(), make_strategy("compiled", memory=limit)
+        trainer = make_trainer("compiled", strategy=strategy, precision="bf16-mixed", max_epochs=1)
+        trainer.fit(model, make_loader("compiled", batches))
+        limit = (strategy.memory_plan.peak - 1) / 2**30
+        close(model)
+        torch._dynamo.reset()
+    return found[batches:]
+
+
+def test_micro_batches_that_nobody_could_know_of_are_trained_with(ranks: Ranks) -> None:
+    for found in ranks.run(2, goes_on, 8, deadline=120):
+        assert found == [True] * 5 + [False] * 3

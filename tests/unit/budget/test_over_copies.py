@@ -10,7 +10,9 @@ from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Gradients, 
 from lightning_zero.budget.items import carried_out
 from lightning_zero.budget.options import applied, as_set, freedom
 from lightning_zero.budget.plan import MemoryPlan, advised, decide
+from lightning_zero.config.engine import refuse_changes
 from lightning_zero.config.tuning import Tuning
+from lightning_zero.errors import UnsupportedError
 from tests.helpers.options import config
 
 SPEED = Speed(pass_s=0.1, gather_s=1 / 300e9, host_bytes_per_s=50e9, pass_known="measured")
@@ -129,3 +131,12 @@ def test_options_that_leave_no_choice(against: dict[str, Any]) -> None:
     assert freedom(config(**BF16, stage=2)).over_copies
     assert freedom(config(**BF16, offload=("optimizer",))).over_copies
     assert not freedom(config(**BF16 | against)).over_copies
+
+
+def test_a_later_training_may_say_no_where_nobody_had_said_yes() -> None:
+    left, no, yes = (config(**BF16, gradients_over_copies=over) for over in (None, False, True))
+    refuse_changes(left, no)
+    refuse_changes(no, left)
+    for before, now in ((left, yes), (yes, left), (no, yes)):
+        with pytest.raises(UnsupportedError, match="gradients_over_copies"):
+            refuse_changes(before, now)
