@@ -30,7 +30,16 @@ class Parameters {
   // Backward raises when autograd brings this shard a gradient: something was computed with the shard itself.
   void guard_gradient(int64_t index);
 
-  void set_grad(int64_t index, at::Tensor grad) { context_.at(index).grad = std::move(grad); }
+  // Without memory: it is to lie elsewhere, and nothing holds that where it lay. Between steps.
+  void set_grad(int64_t index, std::optional<at::Tensor> grad) {
+    auto& record = context_.at(index);
+    if (record.compute_copy.holds != InCopy::WEIGHT)
+      record.compute_copy.written = {};  // it is nobody's gradient any more, and no weight
+    record.compute_copy.holds = InCopy::WEIGHT;
+    record.compute_copy.last_read = {};
+    record.grad = std::move(grad).value_or(at::Tensor());
+    record.visible_grad = at::Tensor();
+  }
   // See [Note: deferred gradients]. `whole`: for the whole gradient, and not for the host shard's.
   // Without memory: there is none any more, as of weights that stay.
   void set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool whole) {

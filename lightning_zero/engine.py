@@ -109,6 +109,7 @@ class Engine(NotCopied):
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
         self.memory = PlannedMemory(compiled, self.optimizers)
         self.session.budget.accumulates = lambda: cycle.accumulates
+        cycle.before_accumulating = self.memory.gradients.several_micro_batches
 
     @property
     def device(self) -> torch.device:

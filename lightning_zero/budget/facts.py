@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_zero.budget.curve import Curve
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
 
-__all__ = ["GAPS", "Chosen", "Facts", "Freedom", "Speed"]
+__all__ = ["GAPS", "Chosen", "Facts", "Freedom", "Gradients", "Speed"]
 
 GIB = 2**30
 
@@ -27,6 +27,7 @@ class Chosen:
         until: how long they stay.
         reduce_once: gradients of accumulated micro-batches stay whole until the last one's backward, as with stage 1.
         ring: bytes of the buffers through which goes what lies on the host; 0: as many as the options say.
+        over_copies: gradients lie, in bfloat16, over the copies of weights that were computed with.
     """
 
     activation_memory_budget: float = 1.0
@@ -35,6 +36,7 @@ class Chosen:
     until: Literal["backward", "step"] = "backward"
     reduce_once: bool = False
     ring: int = 0
+    over_copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Freedom:
         offload: what may go to the host, in addition to what is there now; None where the user has chosen.
         gradients: whether those of micro-batches stay whole.
         ring: how much of the device what lies on the host passes through.
+        over_copies: whether gradients lie over copies of weights, where they can.
         below: share of activations of which is known that as many do not fit; None where that is of none.
     """
 
@@ -55,7 +58,23 @@ class Freedom:
     offload: tuple[str, ...] | None = ()
     gradients: bool = True
     ring: bool = False
+    over_copies: bool = False
     below: float | None = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Bytes of them.
+
+    Attributes:
+        whole: of all, whole, where those of micro-batches can wait to be reduced; 0 where they cannot.
+        wire: of those that a pass reduces.
+        over: that a rank's would not take if they lay over copies of weights; 0 where they cannot.
+    """
+
+    whole: float = 0.0
+    wire: float = 0.0
+    over: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,8 +126,7 @@ class Facts:
         weights: whole ones, in the dtype they are used in, that a pass gathers twice.
         states: of optimizers, as large as shards, wherever they are.
         masters: of the shards that optimizers step.
-        gradients: whole ones of micro-batches, where they can wait to be reduced; 0 where they cannot.
-        wire: of gradients that a pass reduces.
+        gradients: of all weights that are trained.
         ring: of buffers through which goes what lies on the host, as the options say.
         ahead: what these hold of optimizers' state comes, and leaves, beside forward and backward: captured steps of
             one optimizer.
@@ -125,8 +143,7 @@ class Facts:
     weights: float = 0.0
     states: float = 0.0
     masters: float = 0.0
-    gradients: float = 0.0
-    wire: float = 0.0
+    gradients: Gradients = field(default_factory=Gradients)
     ring: float = 0.25 * GIB
     ahead: bool = True
     host: float = float("inf")

@@ -80,7 +80,7 @@ def size_of(chosen: Chosen, facts: Facts) -> float:
         - (_leaving(facts.activations * budget, facts.speed) if leave else 0.0)
         + chosen.weights
         + _optimizer_bytes(chosen.offload, chosen.ring, facts)
-        + facts.gradients * chosen.reduce_once
+        + facts.gradients.whole * chosen.reduce_once
     )
 
 
@@ -243,8 +243,8 @@ def crowded(values: tuple[Variant, ...], facts: Facts) -> float:
 def _gradients(facts: Facts, free: Freedom) -> Item:
     """Of micro-batches but the last one: each reduces its own, beside its backward, or all go with the last."""
     speed, now = facts.speed, facts.now.reduce_once
-    again = max(speed.passes - 1, 0.0) * exposed(facts.wire * speed.gather_s, speed.pass_s * (1 - FORWARD))
-    may = free.gradients and facts.gradients > 0 and (again >= WORTH * speed.pass_s * speed.passes or now)
+    again = max(speed.passes - 1, 0.0) * exposed(facts.gradients.wire * speed.gather_s, speed.pass_s * (1 - FORWARD))
+    may = free.gradients and facts.gradients.whole > 0 and (again >= WORTH * speed.pass_s * speed.passes or now)
     ways = sorted({now, *((False, True) if may else ())})
-    variants = [Variant(once, int(facts.gradients * once), 0.0 if once else again) for once in ways]
+    variants = [Variant(once, int(facts.gradients.whole * once), 0.0 if once else again) for once in ways]
     return Item(GRADIENTS, tuple(variants), by_hand=not free.gradients)

@@ -20,7 +20,8 @@ BUFFER_MB = Tuning().offload_buffer_mb  # which nobody has chosen
 def as_set(config: EngineConfig, away: Iterable[str] = ()) -> Chosen:
     """What the options say by themselves, where no plan is. ``away``: what is on the host, whatever they say."""
     offload = tuple(name for name in OFFLOADED if name in {*config.offload, *away})
-    return Chosen(config.activation_memory_budget, offload, until=config.resident_until)
+    over = bool(config.tuning.gradients_over_copies)
+    return Chosen(config.activation_memory_budget, offload, until=config.resident_until, over_copies=over)
 
 
 def freedom(config: EngineConfig, may_leave: Iterable[str] = ()) -> Freedom:
@@ -39,6 +40,7 @@ def freedom(config: EngineConfig, may_leave: Iterable[str] = ()) -> Freedom:
         offload=tuple(may_leave) if planned and not config.offload else None,
         gradients=planned and config.stage == 3,
         ring=planned and tuning.offload_buffer_mb == BUFFER_MB,
+        over_copies=planned and tuning.gradients_over_copies is None and config.may_lie_over_copies,
     )
 
 
@@ -49,4 +51,6 @@ def applied(config: EngineConfig, chosen: Chosen) -> EngineConfig:
     budget, tuning = chosen.activation_memory_budget, config.tuning
     if chosen.ring:
         tuning = replace(tuning, offload_buffer_mb=chosen.ring / MIB)
+    if chosen.over_copies:
+        tuning = replace(tuning, gradients_over_copies=True)
     return replace(config, activation_memory_budget=budget, offload=cast(Any, offload), tuning=tuning)

@@ -32,6 +32,7 @@ OPTIONS = {
     HOST: "offload",
     GRADIENTS: "stage",
 }
+OVER = "over copies of weights, in bfloat16"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,11 @@ class MemoryPlan:
     def fits(self) -> bool:
         return not self.missing
 
+    @property
+    def seconds(self) -> float:
+        """Of a step that it costs, beside the fastest way."""
+        return sum(line.seconds for line in self.lines)
+
     def options(self) -> dict[str, Any]:
         """Arguments of a strategy that choose the same by hand; those that are as by default are left out."""
         found: dict[str, Any] = {}
@@ -102,9 +108,12 @@ class MemoryPlan:
             found["activation_memory_budget"] = self.chosen.activation_memory_budget
         if self.chosen.offload:
             found["offload"] = self.chosen.offload
+        tuning: dict[str, Any] = {}
         if self.chosen.ring:
-            found["tuning"] = Tuning(offload_buffer_mb=self.chosen.ring / 2**20)
-        return found
+            tuning["offload_buffer_mb"] = self.chosen.ring / 2**20
+        if self.chosen.over_copies:
+            tuning["gradients_over_copies"] = True
+        return found | ({"tuning": Tuning(**tuning)} if tuning else {})
 
     def instead(self) -> str:
         """What to do where the limit cannot be held, in words."""
@@ -144,7 +153,8 @@ class MemoryPlan:
 
 def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan:
     """What to choose, of all that is free: the fewest seconds within the limit; where nothing fits, the fewest bytes.
-    What is left is spent on weights that stay.
+    What is left is spent on weights that stay. Gradients that lie over copies of weights are rounded, but cost no time:
+    that comes before all that does, and only where not all fits.
 
     The less memory there is, the less is used: of two limits the smaller one never has a plan of more bytes.
 
@@ -154,14 +164,46 @@ def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan
     free = replace(
         free, activations=free.activations and ACTIVATIONS not in later, weights=free.weights and WEIGHTS not in later
     )
-    items = items_of(facts, free)
-    base = facts.peak - size_of(facts.now, facts)
+    now = facts.now.over_copies
+    here = any(_with_masters_here(item).variants for item in items_of(facts, free) if item.name == HOST)
+    if not (free.over_copies and facts.gradients.over and here):
+        return _decide(facts, free, later, now)
+    if _all_fits(items_of(facts, free), facts.limit - _base(facts, False)):
+        return _decide(facts, free, later, False)
+    plans = [_decide(facts, free, later, over) for over in ((True, False) if now else (False, True))]
+    return min(plans, key=lambda plan: (0, plan.seconds) if plan.fits else (1, plan.peak))
+
+
+def _base(facts: Facts, over: bool) -> float:
+    """Bytes at the peak, of all that items are not about. ``over``: gradients lie over copies of weights."""
+    return facts.peak - size_of(facts.now, facts) + facts.gradients.over * (facts.now.over_copies - over)
+
+
+def _with_masters_here(host: Item) -> Item:
+    return replace(host, variants=tuple(one for one in host.variants if "parameters" not in one.value[0]))
+
+
+def _all_fits(items: Sequence[Item], room: float) -> bool:
+    """Whether each thing is had in its fastest way within ``room``, but for what only memory to spare goes to."""
+    to_spare = WEIGHTS, GRADIENTS
+    least = sum(min(one.nbytes for one in item.variants) for item in items if item.name in to_spare)
+    fastest = [min(i.variants, key=lambda one: (one.seconds, one.nbytes)) for i in items if i.name not in to_spare]
+    return least + sum(one.nbytes for one in fastest) <= room
+
+
+def _decide(facts: Facts, free: Freedom, later: Sequence[str], over: bool) -> MemoryPlan:
+    """``over``: gradients lie over copies of weights, which those have that lie on the device themselves."""
+    items, base = items_of(facts, free), _base(facts, over)
+    if over:
+        items = [_with_masters_here(item) if item.name == HOST else item for item in items]
     found = _pick_together(items, facts, facts.limit - base)
     if free.weights:
         found = _filled(found, facts, items, facts.limit - base)
-    chosen = chosen_of(found.chosen, facts)
+    chosen = replace(chosen_of(found.chosen, facts), over_copies=over)
     told = [pair for pair in zip(items, found.chosen, strict=True) if pair[0].name not in later]
     lines = tuple(_line(*pair) for pair in told if pair[0].name != GRADIENTS or len(pair[0].variants) > 1)
+    if over and facts.gradients.over:
+        lines = (Line(GRADIENTS, OVER, 0, int(facts.gradients.over), 0.0, by_hand=False), *lines)
     peak = int(base + found.nbytes)
     return MemoryPlan(facts.source, int(facts.limit), peak, chosen, lines, seconds_known=facts.speed.in_words())
 

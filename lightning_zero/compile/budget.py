@@ -27,6 +27,7 @@ from lightning_zero.budget.options import as_set, freedom
 from lightning_zero.budget.plan import MemoryPlan, advised, decide
 from lightning_zero.compile.after_failure import after_failure
 from lightning_zero.compile.cache import CacheLimit
+from lightning_zero.compile.cautious import cautious, unless_it_may_fit
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.compile.course import Course, Decided
 from lightning_zero.compile.first_step import FirstStep
@@ -57,12 +58,7 @@ MEASURED_STEPS = 3
 MOST_STEPS = 40
 # Of these the last one shows what is outside of compiled code.
 FORESEEN_STEPS = 2
-# Code runs a few times before it is captured; what captures hold is seen after that.
-WATCHED_STEPS = 6
-# Of activations that are saved in addition, so much more is left free: one H200's peak grew by 1.4 GiB for 0.8 of them.
-DOUBT = 0.75
-# Of a limit, so much is left free by whatever has not been measured: the peak of a plan was 0.8 % more than expected.
-CAUTION = 0.01
+WATCHED_STEPS = 6  # code runs a few times before it is captured; what captures hold is seen after that
 
 
 class MeasuredBudget:
@@ -191,6 +187,16 @@ class MeasuredBudget:
         self._now = plan.chosen
         return Decided(plan.chosen)
 
+    def gradients_apart(self) -> Decided | None:
+        """They lie over copies of weights by no later plan; what holds instead of one that had them lie there."""
+        self.known = known = self.known.in_place()
+        self._course.facts = self._course.facts and replace(self._course.facts, gradients=known.gradients)
+        if self._now is None or not self._now.over_copies:
+            return None
+        self._now = replace(self._now, over_copies=False)
+        self.plan = self.plan and replace(self.plan, chosen=self._now)
+        return Decided(self._now)
+
     def decided(self, config: EngineConfig) -> Decided | None:
         """What holds from now on; None for what held before. Must come before each pass forward and backward.
         Collective, if an optimizer has stepped since the last time, and before the second pass."""
@@ -242,8 +248,8 @@ class MeasuredBudget:
         speed = replace(facts.speed, pass_s=-pass_s)
         facts = replace(facts, peak=facts.limit - room, activations=-saved, speed=speed)
         # How many activations can leave is seen only once it is measured how long a pass takes.
-        may_leave = tuple(name for name in self.known.may_leave if name != ACTIVATIONS)
-        plan = self._decided(facts, freedom(config, may_leave), later=(WEIGHTS,))
+        free = unless_it_may_fit(freedom(config, {*self.known.may_leave} - {ACTIVATIONS}), facts)
+        plan = self._decided(facts, free, later=(WEIGHTS,))
         if plan.chosen == now and plan.fits:
             return None
         self.plan, self._now = plan, plan.chosen
@@ -251,13 +257,7 @@ class MeasuredBudget:
         return Decided(plan.chosen)
 
     def _decided(self, facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan:
-        plan = decide(facts, free, later)
-        if plan.chosen != facts.now:  # it must be held at once, not only once it has been measured, too
-            more = max(plan.chosen.activation_memory_budget - facts.now.activation_memory_budget, 0.0)
-            limit = (1 - CAUTION) * facts.limit - DOUBT * more * facts.activations
-            plan = replace(decide(replace(facts, limit=limit), free, later), limit=plan.limit)
-        plan = advised(plan, facts, free, self.known.before, later)
-        return replace(plan, first_step=self._course.first_peak)
+        return replace(cautious(facts, free, self.known.before, later), first_step=self._course.first_peak)
 
     def _agreed(self, config: EngineConfig) -> Agreed:
         limit = partial(limit_of, config.memory)
@@ -268,7 +268,7 @@ class MeasuredBudget:
         memory, now = self._measuring.quiet.memory, self.now(config)
         assert memory is not None
         limited, until_step = config.memory is not None, now.until == "step"
-        known = self.known if self.accumulates() else replace(self.known, gradients=0)
+        known = self.known if self.accumulates() else self.known.reduced_at_once()
         facts = measured(known, limit_of(config.memory, memory.total), quiet, limited and self.replays.enabled, now)
         if not limited:  # a budget for weights alone, however many these are
             weights = max(quiet.room, 0.0) if until_step else quiet.traffic / 2

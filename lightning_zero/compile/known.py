@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from lightning_zero.budget.curve import Curve, agreed, nested, told
-from lightning_zero.budget.facts import GAPS, Chosen, Facts, Speed
+from lightning_zero.budget.facts import GAPS, Chosen, Facts, Gradients, Speed
 from lightning_zero.compile.first_step import Shown
 from lightning_zero.compile.measuring import Quiet
 from lightning_zero.compile.plan_book import PlanBook
@@ -14,7 +14,16 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.profiling.headroom import DeviceMemory, limit_of
 
-__all__ = ["MASTERS", "Agreed", "Known", "after_first_step", "before_training", "measured", "room_once_replayed"]
+__all__ = [
+    "EAGER_SAVED",
+    "MASTERS",
+    "Agreed",
+    "Known",
+    "after_first_step",
+    "before_training",
+    "measured",
+    "room_once_replayed",
+]
 
 # Of what an eager step takes beside what was there, so much is saved for backward; the rest are temporary tensors.
 EAGER_SAVED = 0.8
@@ -36,8 +45,7 @@ class Known:
         states: of optimizers, as large as shards.
         to_come: of these, that were not there before the first step.
         masters: of the shards that optimizers step, that could lie on the host.
-        gradients: of all gradients, whole, where those of micro-batches can wait; 0 where they cannot.
-        wire: of gradients that a pass reduces.
+        gradients: as in :class:`~lightning_zero.budget.facts.Facts`.
         whole: of all weights, whole, in the dtype they are used in.
         ring: of the device's buffers for what lies on the host.
         ahead: as in :class:`~lightning_zero.budget.facts.Facts`.
@@ -53,8 +61,7 @@ class Known:
     states: int = 0
     to_come: int = 0
     masters: int = 0
-    gradients: int = 0
-    wire: int = 0
+    gradients: Gradients = field(default_factory=Gradients)
     whole: int = 0
     ring: int = 0
     ahead: bool = True
@@ -70,6 +77,14 @@ class Known:
         here = tuple(name for name in self.may_leave if name != MASTERS)
         return replace(self, may_leave=here, before=self.before if here == self.may_leave else (MASTERS,))
 
+    def reduced_at_once(self) -> Known:
+        """Where no micro-batches have been announced whose gradients could wait."""
+        return replace(self, gradients=replace(self.gradients, whole=0))
+
+    def in_place(self) -> Known:
+        """Where gradients cannot lie over copies of weights."""
+        return replace(self, gradients=replace(self.gradients, over=0))
+
     def facts(self, source: str, limit: float, peak: float, now: Chosen) -> Facts:
         """With nothing known of a pass."""
         link = self.host_bytes_per_s
@@ -84,7 +99,6 @@ class Known:
             states=self.states,
             masters=self.masters,
             gradients=self.gradients,
-            wire=self.wire,
             ring=self.ring,
             ahead=self.ahead,
             host=host,

@@ -314,4 +314,4 @@ def _staying(config: EngineConfig) -> tuple[object, ...]:
 
 def _planned_away(config: EngineConfig) -> tuple[object, ...]:
     """What a plan goes by besides what is compiled: of the host's memory, and of gradients."""
-    return config.offload, config.tuning.offload_buffer_mb, config.stage
+    return config.offload, config.tuning.offload_buffer_mb, config.stage, config.tuning.gradients_over_copies

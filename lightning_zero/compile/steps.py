@@ -50,6 +50,10 @@ class CompiledSteps:
         self._replays.configure(self.session.config, reason)
         self.session.links_changed()
 
+    def gradients_move(self) -> None:
+        """They lie elsewhere than what was captured has them."""
+        self._replays.drop()
+
     def prepare(self) -> None:
         """Before each forward of a training step; collective."""
         config = self.session.config

@@ -102,12 +102,20 @@ class EngineConfig(Options):
         if self.tuning.gradients_over_copies:
             self._check_gradients_over_copies()
 
-    def _check_gradients_over_copies(self) -> None:
-        against = {
+    def _against_gradients_over_copies(self) -> dict[str, bool]:
+        return {
             "compile=False": not self.compile,
             "stage=1": self.stage == 1,
             f"offload={self.offload!r}": "parameters" in self.offload,
         }
+
+    @property
+    def may_lie_over_copies(self) -> bool:
+        """Whether gradients could lie over compute copies, as far as options say."""
+        return not any(self._against_gradients_over_copies().values()) and self.compute_dtype is torch.bfloat16
+
+    def _check_gradients_over_copies(self) -> None:
+        against = self._against_gradients_over_copies()
         if any(against.values()):
             raise UnsupportedError(
                 "gradients_over_copies=True: gradients lie over the copies of weights in bfloat16 that compiled code "
@@ -142,7 +150,7 @@ class EngineConfig(Options):
                 "gradients_over_copies=True is for one host and precision='bf16-mixed', where there are copies of "
                 f"weights in bfloat16, and this training {where}. Leave the option out."
             )
-        return self.tuning.gradients_over_copies
+        return bool(self.tuning.gradients_over_copies)
 
     @cached_property
     def compiled(self) -> CompileConfig:
@@ -167,6 +175,8 @@ def changed(before: Options, now: Options) -> Iterator[tuple[str, Change, Any, A
 def refuse_changes(before: Options, now: Options) -> None:
     """Raises ``UnsupportedError`` where an option differs that nobody could apply any more."""
     for name, change, old, new in changed(before, now):
+        if name == "gradients_over_copies" and bool(old) == bool(new):
+            continue  # whether nobody or the user says no, nothing of it was settled: only plans go by that
         if change is Change.REFUSED or (name == "offload" and ("parameters" in old) != ("parameters" in new)):
             raise settled(name, old, new)
 

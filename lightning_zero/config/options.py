@@ -69,7 +69,8 @@ class Options:
     memory: float | Literal["auto"] | None = option(
         "so many GiB of each device may be taken at the peak, by whatever takes memory there; ``'auto'``: all but a "
         "tenth. What is computed again, kept whole and put on the host is then planned, by seconds lost for bytes "
-        "saved: what cannot wait at setup, the rest from the first steps. Options that are not as by default stay",
+        "saved: what cannot wait at setup, the rest from the first steps. What would not fit may have its gradients "
+        "rounded (``gradients_over_copies``). Options that are not as by default stay",
         default=None,
         check=gib,
         change=Change.APPLIED,

@@ -92,13 +92,15 @@ class Tuning:
     free_reduce_buckets: bool = _memory(
         "give the reduce buckets' memory back after each backward", default=False, change=Change.APPLIED
     )
-    gradients_over_copies: bool = _memory(
+    gradients_over_copies: bool | None = _memory(
         "reduced gradients lie, in bfloat16, where the weights' copies lay that were computed with, which nobody needs "
         "again before the step: 4 bytes less for each weight of a rank's shards. With ``precision='bf16-mixed'``, on "
         "one host, where each step has one micro-batch; what needs weights between a backward and the step may raise. "
-        "``param.grad`` is bfloat16 until the step, and None from then on",
-        default=False,
+        "``param.grad`` is bfloat16 until the step, and None from then on. None: with ``memory``, where a training "
+        "does not fit otherwise and all of that is so for certain; otherwise not",
+        default=None,
         change=Change.REFUSED,
+        shown="what `memory` needs",
     )
 
     prefetch: bool = _communication(

@@ -31,8 +31,9 @@ class Parameters(Protocol):
     def guard_gradient(self, index: int) -> None:
         """From now on backward raises ``ValueError`` when autograd itself brings this shard a gradient."""
 
-    def set_grad(self, index: int, grad: Tensor) -> None:
-        """Gives a parameter its 1-D part of the gradient arena, of the shard's size and dtype."""
+    def set_grad(self, index: int, grad: Tensor | None) -> None:
+        """Gives a parameter its 1-D part of the gradient arena, of the shard's size and dtype, or the memory of its
+        compute copy; None: takes it away. Between steps, when nobody wants a gradient any more."""
 
     def set_resident(self, index: int, memory: Tensor | None) -> None:
         """Memory for the whole parameter, 1-D with padding, where it stays until the optimizer steps; None: it does not

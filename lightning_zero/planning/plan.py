@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zero.budget.facts import Gradients
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.known import Known
 from lightning_zero.config import EngineConfig
@@ -20,7 +21,14 @@ from lightning_zero.planning.buckets import bucket_bytes
 from lightning_zero.planning.result import Passes, TrainingPlan
 from lightning_zero.planning.seconds import step_seconds
 from lightning_zero.planning.states import Kept
-from lightning_zero.planning.static import Cut, cut, masters_away, memory_that_stays, over_copies
+from lightning_zero.planning.static import (
+    Cut,
+    cut,
+    masters_away,
+    may_lie_over_copies,
+    memory_that_stays,
+    over_copies,
+)
 from lightning_zero.planning.training import Precision, StepOnPaper, Trace, run_step
 from lightning_zero.planning.user_code import UserCode
 from lightning_zero.planning.within import with_first_step, within_budget
@@ -108,9 +116,11 @@ def plan(
             return with_first_step(estimate(config), held)
         known = _known(cuts, kept, config, card, holders, hosts)
         if how.accumulate < 2 or hosts > 1:
-            known = replace(known, gradients=0)
+            known = known.reduced_at_once()
+        if how.accumulate > 1 or hosts > 1 or not code.is_automatic:
+            known = known.in_place()
         found = within_budget(config, estimate, known, how.accumulate)
-        return with_first_step(found, held)
+        return with_first_step(found, held, known.gradients.over)
 
 
 def _config(kind: Precision, options: dict[str, Any]) -> EngineConfig:
@@ -139,8 +149,11 @@ def _known(cuts: list[Cut], kept: Kept, config: EngineConfig, card: Device, rank
     needs = {"activations": config.compile, "parameters": masters_may}
     return Known(
         states=kept.states,
-        gradients=sum(c.elements * ranks * torch.promote_types(c.dtype, torch.float32).itemsize for c in trained),
-        wire=sum(c.elements * ranks * (config.wire_dtype or c.dtype).itemsize for c in trained),
+        gradients=Gradients(
+            whole=sum(c.elements * ranks * torch.promote_types(c.dtype, torch.float32).itemsize for c in trained),
+            wire=sum(c.elements * ranks * (config.wire_dtype or c.dtype).itemsize for c in trained),
+            over=may_lie_over_copies(cuts, config),
+        ),
         masters=masters,
         whole=whole if ranks > 1 and config.stage == 3 else 0,
         ring=config.offload_buffer_bytes,

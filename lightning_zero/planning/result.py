@@ -81,10 +81,10 @@ class TrainingPlan:
         """The most bytes of a steady step, as far as they are known."""
         return self.stays + (self.transient or 0)
 
-    def first_peak_with(self, eager: StepOnPaper) -> int:
+    def first_peak_with(self, eager: StepOnPaper, besides: float = 0.0) -> int:
         """The most bytes of the first step, with a pass: before it optimizers have made no state, and what it took is
-        given back before they do."""
-        fresh = self.stays - self.roles.get("optimizer_state", 0)
+        given back before they do. ``besides``: are there in that pass, and never again."""
+        fresh = int(self.stays - self.roles.get("optimizer_state", 0) + besides)
         return max(fresh + eager.peak, self.stays + self.temporary)
 
     @property

@@ -14,7 +14,7 @@ from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.config import EngineConfig
 from lightning_zero.sharding.layout import ShardLayout
 
-__all__ = ["Cut", "cut", "masters_away", "memory_that_stays", "over_copies"]
+__all__ = ["Cut", "cut", "masters_away", "may_lie_over_copies", "memory_that_stays", "over_copies"]
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,13 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1,
 
 def over_copies(cuts: Sequence[Cut], config: EngineConfig) -> int:
     """Bytes that gradients would take, and do not, since they lie over compute copies."""
-    over = [c for c in cuts if config.tuning.gradients_over_copies and c.trained]
-    return sum(c.elements * c.dtype.itemsize for c in over if c.used_in(config.compute_dtype) != c.dtype)
+    return may_lie_over_copies(cuts, config) if config.tuning.gradients_over_copies else 0
+
+
+def may_lie_over_copies(cuts: Sequence[Cut], config: EngineConfig) -> int:
+    """Bytes that gradients take which could lie over compute copies."""
+    copied = [c for c in cuts if c.trained and c.used_in(config.compute_dtype) != c.dtype]
+    return sum(c.elements * c.dtype.itemsize for c in copied)
 
 
 def masters_away(cuts: Sequence[Cut], config: EngineConfig) -> int:

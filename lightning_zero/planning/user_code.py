@@ -64,6 +64,11 @@ class UserCode:
             if hasattr(module, "_trainer"):
                 module._trainer = trainer
 
+    @property
+    def is_automatic(self) -> bool:
+        """Whether a Trainer calls backward and the optimizer, each once for a batch."""
+        return bool(getattr(self._module, "automatic_optimization", True))
+
     def loss(self, module: nn.Module, batch: Any) -> Tensor:
         """Raises ``ValueError`` where a step returns none."""
         if self._loss is not None:

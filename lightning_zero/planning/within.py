@@ -34,7 +34,7 @@ def within_budget(
     now, free = as_set(config), freedom(config, known.may_leave)
     plain = replace(config, memory=None)
     estimates: dict[Chosen, TrainingPlan] = {}
-    refused: dict[tuple[tuple[str, ...], int], float] = {}  # shares of activations, by what goes to the host
+    refused: dict[tuple[tuple[str, ...], int, bool], float] = {}  # shares of activations, by what goes to the host
 
     def estimated(now: Chosen) -> TrainingPlan:
         if now not in estimates:
@@ -45,11 +45,11 @@ def within_budget(
         found = estimated(now)
         facts = _facts(found, config, known, passes, now)
         if facts.peak > facts.limit:
-            share, place = now.activation_memory_budget, (now.offload, now.ring)
+            share, place = now.activation_memory_budget, (now.offload, now.ring, now.over_copies)
             refused[place] = min(share, refused.get(place, share))
         chosen = decide(facts, free)
         # A smaller share may have so much room to spare that the one before it seems to fit.
-        below = refused.get((chosen.chosen.offload, chosen.chosen.ring))
+        below = refused.get((chosen.chosen.offload, chosen.chosen.ring, chosen.chosen.over_copies))
         if below is not None and chosen.chosen.activation_memory_budget >= below:
             chosen = decide(facts, replace(free, below=below))
         if _same(chosen.chosen, now):
@@ -62,40 +62,45 @@ def within_budget(
     kept = int(chosen.chosen.weights)
     roles = found.roles | {"resident_weight": found.roles.get("resident_weight", 0) + kept}
     if chosen.chosen.reduce_once:
-        roles["deferred_gradient"] = roles.get("deferred_gradient", 0) + known.gradients
+        roles["deferred_gradient"] = roles.get("deferred_gradient", 0) + int(known.gradients.whole)
     return replace(found, roles=roles, memory=replace(chosen, source="estimated"))
 
 
 def _besides(chosen: Chosen, known: Known) -> float:
     """Bytes of what was chosen that no estimate of options has."""
-    return chosen.weights + known.gradients * chosen.reduce_once
+    return chosen.weights + known.gradients.whole * chosen.reduce_once
 
 
-def with_first_step(found: TrainingPlan, held: Callable[[], StepOnPaper | None]) -> TrainingPlan:
+def with_first_step(found: TrainingPlan, held: Callable[[], StepOnPaper | None], over: float = 0.0) -> TrainingPlan:
     """What becomes of the first step, which runs eagerly, before optimizers have made state: as much of what it saves
     as has to is on the host until its backward, within a limit or where the device would be full.
 
     Args:
         held: gives an eager pass with all of that on the host; None where it could not be traced.
+        over: bytes of gradients that may lie over copies of weights: they do so from the beginning only where that
+            has shown by itself that not all would fit.
     """
     plan, eager = found.memory, found.passes.eager
     if eager is None:
         return found
     context = found.device.context
     limit = limit_of(None, found.device.memory) if plan is None else plan.limit
-    most = context + found.first_peak_with(eager)
+    later = plan is not None and plan.chosen.over_copies and context + found.stays + over <= limit
+    besides = over * later
+    most = context + found.first_peak_with(eager, besides)
     if most > limit and (least := held()) is not None:
-        most = max(context + found.first_peak_with(least), limit)
+        most = max(context + found.first_peak_with(least, besides), limit)
     memory = None if plan is None else replace(plan, first_step=int(most))
     return replace(found, first_peak=int(most - context), memory=memory)
 
 
 def _same(chosen: Chosen, now: Chosen) -> bool:
     """But for weights, of which what is kept follows from the rest."""
-    return (chosen.activation_memory_budget, chosen.offload, chosen.ring) == (
+    return (chosen.activation_memory_budget, chosen.offload, chosen.ring, chosen.over_copies) == (
         now.activation_memory_budget,
         now.offload,
         now.ring,
+        now.over_copies,
     )
 
 

@@ -91,6 +91,7 @@ class StepCycle:
         state: where in its cycle the engine is.
         beside_forward, beside_backward: are called where either begins, for what may go on beside it.
         accumulates: micro-batches have been announced whose gradients may wait.
+        before_accumulating: is called before that is so, where a step was to have but one.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class StepCycle:
         self.accumulates = False
         self.beside_forward: Callable[[], None] = lambda: None
         self.beside_backward: Callable[[], None] = lambda: None
+        self.before_accumulating: Callable[[], None] = lambda: None
         self._inside = False  # of train_step
         self._step: UnderWay | None = None  # that began last
         self._executor = executor
@@ -204,6 +206,7 @@ class StepCycle:
         Raises:
             UnsupportedError: gradients lie over compute copies, which the next micro-batch needs.
         """
+        self.before_accumulating()
         refuse_micro_batches(self._sharder.memory.over_copies)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True

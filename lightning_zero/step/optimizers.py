@@ -99,9 +99,9 @@ class OptimizerSteps:
         return stepper
 
     def configure(self, config: EngineConfig) -> None:
-        """Other options. Where they capture steps otherwise, or have state lie elsewhere, each optimizer's next step is
-        laid out anew; other buffers are for state that stays where it is."""
-        if (_capture(config), _offload(config)) != (_capture(self.config), _offload(self.config)):
+        """Other options. Where they capture steps otherwise, or have state or gradients lie elsewhere, each optimizer's
+        next step is laid out anew; other buffers are for state that stays where it is."""
+        if (_capture(config), _lying(config)) != (_capture(self.config), _lying(self.config)):
             self.settle()
             if self.narrow and config.tuning.state_dtype is None:
                 for optimizer in self._steppers:
@@ -322,5 +322,5 @@ def _capture(config: EngineConfig) -> tuple[bool | str, bool]:
     return config.cuda_graph_step, config.tuning.emulate_cuda_graph_step
 
 
-def _offload(config: EngineConfig) -> tuple[tuple[str, ...], str | None]:
-    return config.offload, config.tuning.state_dtype
+def _lying(config: EngineConfig) -> tuple[tuple[str, ...], str | None, bool]:
+    return config.offload, config.tuning.state_dtype, bool(config.tuning.gradients_over_copies)

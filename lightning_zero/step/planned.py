@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from lightning_zero.budget.facts import Chosen
+from lightning_zero.budget.facts import Chosen, Gradients
 from lightning_zero.budget.options import applied, as_set
 from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.compile.known import MASTERS, Known
@@ -31,6 +31,7 @@ from lightning_zero.optim.narrow import NARROW, is_narrow
 from lightning_zero.sharding.away import leaves
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
+from lightning_zero.step.gradients import PlannedGradients, has_copy
 from lightning_zero.step.optimizers import OptimizerSteps
 
 __all__ = ["PlannedMemory"]
@@ -46,6 +47,9 @@ class PlannedMemory:
     Args:
         compiled: has the budget, the shards, and the peers that have some of their memory.
         optimizers: whose state may go to the host.
+
+    Attributes:
+        gradients: where they lie.
     """
 
     def __init__(self, compiled: CompiledSteps, optimizers: OptimizerSteps) -> None:
@@ -57,6 +61,7 @@ class PlannedMemory:
         self._mesh: Mesh = self._sharder.mesh
         self._link: float | None = None
         self._has_moved = False  # master weights to the host
+        self.gradients = PlannedGradients(compiled)
         session.budget.apply = self._apply
         optimizers.before_arranging = self._before_training
 
@@ -70,8 +75,11 @@ class PlannedMemory:
             self._masters_leave(config)
         if self._optimizers.on_host and "optimizer" not in config.offload:
             self._session.budget.first_step.state_comes_back()
-        moves = self._optimizers.config.offload != config.offload
+        over = bool(config.tuning.gradients_over_copies)
+        moves = self._optimizers.config.offload != config.offload or over != self.gradients.lie_over
         self._optimizers.configure(config)
+        if over != self.gradients.lie_over:
+            self.gradients.lie(over)
         if moves:  # or the next pass takes its memory beside what state has left: 33.5 GiB were taken where 30 may be
             self._session.budget.give_back()
         self._sharder.executor.reduces_once = config.stage == 1 or chosen.reduce_once
@@ -97,6 +105,8 @@ class PlannedMemory:
 
     def _before_training(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         config = self._session.config
+        if not self.gradients.one_micro_batch:
+            self.gradients.lie_apart()  # as an earlier training did not
         if config.memory is not None:  # memory that a communicator takes is to be seen
             self._peers.connect(self._sharder.executor)
         decided = self._session.budget.before_training(config, self._known(config, optimizers))
@@ -116,11 +126,11 @@ class PlannedMemory:
         with plainly():
             sizes = [size for optimizer in optimizers for size in self._states(optimizer)]
         return Known(
-            fixed=self._fixed(config),
+            fixed=self._fixed(config, bool(config.tuning.gradients_over_copies)),
             states=sum(size for size, _ in sizes),
             to_come=sum(size for size, there in sizes if not there),
             masters=sum(record.shard.nbytes for record in masters),
-            **self._gradients(config),
+            gradients=self._gradients(config),
             whole=whole if self._mesh.holders.size > 1 else 0,
             ring=config.offload_buffer_bytes,
             ahead=len(optimizers) == 1 and self._optimizers.captures(optimizers[0]),
@@ -135,7 +145,9 @@ class PlannedMemory:
     def _look_again(self, config: EngineConfig) -> None:
         """Shards have moved, and weights may travel another way, since that was made."""
         budget = self._session.budget
-        budget.known = replace(budget.known, fixed=self._fixed(config), gather_s=self._gather_s)
+        budget.known = replace(
+            budget.known, fixed=self._fixed(config, self.gradients.lie_over), gather_s=self._gather_s
+        )
 
     @property
     def _gather_s(self) -> float:
@@ -146,16 +158,13 @@ class PlannedMemory:
     def _whole(self, config: EngineConfig) -> int:
         return self._sharder.memory.whole_bytes(config.compute_dtype if config.compile else None)
 
-    def _fixed(self, config: EngineConfig) -> int:
+    def _fixed(self, config: EngineConfig, over: bool) -> int:
+        """``over``: gradients lie over copies."""
         live, used = self._sharder.live, config.compute_dtype if config.compile else None
-        with plainly():
-            trained = [record for record in live if record.param.requires_grad]
         here = sum(record.shard.nbytes for record in live if not record.is_away)
         whole, buffers = self._whole(config), (config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb)
         passing = sum(int(min(2 * size * MIB, whole)) for size in buffers)
-        over = config.tuning.gradients_over_copies
-        gradients = sum(r.shard.nbytes for r in trained if not (over and self._copies([r], used)))
-        taken = here + gradients + self._copies(live, used) + passing
+        taken = here + self.gradients.taken(over, used) + self._copies(live, used) + passing
         return max(taken - self._peers.nbytes, 0)  # which the device has given already
 
     @property
@@ -168,17 +177,19 @@ class PlannedMemory:
         free = self._mesh.shard_hosts == 1 and tuning.gather_transport != "copy" and not tuning.gradients_over_copies
         return free and not self._are_away
 
-    def _gradients(self, config: EngineConfig) -> dict[str, int]:
+    def _gradients(self, config: EngineConfig) -> Gradients:
         """Whole ones, where they can wait on one host, and what of them travels in a pass."""
+        over = self.gradients.could_spare(config)
         if self._mesh.world_size == 1 or self._mesh.host_count > 1:
-            return {}
+            return Gradients(over=over)
         trained = [record for record in self._sharder.live if record.param.requires_grad]
         whole = [(r.layout.shard_numel * r.layout.world_size, r.param.dtype) for r in trained]
         wire = [(numel, config.wire_dtype if dtype.is_floating_point else None, dtype) for numel, dtype in whole]
-        return {
-            "gradients": sum(n * torch.promote_types(dtype, torch.float32).itemsize for n, dtype in whole),
-            "wire": sum(n * (sent or own).itemsize for n, sent, own in wire),
-        }
+        return Gradients(
+            whole=sum(n * torch.promote_types(dtype, torch.float32).itemsize for n, dtype in whole),
+            wire=sum(n * (sent or own).itemsize for n, sent, own in wire),
+            over=over,
+        )
 
     def _states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, bool]]:
         """Bytes that it keeps for each element of its shards, and whether they are there already."""
@@ -198,8 +209,7 @@ class PlannedMemory:
     def _copies(self, live: Sequence[ShardedParameter], used: torch.dtype | None) -> int:
         if used is None:
             return 0
-        wide = [record.shard for record in live if record.shard.is_floating_point()]
-        numel = sum(shard.numel() for shard in wide if shard.dtype.itemsize > used.itemsize)
+        numel = sum(record.shard.numel() for record in live if has_copy(record, used))
         return numel * used.itemsize * self._mesh.shard_hosts
 
     def explain(self, error: BaseException) -> None:

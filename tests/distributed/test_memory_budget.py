@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from lightning_zero.budget.curve import Curve, nested
-from lightning_zero.compile.budget import CAUTION
+from lightning_zero.compile.cautious import CAUTION
 from lightning_zero.compile.curve import chart
 from lightning_zero.offload.saved import SavedOnHost
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
@@ -217,7 +217,7 @@ def with_charts(limit: int, backend: str = "aot_eager") -> dict[str, Any]:
         patch("lightning_zero.compile.session.MemoryGauge", Charted),
         patch("lightning_zero.step.planned.CAN_LEAVE", ()),
         patch.object(Gauge, "simulated", Device(fuller=100), create=True),
-        patch("lightning_zero.compile.budget.DOUBT", 0.0),
+        patch("lightning_zero.compile.cautious.DOUBT", 0.0),
         engine_for(model, backend, gather_group_mb=0.001, memory=limit / GIB) as engine,
     ):
         Gauge.engine, engine.session.progress._report = engine, said.append

@@ -9,11 +9,14 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
+from lightning_zero.budget.facts import Chosen
+from lightning_zero.sharding.record import Role
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import Regression, close, make_loader, make_strategy, make_trainer, whole_state
 from tests.ranks.pool import RankFailure, Ranks
 
 BF16 = torch.bfloat16
+OVER = "gradients_over_copies"
 
 
 class Looks(Regression):
@@ -42,9 +45,9 @@ class Looks(Regression):
         return loss
 
 
-def fit(over: bool, kind: str, resumed: bool) -> tuple[dict[str, Any], Looks]:
+def fit(chosen: dict[str, Any], kind: str, resumed: bool) -> tuple[dict[str, Any], Looks, Any]:
+    """Weights, the model, and the last plan."""
     model = Looks()
-    chosen = {"gradients_over_copies": True} if over else {}
     options: dict[str, Any] = {"precision": "bf16-mixed", "max_epochs": 2, "val_check_interval": 3}
 
     def trainer(**more: Any) -> pl.Trainer:
@@ -52,25 +55,35 @@ def fit(over: bool, kind: str, resumed: bool) -> tuple[dict[str, Any], Looks]:
 
     trainer().fit(model, make_loader(kind, 8), make_loader(kind, 2, seed=1))
     if resumed:
-        path = f"{over}.ckpt"
+        path = f"{len(chosen)}.ckpt"
         assert model.trainer is not None
         model.trainer.save_checkpoint(path)
         trainer(max_epochs=3).fit(model, make_loader(kind, 8), make_loader(kind, 2, seed=1), ckpt_path=path)
-    state = whole_state(model)
+    state, plan = whole_state(model), model.trainer.strategy.memory_plan  # type: ignore[union-attr]
     close(model)
     torch._dynamo.reset()
-    return state, model
+    return state, model, plan
 
 
-def fit_both(kind: str, resumed: bool) -> tuple[Any, ...]:
-    (over, looked), (plain, expected) = (fit(over, kind, resumed) for over in (True, False))
+def fit_both(kind: str, resumed: bool, by_plan: bool) -> tuple[Any, ...]:
+    plain, expected, plan = fit({"memory": 1.0} if by_plan else {}, kind, resumed)  # which is more than enough
+    chosen = {"memory": (plan.peak - 1) / 2**30} if by_plan else {"gradients_over_copies": True}
+    over, looked, plan = fit(chosen, kind, resumed)
     same = [(one.losses, one.norms, one.evaluated) for one in (looked, expected)]
-    return over, plain, same, (looked.after, expected.after)
+    return over, plain, same, (looked.after, expected.after), plan
 
 
-@pytest.mark.parametrize(("kind", "resumed"), [("compiled", False), ("compiled, captured", True)])
-def test_a_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, kind: str, resumed: bool) -> None:
-    for over, plain, (found, expected), (after, kept) in ranks.run(2, fit_both, kind, resumed, deadline=120):
+@pytest.mark.parametrize(
+    ("kind", "resumed", "by_plan"),
+    [("compiled", False, False), ("compiled, captured", True, False), ("compiled", True, True)],
+)
+def test_a_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, kind: str, resumed: bool, by_plan: bool) -> None:
+    for over, plain, (found, expected), (after, kept), plan in ranks.run(
+        2, fit_both, kind, resumed, by_plan, deadline=120
+    ):
+        if by_plan:
+            assert plan.fits
+            assert plan.chosen == Chosen(over_copies=True)
         assert_close_relative(over, plain, 1e-6, what="weights")
         for what, one, other in zip(("losses", "norms", "evaluations"), found, expected, strict=True):
             assert len(one) >= 8
@@ -97,3 +110,57 @@ def full_precision() -> None:
 def test_what_cannot_be_is_refused_with_what_to_do(ranks: Ranks, train: Any, says: str) -> None:
     with pytest.raises(RankFailure, match=says):
         ranks.run(2, train)
+
+
+def one_after_another(*later: dict[str, Any]) -> list[tuple[bool, set[Any]]]:
+    """Where gradients lie where there is plenty of memory; and in trainings of one model for whose first one there is
+    too little for them."""
+    model, found, limit = Looks(), [], 1.0
+    for more in ({}, {}, *later):
+        strategy = make_strategy("compiled", memory=limit, **{k: v for k, v in more.items() if k in OVER})
+        options = {k: v for k, v in more.items() if k not in OVER}
+        trainer = make_trainer("compiled", strategy=strategy, precision="bf16-mixed", max_epochs=1, **options)
+        trainer.fit(model, make_loader("compiled", 4))
+        memory = strategy._require_engine().sharder.memory
+        found.append((memory.over_copies, {gradient.dtype for gradient in memory.holds(Role.GRADIENT)}))
+        if limit == 1.0:
+            close(model)
+            torch._dynamo.reset()
+            model, limit = Looks(), (strategy.memory_plan.peak - 1) / 2**30
+    close(model)
+    return found
+
+
+@pytest.mark.parametrize("later", [{"accumulate_grad_batches": 2}, {OVER: False}])
+def test_what_a_plan_has_chosen_is_undone_for_a_later_training_that_cannot_or_may_not_have_it(
+    ranks: Ranks, later: dict[str, Any]
+) -> None:
+    apart, over = (False, {torch.float32}), (True, {BF16})
+    for found in ranks.run(1, one_after_another, {}, later, deadline=120):
+        assert found == [apart, over, over, apart]
+
+
+def goes_on(batches: int) -> list[bool]:
+    """Accumulates from the second half of its batches on, which nobody could know."""
+    found: list[bool] = []
+
+    class Changes(Looks):
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            found.append(self.trainer.strategy._require_engine().sharder.memory.over_copies)
+            if index == batches // 2 and limit < 1:
+                self.trainer.accumulate_grad_batches = 2
+
+    limit = 1.0
+    for _ in range(2):
+        model, strategy = Changes(), make_strategy("compiled", memory=limit)
+        trainer = make_trainer("compiled", strategy=strategy, precision="bf16-mixed", max_epochs=1)
+        trainer.fit(model, make_loader("compiled", batches))
+        limit = (strategy.memory_plan.peak - 1) / 2**30
+        close(model)
+        torch._dynamo.reset()
+    return found[batches:]
+
+
+def test_micro_batches_that_nobody_could_know_of_are_trained_with(ranks: Ranks) -> None:
+    for found in ranks.run(2, goes_on, 8, deadline=120):
+        assert found == [True] * 5 + [False] * 3

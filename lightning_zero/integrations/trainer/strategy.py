@@ -39,6 +39,7 @@ from lightning_zero.integrations.trainer.checkpoint_callbacks import adapt_check
 from lightning_zero.integrations.trainer.checks import check_adopted, check_trainable, refuse_callbacks
 from lightning_zero.integrations.trainer.evaluation_stop import EvaluationStop
 from lightning_zero.integrations.trainer.finetuning import tell_shards_apart
+from lightning_zero.integrations.trainer.micro_batches import one_micro_batch
 from lightning_zero.integrations.trainer.precision import for_shards
 from lightning_zero.integrations.trainer.processes import ProcessStrategy
 from lightning_zero.integrations.trainer.saving import Saving
@@ -236,8 +237,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         refuse_callbacks(trainer)
         note_sigterm(trainer)
         module = self.lightning_module
-        adopted = engine_of(module)
-        if adopted is None:
+        if (adopted := engine_of(module)) is None:
             self._shard(module)
         else:
             self._adopt(adopted, module)
@@ -292,6 +292,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
                 engine.optimizers.check(optimizer)
             except UnsupportedError as error:
                 raise MisconfigurationException(str(error)) from error
+        engine.memory.gradients.one_micro_batch = one_micro_batch(trainer)
         engine.optimizers.arrange(self.optimizers)
 
     # -- steps
@@ -382,8 +383,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        # The module stays sharded and on its device, so that another stage, save_checkpoint() or state_dict() can
-        # follow.
+        # The module stays sharded and on its device: another stage, save_checkpoint() or state_dict() may follow.
         self._show_start(self._start.ends())
         self._finish_saving()
         if self._ask_again is not None:

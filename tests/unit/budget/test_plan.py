@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from lightning_zero.budget.curve import Curve, Point
-from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Speed
+from lightning_zero.budget.facts import GIB, Chosen, Facts, Freedom, Gradients, Speed
 from lightning_zero.budget.items import (
     BUDGETS,
     carried_out,
@@ -295,7 +295,7 @@ def test_how_sure_seconds_are_stands_below_the_table() -> None:
 
 
 # 8 passes in a step, of which each has 12 GiB of gradients to reduce over links of 28 GB/s: 0.46 s, beside 0.07.
-MANY = replace(FACTS, gradients=24 * GIB, wire=12 * GIB, speed=replace(SPEED, passes=8.0, gather_s=1 / 28e9))
+MANY = replace(FACTS, gradients=Gradients(24 * GIB, 12 * GIB), speed=replace(SPEED, passes=8.0, gather_s=1 / 28e9))
 
 
 def test_gradients_of_micro_batches_are_reduced_once_where_that_is_faster_and_memory_allows() -> None:
@@ -315,7 +315,7 @@ def test_gradients_of_micro_batches_are_reduced_once_where_that_is_faster_and_me
     [
         replace(MANY, speed=replace(MANY.speed, passes=1.0)),
         replace(MANY, speed=replace(MANY.speed, gather_s=1 / 300e9)),  # hidden beside backward
-        replace(MANY, gradients=0.0),
+        replace(MANY, gradients=Gradients(wire=12 * GIB)),
         replace(MANY, limit=30 * GIB),
     ],
 )

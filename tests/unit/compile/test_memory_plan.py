@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.budget.curve import Curve, Point
-from lightning_zero.budget.facts import GIB, Chosen
+from lightning_zero.budget.facts import GIB, Chosen, Gradients
 from lightning_zero.compile.budget import WATCHED_STEPS, MeasuredBudget
 from lightning_zero.compile.known import Known
 from lightning_zero.config import EngineConfig
@@ -42,6 +42,8 @@ class Simulated(MeasuredBudget):
         self.more, self.kept, self.eager = more, kept, eager
         self.config = EngineConfig(memory=limit)
         self.share = 1.0  # of activations that are saved
+        self.over = False  # gradients lie over copies, and take so many GiB less:
+        self.gradients = 0.0
         self.cached = self.states = 0.0
         self.compiled = self.given_back = 0
         self.in_forward = False
@@ -67,7 +69,7 @@ class Simulated(MeasuredBudget):
         self.cached = 0.0
 
     def _read(self) -> DeviceMemory:
-        stays = HELD + self.states
+        stays = HELD + self.states - self.gradients * self.over
         saved, peak = SAVED * self.share, SAVED * self.share + (self.more if self.share < 1 else 0.0)
         if self.curve is not None:
             point = self.curve.at(self.share)
@@ -87,6 +89,7 @@ class Simulated(MeasuredBudget):
         found = self.decided(self.config)
         if found is not None:
             self.share = found.chosen.activation_memory_budget
+            self.over = found.chosen.over_copies
         if self.first_step.saves is None and (self.compiled == 0 or found is not None):
             self.compiled += 1
             self.book.count += 1
@@ -375,3 +378,56 @@ def test_replays_that_pass_the_limit_though_nobody_foresaw_it_are_given_up() -> 
     assert training.plan is not None
     assert training.plan.measured == int((HELD + STATES + SAVED * 0.95) * GIB)
     assert training.plan.fits
+
+
+class Rounding(Simulated):
+    """Of a training whose gradients may lie over copies of weights, which is so many GiB less."""
+
+    def __init__(self, limit: float, eager: float, gradients: float = 2.0) -> None:
+        super().__init__(limit, eager=eager)
+        self.config = replace(self.config, compute_dtype=torch.bfloat16)
+        self.gradients = gradients
+        self.known = replace(self.known, gradients=Gradients(over=gradients * GIB))
+
+    def rounded(self) -> list[tuple[int, bool, float]]:
+        """In which steps something was decided: whether gradients are rounded, and activations that are saved."""
+        found = []
+        for self.number in range(40):
+            if (chosen := self.step()) is not None:
+                found.append((self.number, chosen.over_copies, chosen.activation_memory_budget))
+        return found
+
+
+def test_gradients_come_to_lie_over_copies_before_anything_is_computed_again() -> None:
+    # 22 GiB with all of it. The first step shows nothing, or that even with half of what it took that is too much.
+    assert Rounding(21, eager=3.0).rounded() == [(5, True, 1.0)]
+    assert Rounding(16, eager=8.0).rounded()[0][:2] == (1, True)
+    assert Rounding(22.5, eager=3.0).rounded() == []
+    training = Rounding(21, eager=3.0)
+    training.rounded()
+    assert training.plan is not None
+    assert training.plan.measured == int((HELD + STATES + SAVED - 2) * GIB)
+    assert training.plan.fits
+
+
+def test_what_may_fit_once_it_is_compiled_keeps_its_gradients_until_that_was_measured() -> None:
+    training = Rounding(22.5, eager=10.0)  # by which 24 GiB are expected, and 22 are taken
+    assert not any(over for _, over, _ in training.rounded())
+    assert training.rounded() == []
+
+
+def test_what_was_rounded_before_it_was_measured_and_fits_is_rounded_no_more() -> None:
+    assert Rounding(22.3, eager=17.0, gradients=9.0).rounded() == [(1, True, 1.0), (5, False, 1.0)]
+
+
+def test_gradients_that_lie_apart_again_stay_so_whatever_is_planned() -> None:
+    training = Rounding(21, eager=3.0)
+    for training.number in range(7):
+        training.step()
+    assert training.over
+    decided = training.gradients_apart()
+    assert decided is not None
+    assert training.gradients_apart() is None
+    training.over = decided.chosen.over_copies
+    assert (training.over, training.plan is not None and training.plan.chosen.over_copies) == (False, False)
+    assert [over for _, over, _ in training.rounded()] == [False], "and recomputes in its place"

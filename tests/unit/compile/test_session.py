@@ -279,6 +279,18 @@ def test_a_budget_that_is_measured_compiles_again_with_a_share_to_keep() -> None
     assert session.progress.compiled == 4
 
 
+def test_gradients_that_a_plan_has_laid_over_copies_lie_apart_once_a_later_trainer_says_so() -> None:
+    planned = EXACT | {"memory": 1.0, "compute_dtype": torch.bfloat16}
+    session, applied = Alone(planned), []
+    attached(session)
+    session.budget.apply = lambda config, chosen: applied.append(config.tuning.gradients_over_copies)
+    session.hold(Decided(Chosen(over_copies=True)))
+    session.budget._now = Chosen(over_copies=True)
+    session.configure(config(**planned, agreement_timeout_s=3.0))
+    session.configure(config(**planned, agreement_timeout_s=3.0, gradients_over_copies=False))
+    assert applied == [True, True, False]
+
+
 def test_weights_that_stay_until_the_step_are_told_in_bytes() -> None:
     assert Alone(dict(EXACT, resident_mb=3.0, resident_until="step")).next_pass() == 3 * 2**20
     assert Alone(dict(EXACT, resident_mb=3.0)).next_pass() == 0.0

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_zero.cli.main import main
 from lightning_zero.compile.known import Known
-from lightning_zero.config import EngineConfig
+from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.planning.plan import Training, _known, plan
 from lightning_zero.planning.result import Passes, TrainingPlan
 from lightning_zero.planning.states import Kept
@@ -180,7 +180,8 @@ def test_master_weights_of_a_large_model_lie_on_the_host_where_it_does_not_fit_o
     masters = sum(param.nbytes for param in net.parameters() if param.dim() == 2)
     whole = plan(net, batch, device=card, training=training)
     limit = (whole.peak - 2.5 * masters) / GIB + 0.25  # state is twice as large; a quarter of a GiB are buffers
-    found = plan(net, batch, device=card, training=training, memory=limit)
+    by_hand = {"tuning": Tuning(gradients_over_copies=False)}
+    found = plan(net, batch, device=card, training=training, memory=limit, **by_hand)
     assert found.memory is not None
     assert {"optimizer", "parameters"} <= set(found.memory.chosen.offload)
     assert found.roles["master_shard"] == whole.roles["master_shard"] - masters
@@ -188,6 +189,46 @@ def test_master_weights_of_a_large_model_lie_on_the_host_where_it_does_not_fit_o
     config = EngineConfig(compute_dtype=torch.bfloat16)
     for hosts, may in ((1, True), (2, False)):
         assert ("parameters" in _known(cuts, kept, config, card, 2, hosts).may_leave) == may
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+
+def test_gradients_lie_over_copies_where_a_step_has_one_micro_batch_and_does_not_fit_otherwise() -> None:
+    card = Device("large", 10**11, 1e12, 1e12, 1e12, 1e11, context=0.0)
+    with torch.device("meta"):
+        net, manual, batch = Net(1024, 2), Manual(1024, 2), torch.empty(4096, 1024)
+    gradients = sum(param.nbytes for param in net.parameters())
+
+    def planned(net: nn.Module, memory: float | None, accumulate: int = 1, ranks: int = 1, **more: Any) -> TrainingPlan:
+        training = Training(lambda net, batch: net(batch), sgd, accumulate, ranks_per_host=1)
+        return plan(net, batch, ranks, card, training=training, memory=memory, **more)
+
+    whole = planned(net, None)
+    limit = (whole.peak - gradients / 2) / GIB
+    found = planned(net, limit)
+    assert found.memory is not None
+    assert found.memory.fits
+    assert (found.memory.chosen.over_copies, found.memory.chosen.offload) == (True, ())
+    assert found.memory.chosen.activation_memory_budget == 1.0
+    assert found.roles["gradient"] == 0 < whole.roles["gradient"]
+    assert "over copies of weights, in bfloat16" in str(found.memory)
+    assert found.peak == whole.peak - gradients + found.roles["resident_weight"]
+    # In the first step, which shows that it is needed, they have memory of their own.
+    assert found.passes.eager is not None
+    assert found.memory.first_step is not None
+    assert found.passes.eager.peak > 2 * gradients, "so that it shows no earlier"
+    assert found.memory.first_step == min(found.stays + gradients + found.passes.eager.peak, found.memory.limit)
+    enough = planned(net, whole.peak / GIB + 0.01)
+    others = planned(net, limit, 2), planned(net, limit, ranks=2), planned(manual, limit)
+    for other in (enough, *others, planned(net, limit, precision="32-true"), planned(net, limit, stage=1)):
+        assert other.memory is not None
+        assert not other.memory.chosen.over_copies
 
 
 SCRIPT = """

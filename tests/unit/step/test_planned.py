@@ -5,14 +5,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_zero.budget.facts import Chosen
 from lightning_zero.step.planned import PlannedMemory
 from tests.helpers.options import config
 
 
-def calls(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Of what is asked to make room, and when the state moves."""
+def calls(before: Sequence[str], after: Sequence[str], over: bool = False, lies: bool = False) -> list[str]:
+    """Of what is asked to make room, and when the state moves. ``over``, ``lies``: gradients lay over copies of weights,
+    and do now."""
     found: list[str] = []
     planned: Any = PlannedMemory.__new__(PlannedMemory)
     first_step = SimpleNamespace(state_comes_back=lambda: found.append("comes back"))
@@ -21,8 +23,10 @@ def calls(before: Sequence[str], after: Sequence[str]) -> list[str]:
     planned._optimizers = SimpleNamespace(
         config=config(offload=before), on_host="optimizer" in before, configure=lambda _: found.append("configure")
     )
+    planned.gradients = SimpleNamespace(lie_over=over, lie=lambda to: found.append(f"over copies: {to}"))
     planned._sharder = SimpleNamespace(executor=SimpleNamespace())
-    planned._apply(config(offload=after), Chosen(offload=tuple(after)))
+    chosen = config(offload=after, gradients_over_copies=lies or None, compute_dtype=torch.bfloat16)
+    planned._apply(chosen, Chosen(offload=tuple(after), over_copies=lies))
     return found
 
 
@@ -39,3 +43,9 @@ def calls(before: Sequence[str], after: Sequence[str]) -> list[str]:
 )
 def test_room_is_made_where_state_moves(before: tuple[str, ...], after: tuple[str, ...], asked: list[str]) -> None:
     assert calls(before, after) == asked
+
+
+def test_room_is_made_where_gradients_move_once_no_optimizer_looks_at_them() -> None:
+    assert calls((), (), False, True) == ["configure", "over copies: True", "give back"]
+    assert calls((), (), True, False) == ["configure", "over copies: False", "give back"]
+    assert calls((), (), True, True) == ["configure"]
