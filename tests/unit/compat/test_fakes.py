@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from lightning_zero.compat.compiler import aot_autograd
-from lightning_zero.compat.fakes import weights_made_at_once, without_gradients
-from lightning_zero.compat.tensors import FakeTensorMode
+from lightning_zero.compat.fakes import fake_like, weights_made_at_once, without_gradients
+from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode, no_python_dispatcher, without_modes
 
 
 def with_gradient() -> Tensor:
@@ -183,3 +183,42 @@ def test_graphs_of_dynamo_and_its_guards_are_the_same() -> None:
         with weights_made_at_once(Weight):
             assert seen() == plain
     assert plain[1] == 2
+
+
+@pytest.mark.parametrize("unsafe", [False, True], ids=["", "whose memory may be asked for"])
+def test_a_fake_like_another_is_what_torch_makes(unsafe: bool) -> None:
+    mode = FakeTensorMode()
+    mode._allow_unsafe_data_ptr_access = unsafe
+    with mode:
+        value = torch.empty(3, 4, device="cpu")
+    memory = torch.empty(24, dtype=torch.bfloat16, device="meta")
+    for part in (memory.as_strided((2, 3), (6, 1), 4), memory.requires_grad_().as_strided((5,), (0,), 1)):
+        made, expected = fake_like(value, part), FakeTensor(mode, part, value.device)
+        assert vars(made) == vars(expected)
+        assert type(made) is FakeTensor
+        for ask in (
+            Tensor.size, Tensor.stride, Tensor.storage_offset, lambda x: x.dtype, lambda x: x.device,
+            lambda x: x.requires_grad, lambda x: x.untyped_storage()._cdata, torch._C._dispatch_keys,
+        ):  # fmt: skip
+            assert ask(made) == ask(expected)
+        with mode:
+            assert (made + 1).shape == part.shape
+        if not unsafe:
+            for fake in (made, expected):
+                with pytest.raises(RuntimeError, match="data pointer"):
+                    fake.data_ptr()
+
+
+def test_a_number_in_a_fake_stays_its_own() -> None:
+    """One that is a constant, or has been asked what depends on its values."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        fixed, asked = torch.tensor(3), torch.ones(4)
+        torch.nonzero(asked)
+    fixed.constant = torch.tensor(3)
+    for value in (fixed, asked):
+        with without_modes(), no_python_dispatcher():
+            made = fake_like(value, torch.empty(4, device="meta"))
+        assert made.constant is None
+        assert made.nonzero_memo is None
+        assert made.fake_mode is mode
