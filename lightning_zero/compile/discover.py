@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keeps_graph
 from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.fakes import weights_made_at_once
+from lightning_zero.compat.guards import values_read_once
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compat.unwritten import written_when_called
 from lightning_zero.compile import input_gradients
@@ -254,7 +255,7 @@ class CompiledCalls:
                 if not first:
                     return run(*args, **kwargs)
                 first = False
-                with only_young_searched(), frames_written_once(), written_when_called():
+                with only_young_searched(), frames_written_once(), written_when_called(), values_read_once():
                     return run(*args, **kwargs)
 
         module._compiled_call_impl = call
