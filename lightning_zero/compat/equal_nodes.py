@@ -80,6 +80,8 @@ def _value(argument: Any) -> Hashable:
         return kind, *((key, _value(value)) for key, value in argument.items())
     if kind is float:
         return kind, argument.hex()
+    if kind is complex:
+        return kind, argument.real.hex(), argument.imag.hex()
     if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
         return kind, argument.node
     return kind, argument

@@ -65,6 +65,8 @@ __all__ = ["Compiler"]
 
 log = logging.getLogger(__name__)
 
+DECIDING = ("compat", "compile", "native", "profiling")  # rooms of the package whose code decides what a graph becomes
+
 
 class Compiler:
     """Makes the arguments of ``torch.compile`` for one engine's modules, for as long as its options stay.
@@ -307,8 +309,9 @@ class Compiler:
         agreed = [plan.collectives() for plan in context.agreed]
         decides = (names, context.config, context.saved_share, context.world_size, agreed)
         digest = hashlib.sha256(repr(decides).encode())
-        for path in sorted(Path(__file__).parent.rglob("*.py")):
-            digest.update(path.read_bytes())
+        for room in DECIDING:
+            for path in sorted(Path(__file__).parent.parent.joinpath(room).rglob("*.py")):
+                digest.update(path.read_bytes())
         return digest.hexdigest()
 
     def _aot_eager(

@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,6 +103,21 @@ def test_what_decides_how_graphs_are_rewritten_decides_what_a_cache_may_return()
     later = made(PassContext(CompileConfig(), 2), plans)
     plans.add(read_plan(run_passes(named_products(), later.passes())))
     assert later._digest() != digest
+
+
+@pytest.mark.parametrize("name", ["equal_nodes.py", "backend.py", "estimate.py", "ops.py"])
+def test_a_cache_returns_nothing_that_other_code_has_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, plain = compiler()._digest(), Path.read_bytes
+    changed: list[Path] = []
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == name:
+            changed.append(path)
+        return plain(path) + b"# mended" * (path.name == name)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert compiler()._digest() != before
+    assert changed
 
 
 def test_backwards_are_not_written_as_code_before_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
