@@ -69,7 +69,19 @@ def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
         key: arguments.pop(key)
         for key in list(arguments)
         if key.startswith(
-            ("reduce_", "gather_", "state_d", "async_", "ranks_", "shard_", "offload", "memory", "stage", "replicate_")
+            (
+                "reduce_",
+                "gather_",
+                "gradients_",
+                "state_d",
+                "async_",
+                "ranks_",
+                "shard_",
+                "offload",
+                "memory",
+                "stage",
+                "replicate_",
+            )
         )
     }
     defaults: dict[str, Any] = {

@@ -45,13 +45,14 @@ def fit(steps: int, resume: str | None = None, **options: Any) -> Any:
 
 
 def planned() -> dict[str, Any]:
-    """Options by which a plan does the same: a limit that nothing else holds."""
-    trainer, module = fit(1, memory=1.0)
+    """Options by which a plan does the same: a limit that nothing else holds, with gradients as they are without."""
+    apart = {"gradients_over_copies": False}
+    trainer, module = fit(1, memory=1.0, **apart)
     engine, plan = engine_of(module), trainer.strategy.memory_plan
     assert engine is not None
     limit = (plan.peak - engine.session.budget.known.states - 1) / 2**30
     close(module)
-    return {"memory": limit, "offload_buffer_mb": AWAY["offload_buffer_mb"]}
+    return {"memory": limit, "offload_buffer_mb": AWAY["offload_buffer_mb"], **apart}
 
 
 def all_of(module: Any, leaves: bool) -> dict[str, Any]:
