@@ -164,11 +164,11 @@ def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan
     free = replace(
         free, activations=free.activations and ACTIVATIONS not in later, weights=free.weights and WEIGHTS not in later
     )
-    now = facts.now.over_copies
-    here = any(_with_masters_here(item).variants for item in items_of(facts, free) if item.name == HOST)
+    now, items = facts.now.over_copies, items_of(facts, free)
+    here = any(_with_masters_here(item).variants for item in items if item.name == HOST)
     if not (free.over_copies and facts.gradients.over and here):
         return _decide(facts, free, later, now)
-    if _all_fits(items_of(facts, free), facts.limit - _base(facts, False)):
+    if _all_fits(items, facts.limit - _base(facts, False)):
         return _decide(facts, free, later, False)
     plans = [_decide(facts, free, later, over) for over in ((True, False) if now else (False, True))]
     return min(plans, key=lambda plan: (0, plan.seconds) if plan.fits else (1, plan.peak))

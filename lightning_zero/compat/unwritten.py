@@ -53,8 +53,8 @@ def unwritten() -> Iterator[None]:
 
 @contextmanager
 def written_when_called() -> Iterator[None]:
-    """Inside, Dynamo's graphs become code when they are called, or somebody asks for it: none that goes to a compiler
-    does."""
+    """Inside, the module that Dynamo puts around a graph while it looks for assertions of sizes becomes code when it is
+    called, which nobody does; what it hands to a compiler does so by itself."""
     # What Dynamo makes graphs of, as fx.GraphModule, and asks for. (torch 2.11+)
     with patch.object(output_graph, "fx", With(torch.fx, GraphModule=_Lazy)):
         yield
@@ -62,8 +62,9 @@ def written_when_called() -> Iterator[None]:
 
 @contextmanager
 def paths_shortened_once() -> Iterator[None]:
-    """Inside, each path of a source file is shortened once. Guards have the line in their text that asked for them: 260
-    for each layer of GPT-2, from a dozen files."""
+    """Inside, each path of a source file is shortened once, and a variable of a closure is looked for only in paths
+    through one. Guards have the line in their text that asked for them: 260 for each layer of GPT-2, from a dozen
+    files."""
     # Says of which variable around a function it is a guard, for which it goes through its whole path. (torch 2.11+)
     hint = guards._get_closure_var_hint
 

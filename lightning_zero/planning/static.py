@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.config import EngineConfig
+from lightning_zero.sharding.away import used_in
 from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["Cut", "cut", "masters_away", "may_lie_over_copies", "memory_that_stays", "over_copies"]
@@ -40,8 +41,7 @@ class Cut:
 
     def used_in(self, dtype: torch.dtype | None) -> torch.dtype:
         """In which dtype compiled code uses it, where wider ones are computed in ``dtype``."""
-        wide = dtype is not None and self.dtype.is_floating_point and self.dtype.itemsize > dtype.itemsize
-        return dtype if wide and dtype is not None else self.dtype
+        return used_in(self.dtype, dtype)
 
 
 def cut(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) -> list[Cut]:

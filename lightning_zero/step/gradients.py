@@ -11,6 +11,7 @@ import torch
 from lightning_zero.compile.steps import CompiledSteps
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.text import gib
+from lightning_zero.sharding.away import used_in
 from lightning_zero.sharding.over_copies import forget_gradients
 from lightning_zero.sharding.record import Role, ShardedParameter
 from lightning_zero.sharding.refusals import plainly
@@ -70,9 +71,7 @@ class PlannedGradients:
         """A step has several from now on, whatever was certain. What nobody has asked for is undone, unless gradients
         are wanted that lie where weights are needed: that is refused."""
         with plainly():
-            wanted = (
-                any(r.param.grad is not None for r in self._trained if r.grad_over_copy) if self.lie_over else False
-            )
+            wanted = self.lie_over and any(r.param.grad is not None for r in self._trained if r.grad_over_copy)
         if not wanted:
             self.lie_apart()
 
@@ -96,4 +95,4 @@ class PlannedGradients:
 
 def has_copy(record: ShardedParameter, used: torch.dtype | None) -> bool:
     """Whether there is a copy of its shard in ``used``, once weights have copies."""
-    return used is not None and record.shard.is_floating_point() and record.shard.dtype.itemsize > used.itemsize
+    return used_in(record.shard.dtype, used) != record.shard.dtype

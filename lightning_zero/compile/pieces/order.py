@@ -5,11 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compile.pieces.kinds import Asked, Kind, is_kernel, is_pointwise, is_random
 from lightning_zero.profiling.cost import Flops
 from lightning_zero.profiling.tensors import nbytes
@@ -139,14 +137,7 @@ class Order:
 
 def _first_impure(nodes: Sequence[Node]) -> int:
     """Place of the first that does more than it returns, random numbers aside."""
-    answers: dict[Any, bool] = {}  # of ops, which answer for all of their calls; torch looks at many things
-    for number, node in enumerate(nodes):
-        op = node.target if isinstance(node.target, OpOverload) else node
-        if op not in answers:
-            answers[op] = node.is_impure(impure_random=False)
-        if answers[op]:
-            return number
-    return len(nodes)
+    return next((number for number, node in enumerate(nodes) if node.is_impure(impure_random=False)), len(nodes))
 
 
 def _work(graph: Graph, kinds: dict[Node, Kind]) -> Iterator[Node]:
