@@ -19,8 +19,9 @@ GROWTH = 2
 
 
 class Order:
-    """Graph order, but for pointwise ops, each of which comes right before its first reader: so it is seldom on the
-    other side of a cut, and does not become a kernel of its own.
+    """Graph order, but for pointwise ops, each of which comes right before its first reader, or, where nothing in the
+    graph reads it, right behind what it reads: so it is seldom on the other side of a cut, and does not become a kernel
+    of its own.
 
     Args:
         graph: is not changed.
@@ -38,8 +39,8 @@ class Order:
         self._is_kernel = Asked(is_kernel)
         self._bytes = Asked(lambda node: nbytes(node.meta.get("val")))
         before = list(_work(graph, kinds))
-        self._late: set[Node] = set()
-        self.work: Sequence[Node] = self._sunk(before)
+        self._moved: set[Node] = set()
+        self.work: Sequence[Node] = self._raised(self._sunk(before))
         self.place = {node: number for number, node in enumerate(self.work)}
 
     def between(self, graph: Graph) -> dict[Node, int]:
@@ -49,7 +50,7 @@ class Order:
         for node in reversed(graph.nodes):
             if self.kinds[node] is Kind.BETWEEN:
                 at[node] = following
-            elif node in self.place and node not in self._late:
+            elif node in self.place and node not in self._moved:
                 following = min(following, self.place[node])
         return dict(reversed(at.items()))
 
@@ -119,15 +120,58 @@ class Order:
         for node in reversed(before[:end]):
             to = min((first.get(user, -1) for user in self._readers(node)), default=-1)
             if first[node] + 1 < to <= end and self._can_wait(node):
-                self._late.add(node)
+                self._moved.add(node)
                 first[node] = to
                 moved.setdefault(to, []).append(node)
         order: list[Node] = []
         for number, node in enumerate(before):
             order += reversed(moved.get(number, []))
-            if node not in self._late:
+            if node not in self._moved:
                 order.append(node)
         return order
+
+    def _raised(self, before: Sequence[Node]) -> list[Node]:
+        """What a forward makes of each layer for its backward alone stands behind the last layer, in one piece, which
+        would have more nodes with each layer."""
+        place = {node: number for number, node in enumerate(before)}
+        moved: dict[int, list[Node]] = {}  # behind which place of `before`, in order
+        raised: set[Node] = set()
+        unread = self._unread(before[: _first_impure(before)])
+        for node in before:
+            reads = list(self._reads(node)) if node in unread else []
+            if not reads or self._bytes[node] > sum(self._bytes[read] for read in reads):
+                continue
+            to = max(place.get(read, len(before)) for read in reads)
+            while to + 1 < len(before) and before[to + 1].target is operator.getitem:
+                to += 1
+            if to + 1 < place[node]:
+                raised.add(node)
+                place[node] = to
+                moved.setdefault(to, []).append(node)
+        self._moved |= raised
+        order: list[Node] = []
+        for number, node in enumerate(before):
+            if node not in raised:
+                order.append(node)
+            order += moved.get(number, [])
+        return order
+
+    def _unread(self, nodes: Sequence[Node]) -> set[Node]:
+        """Pointwise ops that nothing in the graph reads, but for one another."""
+        found: set[Node] = set()
+        for node in reversed(nodes):
+            readers = self._readers(node)
+            if is_pointwise(node) and all(user in found or self.kinds[user] is Kind.OUTPUT for user in readers):
+                found.add(node)
+        return found
+
+    def _reads(self, node: Node) -> Iterator[Node]:
+        """What a node reads, through views."""
+        for read in node.all_input_nodes:
+            if self.kinds[read] is Kind.FREE:
+                yield from self._reads(read)
+            else:
+                yield read
 
     def _can_wait(self, node: Node) -> bool:
         if not is_pointwise(node) or is_random(node):

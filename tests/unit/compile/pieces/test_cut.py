@@ -84,7 +84,10 @@ def test_a_group_is_launched_no_later_than_in_the_graph() -> None:
 
 
 def test_pieces_compute_what_the_graph_does() -> None:
-    graph = layers(7, 1)
+    assert_computes_the_same(layers(7, 1))
+
+
+def assert_computes_the_same(graph: Graph) -> None:
     generator = torch.Generator().manual_seed(0)
     values = {
         node: 0.1 * torch.randn(node.meta["val"].shape, generator=generator)
@@ -119,9 +122,9 @@ def test_pieces_compute_what_the_graph_does() -> None:
             run(list(step.graph.nodes), inner)
             results = next(iter(reversed(step.graph.nodes))).args[0]
             known.update(zip(step.outputs, (inner[n] for n in results), strict=True))  # type: ignore[union-attr]
-    [result] = next(iter(reversed(graph.nodes))).all_input_nodes
-    assert torch.equal(known[result], whole[result])
-    assert whole[result].abs().max() > 0
+    for result in next(iter(reversed(graph.nodes))).all_input_nodes:
+        assert torch.equal(known[result], whole[result])
+        assert whole[result].abs().max() > 0
 
 
 def test_little_that_repeats_is_not_worth_it() -> None:
@@ -195,6 +198,50 @@ def test_pointwise_work_is_done_right_before_it_is_read() -> None:
 
 def test_nothing_is_done_later_than_what_is_written_in_place() -> None:
     assert sunk("x is written to") == ["sin_default", "mm_default", "mm_default_1", "copy__default", "mul_tensor"]
+
+
+def test_what_a_layer_makes_for_a_backward_alone_stands_in_the_layer() -> None:
+    """Layer norms do: their backward divides by a size what forward has made, and autograd's order has that behind the
+    loss. In one piece there, as many as there are layers would be compiled."""
+
+    def saved(count: int) -> Graph:
+        graph = layers(count)
+        output = next(iter(reversed(graph.nodes)))
+        results = output.all_input_nodes
+        products = [node for node in graph.nodes if node.target is aten.mm.default]
+        b = Builder()
+        b.graph = graph
+        with graph.inserting_before(output):
+            views = [b.call(aten.view.default, node, [WIDTH, 4]) for node in products]
+            halves = [b.call(aten.div.Tensor, view, 2.0) for view in views]
+            last = [b.call(aten.neg.default, half) for half in halves]
+        output.args = ((*results, *last),)
+        return graph
+
+    graph = saved(6)
+    order = Order(graph, kinds_of(graph))
+    for node in graph.nodes:
+        if node.target is aten.div.Tensor:
+            assert order.place[node] == order.place[node.all_input_nodes[0].all_input_nodes[0]] + 1
+            assert order.work[order.place[node] + 1].target is aten.neg.default
+    assert set(kinds_of_pieces(saved(6))) == set(kinds_of_pieces(saved(16)))
+    assert_computes_the_same(saved(6))
+
+
+@pytest.mark.parametrize("how", ["read", "larger", "written"])
+def test_other_work_stays_behind_the_last_layer(how: str) -> None:
+    b = Builder()
+    x, w = b.input("x", WIDTH, WIDTH), b.input("w", WIDTH, WIDTH)
+    one = b.call(aten.mm.default, x, w)
+    two = b.call(aten.mm.default, one, w)
+    if how == "written":
+        b.call(aten.copy_.default, one, two)
+    wide = b.call(aten.expand.default, one, [4, WIDTH, WIDTH]) if how == "larger" else one
+    last = b.call(aten.sin.default, wide)
+    read = b.call(aten.mm.default, last, w) if how == "read" else last
+    b.done(b.call(aten.mul.Tensor, two, two), read)
+    work = Order(b.graph, kinds_of(b.graph)).work
+    assert work.index(last) > work.index(two)
 
 
 def test_what_draws_or_checks_has_a_place_of_its_own() -> None:
