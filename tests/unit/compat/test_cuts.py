@@ -74,14 +74,14 @@ def test_the_cuts_are_the_same_and_fewer_are_looked_for(
 def test_the_faster_way_finds_the_same_cuts(
     joint: tuple[GraphModule, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, count = cuts.boykov_kolmogorov, 0
+    plain, count = cuts.minimum_cut, 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(cuts, "boykov_kolmogorov", counted)
+    monkeypatch.setattr(cuts, "minimum_cut", counted)
     expected = halves(joint, nullcontext())
     assert count == 0
     assert halves(joint, cutting_fast()) == expected
