@@ -102,3 +102,6 @@ class _With(list[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from self._others
         yield from self._hooks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        return []  # what is written down is a copy, which would be made of what one iterates over

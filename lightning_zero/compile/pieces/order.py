@@ -39,6 +39,7 @@ class Order:
         self._is_kernel = Asked(is_kernel)
         self._bytes = Asked(lambda node: nbytes(node.meta.get("val")))
         before = list(_work(graph, kinds))
+        self._end = _first_impure(before)  # what is written in place must not be read later than before, or earlier
         self._moved: set[Node] = set()
         self.work: Sequence[Node] = self._raised(self._sunk(before))
         self.place = {node: number for number, node in enumerate(self.work)}
@@ -114,8 +115,7 @@ class Order:
 
     def _sunk(self, before: Sequence[Node]) -> list[Node]:
         first = {node: number for number, node in enumerate(before)}
-        # What is written in place must not be read later than before.
-        end = _first_impure(before)
+        end = self._end
         moved: dict[int, list[Node]] = {}  # before which place of `before`, last first
         for node in reversed(before[:end]):
             to = min((first.get(user, -1) for user in self._readers(node)), default=-1)
@@ -136,7 +136,7 @@ class Order:
         place = {node: number for number, node in enumerate(before)}
         moved: dict[int, list[Node]] = {}  # behind which place of `before`, in order
         raised: set[Node] = set()
-        unread = self._unread(before[: _first_impure(before)])
+        unread = self._unread(before[: self._end])
         for node in before:
             reads = list(self._reads(node)) if node in unread else []
             if not reads or self._bytes[node] > sum(self._bytes[read] for read in reads):

@@ -1,6 +1,9 @@
 """Hooks that only have outputs ask for gradients are left out of compiled code, where nothing sees that."""
 
+import copy
+import json
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -8,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compile.discover import CompiledCalls
-from lightning_zero.compile.input_gradients import asking
+from lightning_zero.compile.input_gradients import asking, left_out
 from tests.unit.compile.backends import Backend
 
 TOKENS = torch.arange(4)
@@ -154,3 +158,13 @@ def test_what_transformers_and_peft_put_on_an_embedding_is_known() -> None:
     net = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **shape))
     net.enable_input_require_grads()
     assert len(asking([net.get_input_embeddings()._forward_hooks])) == 1
+
+
+def test_torch_can_write_its_settings_down_meanwhile() -> None:
+    """Torch 2.11 does so after each compilation, and said that it could not, with a stack, for each checkpointed model
+    of transformers."""
+    assert isinstance(make_inputs_require_grads, FunctionType)
+    with left_out([make_inputs_require_grads]):
+        setting = dynamo_config.ignore_logging_functions
+        assert make_inputs_require_grads in setting
+        assert json.dumps(copy.deepcopy(setting)) == "[]"
