@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -16,6 +15,7 @@ from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.curve.lifetimes import fresh_bytes, graph_peak
 from lightning_zero.compile.evenly import saved_within
+from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.halves import halves
 from lightning_zero.compile.passes.reduce import hand_over_gradients
 from lightning_zero.profiling.tensors import nbytes
@@ -35,7 +35,7 @@ def chart(module: GraphModule, inputs: Any, outputs: int, context: PassContext, 
         settings: for torch's partitioner.
     """
     try:
-        copy = _Unwritten(module, deepcopy(module.graph))
+        copy = _Unwritten(module, _copied(module.graph))
         with cutting_often():
             return tuple(_points(copy, inputs, outputs, context, settings))[::-1]
     except CannotCut as error:  # which is no matter unless it is so under the budget in force, too
@@ -60,6 +60,13 @@ def _points(
             forward, backward, _ = halves(joint, inputs, outputs, budget, **settings)
         settled["cse"] = False  # equal nodes are one by now, and others would be other nodes
         yield point(forward.graph, backward.graph, context, budget)
+
+
+def _copied(graph: Graph) -> Graph:
+    """Without how it is called, which nobody does: when that is copied, torch warns of what it does itself."""
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {})).meta = dict(output_node(graph).meta)
+    return copy
 
 
 class _Unwritten(GraphModule):

@@ -1,5 +1,6 @@
 """What a joint graph would take under other budgets, against graphs that are compiled with these."""
 
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 
@@ -128,6 +129,13 @@ def test_what_is_said_to_be_saved_is_what_autograd_keeps() -> None:
 def test_nothing_is_reckoned_that_nobody_asks_for() -> None:
     seeing, *_ = compiled(0.5, charts=False)
     assert seeing.chart == ()
+
+
+def test_users_are_not_warned_of_what_torch_does_itself() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        seeing, *_ = compiled(0.5, charts=True)
+    assert seeing.chart
 
 
 def test_where_some_budget_cannot_be_cut_the_graph_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
