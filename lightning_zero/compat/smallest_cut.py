@@ -9,14 +9,13 @@ from typing import Any
 
 import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
+from networkx.algorithms.flow import minimum_cut as cut_of_all
 
 __all__ = ["minimum_cut"]
 
 # A part's edges between its nodes, by their numbers, and capacities.
 Part = tuple[tuple[tuple[int, int], Any], ...]
 SOURCE, SINK = -1, -2
-
-_whole = networkx.minimum_cut
 
 
 def minimum_cut(network: Any, source: Any, sink: Any) -> tuple[Any, tuple[set[Any], set[Any]]]:
@@ -28,7 +27,7 @@ def minimum_cut(network: Any, source: Any, sink: Any) -> tuple[Any, tuple[set[An
     """
     before, behind = _bound(network.succ, source), _bound(network.pred, sink)
     if not before.isdisjoint(behind):
-        return _whole(network, source, sink, flow_func=boykov_kolmogorov)  # which raises it
+        return cut_of_all(network, source, sink, flow_func=boykov_kolmogorov)  # which raises it
     value = sum(_capacity(edge) for node in before for to, edge in network.succ[node].items() if to in behind)
     known: dict[Part, tuple[Any, frozenset[int]]] = {}
     for nodes in _parts(network, before, behind):
@@ -91,5 +90,5 @@ def _cut(part: Part) -> tuple[Any, frozenset[int]]:
     network: Any = networkx.DiGraph()
     network.add_nodes_from((SOURCE, SINK))
     network.add_edges_from((*between, {"capacity": capacity}) for between, capacity in part)
-    value, (_, beyond) = _whole(network, SOURCE, SINK, flow_func=boykov_kolmogorov)
+    value, (_, beyond) = cut_of_all(network, SOURCE, SINK, flow_func=boykov_kolmogorov)
     return value, frozenset(beyond) - {SINK}
