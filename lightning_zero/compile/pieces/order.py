@@ -137,11 +137,17 @@ class Order:
         moved: dict[int, list[Node]] = {}  # behind which place of `before`, in order
         raised: set[Node] = set()
         unread = self._unread(before[: self._end])
+
+        def at(node: Node) -> int:
+            return place.get(node, len(before))
+
         for node in before:
             reads = list(self._reads(node)) if node in unread else []
-            if not reads or self._bytes[node] > sum(self._bytes[read] for read in reads):
+            # Made earlier it lies there for longer: no more than what waits for it, and for nothing else.
+            waiting = [read for read in reads if max(map(at, self._readers(read))) <= place[node]]
+            if not waiting or self._bytes[node] > sum(self._bytes[read] for read in waiting):
                 continue
-            to = max(place.get(read, len(before)) for read in reads)
+            to = max(map(at, reads))
             while to + 1 < len(before) and before[to + 1].target is operator.getitem:
                 to += 1
             if to + 1 < place[node]:

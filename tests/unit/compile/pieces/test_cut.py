@@ -228,7 +228,7 @@ def test_what_a_layer_makes_for_a_backward_alone_stands_in_the_layer() -> None:
     assert_computes_the_same(saved(6))
 
 
-@pytest.mark.parametrize("how", ["read", "larger", "written"])
+@pytest.mark.parametrize("how", ["read", "larger", "written", "kept"])
 def test_other_work_stays_behind_the_last_layer(how: str) -> None:
     b = Builder()
     x, w = b.input("x", WIDTH, WIDTH), b.input("w", WIDTH, WIDTH)
@@ -239,7 +239,7 @@ def test_other_work_stays_behind_the_last_layer(how: str) -> None:
     wide = b.call(aten.expand.default, one, [4, WIDTH, WIDTH]) if how == "larger" else one
     last = b.call(aten.sin.default, wide)
     read = b.call(aten.mm.default, last, w) if how == "read" else last
-    b.done(b.call(aten.mul.Tensor, two, two), read)
+    b.done(b.call(aten.mul.Tensor, two, two), read, one if how == "kept" else None)
     work = Order(b.graph, kinds_of(b.graph)).work
     assert work.index(last) > work.index(two)
 
