@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.pieces.kinds import Asked, Kind, is_kernel, kinds_of, shape, signature
-from lightning_zero.compile.pieces.order import Order
+from lightning_zero.compile.pieces.order import Order, graph_work
 from lightning_zero.compile.pieces.piece import Piece, make_piece, symbol_inputs
 from lightning_zero.compile.pieces.repeats import Run, find_runs
 from lightning_zero.compile.pieces.seams import choose_seams
@@ -36,8 +36,7 @@ def repeats(graph: Graph) -> bool:
     Graphs stay whole in which ranks wait for each other by more than our own ops, and whose repeated parts convolve:
     the code generator chooses one layout of memory for all convolutions of a graph.
     """
-    kinds = kinds_of(graph)
-    work = Order(graph, kinds).work
+    work = list(graph_work(graph, kinds_of(graph)))
     if any(node.target is wait_tensor for node in work):
         return False
     runs = _runs(work)

@@ -12,7 +12,7 @@ from lightning_zero.compile.pieces.kinds import Asked, Kind, is_kernel, is_point
 from lightning_zero.profiling.cost import Flops
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["Order"]
+__all__ = ["Order", "graph_work"]
 
 # A pointwise op is done late only if what it reads is at most so many times as large as what it makes.
 GROWTH = 2
@@ -38,7 +38,7 @@ class Order:
         self._graph = graph
         self._is_kernel = Asked(is_kernel)
         self._bytes = Asked(lambda node: nbytes(node.meta.get("val")))
-        before = list(_work(graph, kinds))
+        before = list(graph_work(graph, kinds))
         self._end = _first_impure(before)  # what is written in place must not be read later than before, or earlier
         self._moved: set[Node] = set()
         self.work: Sequence[Node] = self._raised(self._sunk(before))
@@ -190,8 +190,8 @@ def _first_impure(nodes: Sequence[Node]) -> int:
     return next((number for number, node in enumerate(nodes) if node.is_impure(impure_random=False)), len(nodes))
 
 
-def _work(graph: Graph, kinds: dict[Node, Kind]) -> Iterator[Node]:
-    """In graph order; parts of a result right behind it."""
+def graph_work(graph: Graph, kinds: dict[Node, Kind]) -> Iterator[Node]:
+    """A graph's work in its own order; parts of a result right behind it."""
     for node in graph.nodes:
         if kinds[node] is Kind.WORK and node.target is not operator.getitem:
             yield node
