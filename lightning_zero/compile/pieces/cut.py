@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.pieces.kinds import Asked, Kind, is_kernel, kinds_of, shape, signature
+from lightning_zero.compile.pieces.kinds import Asked, Kind, all_read, is_kernel, kinds_of, shape, signature
 from lightning_zero.compile.pieces.order import Order, graph_work
 from lightning_zero.compile.pieces.piece import Piece, make_piece, symbol_inputs
 from lightning_zero.compile.pieces.repeats import Run, find_runs
@@ -122,23 +122,12 @@ def _in_order(graph: Graph, kinds: dict[Node, Kind], steps: Sequence[Piece | Nod
 
 def _homes(node: Node, kinds: dict[Node, Kind], home: dict[Node, int]) -> set[int]:
     """Pieces whose work a node reads, through views."""
-    found, pending = set(), list(node.all_input_nodes)
-    while pending:
-        read = pending.pop()
-        if read in home:
-            found.add(home[read])
-        elif kinds[read] is Kind.FREE:
-            pending += read.all_input_nodes
-    return found
+    return {home[read] for read in _work_read(node, kinds, home)}
 
 
 def _between(node: Node, kinds: dict[Node, Kind]) -> Iterator[Node]:
     """Nodes between pieces that a node reads, through views."""
-    for read in node.all_input_nodes:
-        if kinds[read] is Kind.BETWEEN:
-            yield read
-        elif kinds[read] is Kind.FREE:
-            yield from _between(read, kinds)
+    return (read for read in all_read(node, kinds) if kinds[read] is Kind.BETWEEN)
 
 
 def _wanted(graph: Graph, kinds: dict[Node, Kind], home: dict[Node, int]) -> list[list[Node]]:
@@ -173,11 +162,7 @@ def _leaving(node: Node, kinds: dict[Node, Kind], home: dict[Node, int]) -> Iter
 
 
 def _work_read(node: Node, kinds: dict[Node, Kind], home: dict[Node, int]) -> Iterator[Node]:
-    for read in node.all_input_nodes:
-        if read in home:
-            yield read
-        elif kinds[read] is Kind.FREE:
-            yield from _work_read(read, kinds, home)
+    return (read for read in all_read(node, kinds) if read in home)
 
 
 def _views_outside(node: Node, kinds: dict[Node, Kind], made: set[Node]) -> Iterator[Node]:

@@ -9,7 +9,7 @@ pieces.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_zero.compile.graph import is_start
 from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import called, is_view, tensors_of
 
-__all__ = ["Asked", "Kind", "is_kernel", "is_pointwise", "is_random", "kinds_of", "shape", "signature"]
+__all__ = ["Asked", "Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "shape", "signature"]
 
 _aten = torch.ops.aten
 _CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # a weight out of a group
@@ -73,6 +73,15 @@ def _kind(node: Node, kinds: dict[Node, Kind]) -> Kind:
         return Kind.FREE
     constant = isinstance(value, Tensor) and not any(tensors_of(read.meta.get("val")) for read in reads)
     return Kind.FREE if constant and not node.is_impure() and not is_random(node) else Kind.WORK
+
+
+def all_read(node: Node, kinds: dict[Node, Kind]) -> Iterator[Node]:
+    """What a node reads, through views."""
+    for read in node.all_input_nodes:
+        if kinds[read] is Kind.FREE:
+            yield from all_read(read, kinds)
+        else:
+            yield read
 
 
 def is_kernel(node: Node) -> bool:

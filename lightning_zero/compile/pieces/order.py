@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.pieces.kinds import Asked, Kind, is_kernel, is_pointwise, is_random
+from lightning_zero.compile.pieces.kinds import Asked, Kind, all_read, is_kernel, is_pointwise, is_random
 from lightning_zero.profiling.cost import Flops
 from lightning_zero.profiling.tensors import nbytes
 
@@ -115,51 +115,47 @@ class Order:
 
     def _sunk(self, before: Sequence[Node]) -> list[Node]:
         first = {node: number for number, node in enumerate(before)}
-        end = self._end
-        moved: dict[int, list[Node]] = {}  # before which place of `before`, last first
-        for node in reversed(before[:end]):
+        moved: dict[int, list[Node]] = {}  # last first
+        for node in reversed(before[: self._end]):
             to = min((first.get(user, -1) for user in self._readers(node)), default=-1)
-            if first[node] + 1 < to <= end and self._can_wait(node):
-                self._moved.add(node)
+            if first[node] + 1 < to <= self._end and self._can_wait(node):
                 first[node] = to
                 moved.setdefault(to, []).append(node)
-        order: list[Node] = []
-        for number, node in enumerate(before):
-            order += reversed(moved.get(number, []))
-            if node not in self._moved:
-                order.append(node)
-        return order
+        return self._rearranged(before, {to: nodes[::-1] for to, nodes in moved.items()})
 
     def _raised(self, before: Sequence[Node]) -> list[Node]:
         """What a forward makes of each layer for its backward alone stands behind the last layer, in one piece, which
         would have more nodes with each layer."""
         place = {node: number for number, node in enumerate(before)}
-        moved: dict[int, list[Node]] = {}  # behind which place of `before`, in order
-        raised: set[Node] = set()
+        moved: dict[int, list[Node]] = {}
         unread = self._unread(before[: self._end])
 
         def at(node: Node) -> int:
             return place.get(node, len(before))
 
         for node in before:
-            reads = list(self._reads(node)) if node in unread else []
+            needed = list(all_read(node, self.kinds)) if node in unread else []
             # Made earlier it lies there for longer: no more than what waits for it, and for nothing else.
-            waiting = [read for read in reads if max(map(at, self._readers(read))) <= place[node]]
+            waiting = [read for read in needed if max(map(at, self._readers(read))) <= place[node]]
             if not waiting or self._bytes[node] > sum(self._bytes[read] for read in waiting):
                 continue
-            to = max(map(at, reads))
-            while to + 1 < len(before) and before[to + 1].target is operator.getitem:
-                to += 1
-            if to + 1 < place[node]:
-                raised.add(node)
-                place[node] = to
-                moved.setdefault(to, []).append(node)
-        self._moved |= raised
+            behind = max(map(at, needed))
+            while behind + 1 < len(before) and before[behind + 1].target is operator.getitem:
+                behind += 1
+            if behind + 1 < place[node]:
+                place[node] = behind
+                moved.setdefault(behind + 1, []).append(node)
+        return self._rearranged(before, moved)
+
+    def _rearranged(self, before: Sequence[Node], moved: dict[int, list[Node]]) -> list[Node]:
+        """``moved``: nodes, in order, by the place in ``before`` right before which they come."""
+        gone = {node for nodes in moved.values() for node in nodes}
+        self._moved |= gone
         order: list[Node] = []
         for number, node in enumerate(before):
-            if node not in raised:
-                order.append(node)
             order += moved.get(number, [])
+            if node not in gone:
+                order.append(node)
         return order
 
     def _unread(self, nodes: Sequence[Node]) -> set[Node]:
@@ -170,14 +166,6 @@ class Order:
             if is_pointwise(node) and all(user in found or self.kinds[user] is Kind.OUTPUT for user in readers):
                 found.add(node)
         return found
-
-    def _reads(self, node: Node) -> Iterator[Node]:
-        """What a node reads, through views."""
-        for read in node.all_input_nodes:
-            if self.kinds[read] is Kind.FREE:
-                yield from self._reads(read)
-            else:
-                yield read
 
     def _can_wait(self, node: Node) -> bool:
         if not is_pointwise(node) or is_random(node):
