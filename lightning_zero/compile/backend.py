@@ -58,6 +58,7 @@ from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.compile.sparing import sparing
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
+from lightning_zero.compile.unfinished import Rest, Unfinished
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.refusals import plainly
 
@@ -146,32 +147,34 @@ class Compiler:
             refuse_edits(module)
             refuse_out_of_sight(module, inputs)
             if dropped := drop_causal_masks(module):
-                log.info(
-                    "The masks of %d calls of attention say no more than is_causal=True, which is faster.", dropped
-                )
+                log.info("%d masks of attention say no more than is_causal=True, which is faster.", dropped)
             communicates = has_collectives(module)
             last = self.last_weight is not None and last_read(module, inputs) is self.last_weight
+            unfinished = self.notes.unfinished
+            unfinished.finish()  # of one that Dynamo threw away
             begun = time.monotonic()
-            what = self._describe(names)
             lowered = Lowered(self.notes.called or "a module", self._listener)
-            self._listener.compiling(what, True, 0.0)
+            self._listener.compiling(self._describe(names), True, 0.0)
             if (why := why_again()) is not None:
                 self._listener.report(f"What was compiled before is for other calls: {why}")
+            settings: dict[str, Any] = saved_within(self._config.activation_memory_budget) | {
+                "bundled_autograd_cache": not self._config.whole_graphs,  # or it would not keep programs of pieces
+            }
+            if self.notes.keeps_graphs:
+                settings["donated_buffer"] = False
+            else:
+                # Here, where ranks are told that this one compiles, and these settings hold: not in the first
+                # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
+                settings["force_non_lazy_backward_lowering"] = True
+            rest = Rest(lowered.kernels, settings)
             try:
-                settings: dict[str, Any] = saved_within(self._config.activation_memory_budget) | {
-                    "bundled_autograd_cache": not self._config.whole_graphs,  # or it would not keep programs of pieces
-                }
-                if self.notes.keeps_graphs:
-                    settings["donated_buffer"] = False
-                else:
-                    # Here, where ranks are told that this one compiles, and these settings hold: not in the first
-                    # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
-                    settings["force_non_lazy_backward_lowering"] = True
-                with functorch_config.patch(settings), sparing(not self.notes.keeps_graphs):
+                with functorch_config.patch(settings), sparing(not self.notes.keeps_graphs), rest:
                     compiled = self._outlined(partial(inner, last, lowered), module, inputs, **kwargs)
-            finally:
-                self._listener.compiling(lowered.in_words(), False, time.monotonic() - begun)
-            return _plain(compiled if communicates else self._wrap(compiled))
+            except BaseException:
+                lowered.end(time.monotonic() - begun)
+                raise
+            unfinished.add(rest, time.monotonic() - begun, lowered.end)
+            return _plain(compiled if communicates else self._wrap(compiled), unfinished)
 
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
@@ -262,16 +265,15 @@ class Compiler:
         own = uuid and f"{uuid} {limits and limits.budget_bytes} {self.charts}"
         options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
-        kernels = Kernels()
-        lower = partial(self._lower, lowered, kernels)
-        with joint, choices_by_hints(), kernels:
+        lower = partial(self._lower, lowered)
+        with joint, choices_by_hints():
             return compile_fx(module, inputs, config_patches=options, inner_compile=lower, **kwargs)
 
-    def _lower(self, lowered: Lowered, kernels: Kernels, module: GraphModule, inputs: Any, **settings: Any) -> Any:
+    def _lower(self, lowered: Lowered, module: GraphModule, inputs: Any, **settings: Any) -> Any:
         with lowered.of(module.graph):
-            compiled = self._by_pieces(kernels, module, inputs, **settings)
-            if settings.get("is_backward") or settings.get("is_inference"):
-                kernels.finish()  # before AOTAutograd's cache keeps them: a forward's with its backward's
+            compiled = self._by_pieces(lowered.kernels, module, inputs, **settings)
+            if lowered.over:
+                lowered.kernels.finish()  # nobody else would, and AOTAutograd's cache keeps them next
         return compiled
 
     def _by_pieces(self, kernels: Kernels, module: GraphModule, inputs: Any, **settings: Any) -> Any:
@@ -338,10 +340,11 @@ class Compiler:
         return compile_fx(module, inputs, **kwargs)
 
 
-def _plain(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _plain(compiled: Callable[..., Any], unfinished: Unfinished) -> Callable[..., Any]:
     """Graphs read shards by our own ops alone; what users may do to these need not be asked at each of them."""
 
     def run(*args: Any) -> Any:
+        unfinished.finish()
         with plainly():
             return compiled(*args)
 

@@ -35,6 +35,7 @@ from lightning_zero.compile.hooks import Hooks, guarding_hooks, told_apart_by_ho
 from lightning_zero.compile.leaves import leaves_of_nobody
 from lightning_zero.compile.stacks import frames_written_once
 from lightning_zero.compile.traced_once import layers_traced_once
+from lightning_zero.compile.unfinished import Unfinished
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.amount import PassAmount
 from lightning_zero.sharding.sight import ShardParameter
@@ -53,11 +54,13 @@ class CallNotes:
         called: the module that is being called, or was last, in words.
         keeps_graphs: a backward of the first step left its graph as it was, for another (``retain_graph=True``).
         amount: of what calls save for backward, that leaves for the host.
+        unfinished: graphs that were compiled for calls, and have not been called.
     """
 
     called: str = ""
     keeps_graphs: bool = False
     amount: PassAmount = field(default_factory=PassAmount)
+    unfinished: Unfinished = field(default_factory=Unfinished)
 
     def begin(self, called: str) -> None:
         """A call of a compiled module."""
@@ -224,6 +227,7 @@ class CompiledCalls:
         try:
             yield
         finally:
+            self.notes.unfinished.finish()  # where Dynamo failed behind the backend: this rank is busy until then
             config.skip_tensor_guards_with_matching_dict_tags = before
             dynamo_config.ignore_logging_functions = ignored
 

@@ -17,7 +17,8 @@ __all__ = ["Kernels"]
 
 
 class Kernels:
-    """Those of pieces that were lowered; a context that waits for them at its end, if nobody has before."""
+    """Those of pieces that were lowered; a context that waits for them when it ends in an error: other graphs may have
+    the same pieces."""
 
     def __init__(self) -> None:
         self._waits: list[Callable[[], None]] = []
@@ -26,8 +27,9 @@ class Kernels:
     def __enter__(self) -> Kernels:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.finish()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.finish()
 
     @contextmanager
     def not_waited_for(self) -> Iterator[None]:

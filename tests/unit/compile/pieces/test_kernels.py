@@ -33,16 +33,17 @@ def scope() -> tuple[dict[str, Any], Future[str]]:
     return {"kernel": future, "other": 1}, future
 
 
-def test_all_are_waited_for_at_the_end() -> None:
+def test_all_are_waited_for_together() -> None:
     (first, one), (second, other) = scope(), scope()
     with Kernels() as kernels:
         for globals_ in (first, second):
             with kernels.not_waited_for():  # one graph's, then another's
                 AsyncCompile().wait(globals_)  # would not return
                 kernels.belong_to(object())
-        assert first["kernel"] is one
-        one.set_result("a")
-        other.set_result("b")
+    assert first["kernel"] is one, "nobody waits where the context ends well"
+    one.set_result("a")
+    other.set_result("b")
+    kernels.finish()
     assert (first, second) == ({"kernel": "a", "other": 1}, {"kernel": "b", "other": 1})
 
 
@@ -74,12 +75,14 @@ def test_each_piece_keeps_the_kernels_that_were_compiled_for_it(monkeypatch: pyt
     collected = iter(["its own", "compiled again"])
     monkeypatch.setattr(TritonBundler, "collect", lambda: (next(collected), None))
     made, loaded = Compiled([]), Compiled(["from the cache"])
-    with Kernels() as kernels, kernels.not_waited_for():
+    kernels = Kernels()
+    with kernels.not_waited_for():
         for compiled in (made, loaded):
             globals_, future = scope()
             future.set_result("a")
             AsyncCompile().wait(globals_)
             kernels.belong_to(compiled)
+    kernels.finish()
     assert made._triton_bundle == "its own"
     assert loaded._triton_bundle.kernel_artifacts == ["from the cache"]
 
@@ -91,10 +94,12 @@ def test_a_piece_is_given_what_has_been_compiled_for_it() -> None:
     globals_, future = scope()
     future.set_result("a")
     with inductor_config.patch(bundle_triton_into_fx_graph_cache=True):
-        with Kernels() as kernels, kernels.not_waited_for():
+        kernels = Kernels()
+        with kernels.not_waited_for():
             AsyncCompile().wait(globals_)
             kernels._waits.append(lambda: seen.append(TritonBundler._entries))
             kernels.belong_to(made)
+        kernels.finish()
         assert seen == [[]], "kernels are noted while they are waited for"
         assert TritonBundler._entries is None
         assert made._triton_bundle.kernel_artifacts == []
@@ -103,12 +108,13 @@ def test_a_piece_is_given_what_has_been_compiled_for_it() -> None:
 def test_they_are_finished_once() -> None:
     globals_, future = scope()
     future.set_result("a")
-    with Kernels() as kernels:
-        with kernels.not_waited_for():
-            AsyncCompile().wait(globals_)
-        kernels.finish()
-        assert globals_["kernel"] == "a"
-        globals_["kernel"] = Future()  # waited for again, this would not return
+    kernels = Kernels()
+    with kernels.not_waited_for():
+        AsyncCompile().wait(globals_)
+    kernels.finish()
+    assert globals_["kernel"] == "a"
+    globals_["kernel"] = Future()  # waited for again, this would not return
+    kernels.finish()
 
 
 def test_kernels_of_a_piece_that_failed_are_not_given_to_the_next() -> None:
