@@ -21,7 +21,7 @@ from lightning_zero.native.ops import NAMESPACE
 if TYPE_CHECKING:
     from lightning_zero.compile.outline.find import Region
 
-__all__ = ["digest_of", "key_of", "layout_of", "undescribed"]
+__all__ = ["Texts", "layout_of", "undescribed"]
 
 _LITERALS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -40,36 +40,87 @@ def layout_of(value: Any) -> str | None:
     return repr(value) if type(value) in (int, float, bool) else None
 
 
-def key_of(node: Node) -> str | None:
-    """Equal for nodes that do the same with values of the same form; None for what cannot be compared."""
-    if node.op not in ("call_function", "call_method") or (layout := _returned(node)) is None:
-        return None
-    arguments = _arguments(node, {})
-    return None if arguments is None else f"{node.op} {_name(node)} {arguments} {layout}"
+class Texts:
+    """What nodes of a graph do, as texts, of which each is made once: a value's form is asked for by all that read it.
+    The graph and its values stay as they are meanwhile."""
 
+    def __init__(self) -> None:
+        self._layouts: dict[Node, str | None] = {}
+        self._keys: dict[Node, str | None] = {}
+        self._safe: dict[Any, bool] = {}
 
-def _returned(node: Node) -> str | None:
-    if node.target is operator.setitem:
-        return "nothing"  # experts of transformers' mixtures are sorted so
-    return layout_of(node.meta.get(EXAMPLE))
+    def key_of(self, node: Node) -> str | None:
+        """Equal for nodes that do the same with values of the same form; None for what cannot be compared."""
+        if node not in self._keys:
+            self._keys[node] = self._key(node)
+        return self._keys[node]
 
+    def digest_of(self, region: Region) -> str | None:
+        """Equal for regions that do the same, in every process; None where a text cannot say what they do."""
+        names = {node: f"%{number}" for number, node in enumerate((*region.given, *region.nodes))}
+        lines = [f"given {self.layout_of(node)} {node.op == 'placeholder'}" for node in region.given]
+        for node in region.nodes:
+            if not self._is_safe(node):
+                return None
+            reads: list[Node] = []  # one by one: of two values of one form the key does not say which is read where
+            map_arg((node.args, node.kwargs), reads.append)
+            lines.append(f"{self.key_of(node)} {[names.get(read) for read in reads]}")
+        lines += [names[node] for node in region.results]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-def _text_of(body: GraphModule, region: bool) -> str | None:
-    """What it does; None where a text cannot say it, and where functions read weights, each of which has a name: what
-    they do is not told apart later on, as what regions do is."""
-    names = {node: f"%{number}" for number, node in enumerate(body.graph.nodes)}
-    lines = [policy_of(body)]
-    for node in body.graph.nodes:
-        inner = called_body(node) if region else None
-        arguments, called = _arguments(node, names) if inner is None else _described(node), _name(node)
-        value = node.meta.get(EXAMPLE)
-        layout = layout_of(value)
-        if arguments is None or not _safe(node) or (node.op == "get_attr" and inner is None):
+    def layout_of(self, node: Node) -> str | None:
+        """:func:`layout_of` its value."""
+        if node not in self._layouts:
+            self._layouts[node] = layout_of(node.meta.get(EXAMPLE))
+        return self._layouts[node]
+
+    def arguments(self, node: Node, names: dict[Node, str] | None = None) -> str | None:
+        """With values called as in ``names``, or described; None where no text describes one."""
+        known = names or {}
+        described = {read: known.get(read) or self._described(read) for read in node.all_input_nodes}
+        if None in described.values():
             return None
-        if (value is not None and layout is None) if region else f"{NAMESPACE}." in called:
+        arguments = map_arg((node.args, node.kwargs), lambda read: _Named(described[read]))
+        return repr(arguments) if _plain([arguments]) else None
+
+    def _key(self, node: Node) -> str | None:
+        if node.op not in ("call_function", "call_method"):
             return None
-        lines.append(f"{node.op} {called if node.op[:5] == 'call_' else ''} {arguments} {layout}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        # Experts of transformers' mixtures are sorted so.
+        layout = "nothing" if node.target is operator.setitem else self.layout_of(node)
+        arguments = None if layout is None else self.arguments(node)
+        return None if arguments is None else f"{node.op} {_name(node)} {arguments} {layout}"
+
+    def _is_safe(self, node: Node) -> bool:
+        if node.op != "call_function":  # of a method it matters what it is called on
+            return _safe(node)
+        if node.target not in self._safe:
+            self._safe[node.target] = _safe(node)
+        return self._safe[node.target]
+
+    def _described(self, node: Node) -> str | None:
+        if (body := called_body(node)) is not None:
+            return self._text_of(body, is_region(node))
+        # What is taken of a region's result belongs to it: to the one before, where two kinds of layers meet.
+        made_by = [str(self._text_of(body, True)) for body in regions(node)]
+        return f"<{self.layout_of(node)} {made_by}>"
+
+    def _text_of(self, body: GraphModule, region: bool) -> str | None:
+        """What it does; None where a text cannot say it, and where functions read weights, each of which has a name:
+        what they do is not told apart later on, as what regions do is."""
+        names = {node: f"%{number}" for number, node in enumerate(body.graph.nodes)}
+        lines = [policy_of(body)]
+        for node in body.graph.nodes:
+            inner = called_body(node) if region else None
+            arguments, called = self.arguments(node, names) if inner is None else self._described(node), _name(node)
+            value = node.meta.get(EXAMPLE)
+            layout = self.layout_of(node)
+            if arguments is None or not self._is_safe(node) or (node.op == "get_attr" and inner is None):
+                return None
+            if (value is not None and layout is None) if region else f"{NAMESPACE}." in called:
+                return None
+            lines.append(f"{node.op} {called if node.op[:5] == 'call_' else ''} {arguments} {layout}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _safe(node: Node) -> bool:
@@ -85,19 +136,8 @@ def _safe(node: Node) -> bool:
 def undescribed(nodes: Iterable[Node]) -> Node | None:
     """The first call that no text describes."""
     calls = [node for node in nodes if node.op in ("call_function", "call_method")]
-    return next((node for node in calls if not _safe(node) or _arguments(node, {}) is None), None)
-
-
-def digest_of(region: Region) -> str | None:
-    """Equal for regions that do the same, in every process; None where a text cannot say what they do."""
-    names = {node: f"%{number}" for number, node in enumerate((*region.given, *region.nodes))}
-    lines = [f"given {layout_of(node.meta[EXAMPLE])} {node.op == 'placeholder'}" for node in region.given]
-    for node in region.nodes:
-        if not _safe(node):
-            return None
-        lines.append(f"{node.op} {_name(node)} {_arguments(node, names)} {_returned(node)}")
-    lines += [names[node] for node in region.results]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    texts = Texts()
+    return next((node for node in calls if not _safe(node) or texts.arguments(node) is None), None)
 
 
 def _name(node: Node) -> str:
@@ -107,23 +147,6 @@ def _name(node: Node) -> str:
     if hasattr(target, "overloadpacket") or not hasattr(target, "__qualname__"):
         return str(target)
     return f"{getattr(target, '__module__', None)}.{target.__qualname__}"
-
-
-def _arguments(node: Node, names: dict[Node, str]) -> str | None:
-    """As a text, with values called as in ``names``, or described."""
-    described = {read: names.get(read) or _described(read) for read in node.all_input_nodes}
-    if None in described.values():
-        return None
-    arguments = map_arg((node.args, node.kwargs), lambda read: _Named(described[read]))
-    return repr(arguments) if _plain([arguments]) else None
-
-
-def _described(node: Node) -> str | None:
-    if (body := called_body(node)) is not None:
-        return _text_of(body, is_region(node))
-    # What is taken of a region's result belongs to it: to the one before, where two kinds of layers meet.
-    made_by = [str(_text_of(body, True)) for body in regions(node)]
-    return f"<{layout_of(node.meta.get(EXAMPLE))} {made_by}>"
 
 
 class _Named(str):

@@ -15,7 +15,7 @@ from lightning_zero.compat.graphs import BEGINNINGS, ENDS, EXAMPLE, GRADIENTS, I
 from lightning_zero.compat.ops import CHECKPOINTS
 from lightning_zero.compile.draws import NothingDrawn
 from lightning_zero.compile.frontend import storage_of, written_by
-from lightning_zero.compile.outline.alike import key_of, layout_of
+from lightning_zero.compile.outline.alike import Texts
 from lightning_zero.compile.outline.called import called_body, with_regions
 from lightning_zero.compile.pieces.repeats import Run, find_runs
 
@@ -46,15 +46,16 @@ class Region:
         return with_regions(self.nodes)
 
 
-def find_regions(graph: Graph, grad: bool) -> list[Region]:
+def find_regions(graph: Graph, grad: bool, texts: Texts) -> list[Region]:
     """What repeats often enough, in order; they do not overlap, and are not all alike.
 
     Args:
         graph: Dynamo's.
         grad: whether gradients are taken where the graph says nothing else.
+        texts: of the graph's nodes.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output") and not _idle(node)]
-    keys = [key_of(node) for node in nodes]
+    keys = [texts.key_of(node) for node in nodes]
     plain = _in_plain_settings(nodes, grad)
     found: list[Region] = []
     # A checkpointed layer is a call, and what is taken of its result.
@@ -67,7 +68,7 @@ def find_regions(graph: Graph, grad: bool) -> list[Region]:
                 for begin in begins
                 if all(plain[begin : begin + run.period])
                 and None not in keys[begin : begin + run.period]
-                and _alone(region := _region(nodes[begin : begin + run.period]))
+                and _alone(region := _region(nodes[begin : begin + run.period]), texts)
                 and len(region.places) >= LEAST_NODES
             ]
             if regions:
@@ -152,12 +153,12 @@ def _name(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def _alone(region: Region) -> bool:
+def _alone(region: Region, texts: Texts) -> bool:
     """Whether the region can be differentiated by itself: it takes and returns tensors, edits nothing of the rest, and
     what it returns shares no memory with what it was given, or with other results."""
     if any(not isinstance(node.meta.get(EXAMPLE), Tensor) for node in (*region.given, *region.results)):
         return False
-    if any(layout_of(node.meta[EXAMPLE]) is None for node in region.given):
+    if any(texts.layout_of(node) is None for node in region.given):
         return False
     given = {storage_of(node) for node in region.given}
     results = [storage_of(node) for node in region.results]

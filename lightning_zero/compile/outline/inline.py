@@ -81,7 +81,7 @@ class Inlined:
 
     def backward(self, standin: Node) -> None:
         """Puts the backward in its place."""
-        tangents = standin.args[4]
+        tangents = standin.args[3]
         assert isinstance(tangents, Sequence)
         with self._graph.inserting_before(standin):
             tangents = [self._laid_out(*pair) for pair in zip_longest(tangents, self._body.tangents)]

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from lightning_zero.compat.graphs import EXAMPLE, REGION
 from lightning_zero.compat.tensors import no_python_dispatcher, without_modes
 from lightning_zero.compile.graph import GATHER, results
-from lightning_zero.compile.outline.alike import digest_of
+from lightning_zero.compile.outline.alike import Texts
 from lightning_zero.compile.outline.body import Body, trace_body
 from lightning_zero.compile.outline.called import has_own_policy, read_at_the_source, readers, with_regions
 from lightning_zero.compile.outline.find import LEAST_REPETITIONS, Region, find_regions
@@ -162,7 +162,8 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
         return None
     read_at_the_source(module.graph)
     once = secrets.token_hex(8)
-    regions = [(r, _digest(r, once)) for r in find_regions(module.graph, grad=True) if _cast_alike(r)]
+    texts = Texts()
+    regions = [(r, _digest(r, texts, once)) for r in find_regions(module.graph, True, texts) if _cast_alike(r)]
     counts = Counter(digest for _, digest in regions)
     bodies: dict[str, Body | None] = {}
     layers: list[_Layer] = []
@@ -183,9 +184,9 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
     return Outline(module, layers, trace)
 
 
-def _digest(region: Region, once: str) -> str | None:
+def _digest(region: Region, texts: Texts, once: str) -> str | None:
     """Where users choose by code of their own what is saved, no cache may find what was compiled for another choice."""
-    digest = digest_of(region)
+    digest = texts.digest_of(region)
     return f"{digest} {once}" if digest is not None and has_own_policy(region.places) else digest
 
 

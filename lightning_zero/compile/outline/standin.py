@@ -57,21 +57,20 @@ def _forward(layer: str, number: int, results: str, grads: str, given: Sequence[
     return _made(results)
 
 
-def _backward(layer: str, number: int, grads: str, given: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
+def _backward(layer: str, number: int, grads: str, tangents: Sequence[Tensor]) -> list[Tensor]:
     return _made(grads)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    layer, number, _, grads, given = inputs
+    layer, number, _, grads, _ = inputs
     ctx.arguments = layer, number, grads
-    ctx.save_for_backward(*given)
 
 
 def _differentiate(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
     layer, number, grads = ctx.arguments
     # One that has none is missed where the layer is put in place: to raise here would have autograd warn users.
     come = [tangent for tangent in tangents if tangent is not None]
-    found = iter(backward()(layer, number, grads, ctx.saved_tensors, come))
+    found = iter(backward()(layer, number, grads, come))
     return None, None, None, None, [None if known is None else next(found) for known in json.loads(grads)]
 
 
@@ -85,7 +84,8 @@ def _pass_back(ctx: Any, tangent: Tensor) -> tuple[Tensor, None]:
 
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define("forward(str layer, int number, str results, str grads, Tensor[] given) -> Tensor[]")
-_LIBRARY.define("backward(str layer, int number, str grads, Tensor[] given, Tensor[] tangents) -> Tensor[]")
+# Not given what forward was: who puts the layer in its place knows that, and each tensor of each call takes its time.
+_LIBRARY.define("backward(str layer, int number, str grads, Tensor[] tangents) -> Tensor[]")
 _LIBRARY.define("end(Tensor result, int[] stride) -> Tensor")
 torch.library.register_fake(END, _end, lib=_LIBRARY)
 torch.library.register_autograd(END, _pass_back, lib=_LIBRARY)
