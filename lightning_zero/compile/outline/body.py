@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,14 +18,12 @@ from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.graph import is_op, results
 from lightning_zero.compile.outline.called import called_body, is_region
 from lightning_zero.compile.outline.find import Region
+from lightning_zero.compile.outline.notes import PLACE, WITHIN, Notes, memory_of
 from lightning_zero.compile.outline.numbers import in_region
 from lightning_zero.compile.outline.standin import NotOutlined, end
 from lightning_zero.compile.outline.trace import TraceJoint
 
-__all__ = ["PLACE", "WITHIN", "Body", "fake_mode", "trace_body"]
-
-PLACE = "lightning_zero.place"  # key in node.meta[CUSTOM]: which node of the layer this comes from
-WITHIN = "lightning_zero.within"  # the same, of what a function does that this node calls
+__all__ = ["Body", "fake_mode", "trace_body"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,11 @@ class Body:
     constants: Mapping[str, Tensor]
     numbers: frozenset[int]
     passed: Body | None = None
+
+    @cached_property
+    def notes(self) -> dict[Node, Notes]:
+        """On its work."""
+        return {node: Notes.of(node) for node in (*self.forward, *self.backward)}
 
 
 def fake_mode() -> FakeTensorMode:
@@ -87,7 +91,7 @@ def _after_passes(body: Body, graph: Graph, region: Region) -> Body | None:
     except NotOutlined:
         return None
     layouts = [[_form(node) for node in (*it.results, *it.grads)] for it in (body, passed)]
-    memory = [node.meta["val"].untyped_storage()._cdata for node in (*passed.given, *passed.tangents, *passed.results)]
+    memory = [memory_of(node.meta["val"]) for node in (*passed.given, *passed.tangents, *passed.results)]
     given = len(passed.given) + len(passed.tangents)
     apart = len({*memory[given:]} - {*memory[:given]}) == len(passed.results)
     return passed if apart and layouts[0] == layouts[1] else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import count, zip_longest
 from typing import Any
@@ -12,29 +11,15 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.fakes import fake_like
-from lightning_zero.compat.graphs import (
-    BACKWARD,
-    CUSTOM,
-    FORWARD_MODULES,
-    FORWARD_SOURCES,
-    MODULES,
-    REGION,
-    SIDE,
-    SOURCES,
-)
+from lightning_zero.compat.graphs import BACKWARD, CUSTOM, REGION, SIDE
 from lightning_zero.compat.tensors import FakeTensor
-from lightning_zero.compile.outline.body import PLACE, WITHIN, Body
+from lightning_zero.compile.outline.body import Body
 from lightning_zero.compile.outline.find import Region
-from lightning_zero.compile.outline.numbers import in_region
+from lightning_zero.compile.outline.notes import Form, Notes, memory_of
 from lightning_zero.compile.outline.standin import NotOutlined
 from lightning_zero.compile.successors import Successors
 
 __all__ = ["Inlined", "moved_to"]
-
-_NUMBER = re.compile(r"_\d+$")
-
-# What nodes are told of the modules that they belong to, by where it stands in Dynamo's graph.
-ORIGINS = {MODULES: MODULES, SOURCES: SOURCES, FORWARD_MODULES: MODULES, FORWARD_SOURCES: SOURCES}
 
 
 class Inlined:
@@ -112,18 +97,18 @@ class Inlined:
                 strides = _strides(actual) if inputs is self._body.tangents else None
                 raise NotOutlined("a layer is given values of another layout", self._number, strides)
             self._new[node] = value
-            self._memory[_storage(node.meta["val"])] = value.meta["val"]
+            self._memory[memory_of(node.meta["val"])] = value.meta["val"]
 
     def _work(self, standin: Node, nodes: Sequence[Node]) -> None:
         with self._graph.inserting_before(standin):
             for node in nodes:
                 args, kwargs = map_arg((node.args, node.kwargs), self._new.__getitem__)
-                # With its number, torch 2.11 would look for a name that is free among those of all layers.
-                new = self._graph.create_node(node.op, node.target, args, kwargs, _NUMBER.sub("", node.name), node.type)
+                notes = self._body.notes[node]
+                new = self._graph.create_node(node.op, node.target, args, kwargs, notes.name, node.type)
                 self._new[node] = new
                 if node.op == "get_attr":
                     new.target = self._constant(self._body.constants[str(node.target)])
-                new.meta = self._meta(node)
+                new.meta = self._meta(notes)
 
     def _constant(self, value: Tensor) -> str:
         """The name of an attribute that is this tensor, the same one for all layers of a kind."""
@@ -137,63 +122,57 @@ class Inlined:
             at = part.args[1]
             assert isinstance(at, int)
             new = self._new[results[at]]
-            self.moved[_storage(part.meta["val"])] = new.meta["val"]
+            self.moved[memory_of(part.meta["val"])] = new.meta["val"]
             self._standins.replace(part, new)
         self._standins.erase(standin)
 
-    def _meta(self, node: Node) -> dict[str, Any]:
-        meta = dict(node.meta)
+    def _meta(self, notes: Notes) -> dict[str, Any]:
+        meta = dict(notes.meta)
         if "val" in meta:
-            meta["val"] = self._own(meta["val"])
-        if in_region(node):
-            meta[REGION] = self._numbers[meta[REGION]]
-        custom = dict(meta.pop(CUSTOM, {}))
-        place = custom.pop(PLACE, None)
-        within = custom.pop(WITHIN, None)
-        if within is not None:
-            source = self._region.places[within].meta
-            meta |= {key: source[MODULES] for key in (MODULES, FORWARD_MODULES) if key in meta and MODULES in source}
-        elif place is not None:
+            meta["val"] = self._own(notes.form)
+        if notes.region is not None:
+            meta[REGION] = self._numbers[notes.region]
+        place = notes.place if notes.within is None else notes.within
+        if place is not None:
             source = self._region.places[place].meta
-            meta |= {key: source[origin] for key, origin in ORIGINS.items() if key in meta and origin in source}
-            custom = dict(source.get(CUSTOM, {}))
-        if custom:
-            meta[CUSTOM] = custom
+            meta |= {key: source[origin] for key, origin in notes.origins if origin in source}
+            if notes.within is None and CUSTOM in source:
+                meta[CUSTOM] = dict(source[CUSTOM])
         return meta
 
-    def _own(self, value: Any) -> Any:
+    def _own(self, form: Any) -> Any:
         """A value of the same form in this layer's memory; views stay views."""
-        if isinstance(value, tuple | list):
-            return type(value)(map(self._own, value))
-        if not isinstance(value, FakeTensor):
-            return value
-        key = _storage(value)
-        if key not in self._memory:
+        if isinstance(form, tuple | list):
+            return type(form)(map(self._own, form))
+        if not isinstance(form, Form):
+            return form
+        memory, value = self._memory.get(form.memory), form.value
+        if memory is None:
             numel = value.untyped_storage().nbytes() // value.itemsize
-            self._memory[key] = torch.empty(numel, dtype=value.dtype, device="meta")
-        return _view(self._memory[key], value)
+            memory = self._memory[form.memory] = torch.empty(numel, dtype=value.dtype, device="meta")
+        return _view(memory, form)
 
 
 def moved_to(value: Any, moved: dict[int, Tensor]) -> Any:
     """A value, if it is a view of a standin's result, as a view of what came in its place."""
     if isinstance(value, tuple | list):
         return type(value)(moved_to(part, moved) for part in value)
-    memory = moved.get(_storage(value)) if isinstance(value, FakeTensor) else None
-    return value if memory is None else _view(memory, value)
+    memory = moved.get(memory_of(value)) if isinstance(value, FakeTensor) else None
+    return value if memory is None else _view(memory, Form.of(value))
 
 
-def _view(memory: Tensor, value: FakeTensor) -> Tensor:
-    """``value``, as it would be in other memory: that of a fake tensor, or all of a plain one."""
-    offset = memory.storage_offset() * memory.itemsize // value.itemsize + value.storage_offset()
-    form = value.shape, value.stride(), offset
+def _view(memory: Tensor, form: Form) -> Tensor:
+    """The value, as it would be in other memory: that of a fake tensor, or all of a plain one."""
+    value, shape, stride = form.value, form.shape, form.stride
+    offset = memory.storage_offset() * memory.itemsize // value.itemsize + form.offset
     if value.dtype != memory.dtype:  # complex numbers as pairs of real ones
-        made = torch.empty(0, dtype=value.dtype, device="meta").set_(memory.untyped_storage(), offset, *form[:2])
+        made = torch.empty(0, dtype=value.dtype, device="meta").set_(memory.untyped_storage(), offset, shape, stride)
         return fake_like(value, made)
     if isinstance(memory, FakeTensor):
         with value.fake_mode:
-            return memory.as_strided(*form)
+            return memory.as_strided(shape, stride, offset)
     # A layer has hundreds of values, and to have them made by torch takes most of the time that all this takes.
-    return fake_like(value, memory.as_strided(*form))
+    return fake_like(value, memory.as_strided(shape, stride, offset))
 
 
 def _strides(values: Sequence[Any]) -> list[list[int]] | None:
@@ -210,10 +189,6 @@ def _dense(value: Tensor) -> bool:
             return False
         spanned *= size
     return True
-
-
-def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
 
 
 def _form(value: Tensor) -> tuple[Any, ...]:
