@@ -32,6 +32,10 @@ def copying_less() -> Iterator[None]:
     # Copies a backward in the order of autograd. (torch 2.11+)
     reorder: Any = partitioners.reordering_to_mimic_autograd_engine
 
+    # Settings that it asks for each node, each time by way of three calls. (torch 2.11+)
+    names = "recompute_views", "treat_parameters_as_free_to_save", "max_dist_from_bw"
+    asked = {name: getattr(partitioners.config, name) for name in names}
+
     def classified(*args: Any, **kwargs: Any) -> Any:
         with patch.object(partitioners, "_extract_graph_with_inputs_outputs", partial(_named, plain)):
             return classify(*args, **kwargs)
@@ -42,6 +46,8 @@ def copying_less() -> Iterator[None]:
         patch.object(partitioners, "reordering_to_mimic_autograd_engine", _in_place(reorder)),
         # Looks in what a node is given for nodes that were left out, by a general walk. (torch 2.11+)
         patch.object(partitioners, "pytree", With(partitioners.pytree, arg_tree_leaves=_given)),
+        # What it asks for functorch's settings. (torch 2.11+)
+        patch.object(partitioners, "config", With(partitioners.config, **asked)),
         patch.object(Graph, "lint", lambda graph: None),  # goes through each graph four times, of which all are torch's
     ):
         yield

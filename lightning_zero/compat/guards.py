@@ -8,14 +8,16 @@ from unittest.mock import patch
 from torch._dynamo import guards
 
 from lightning_zero.compat.dynamo import Source, value_at
+from lightning_zero.compat.settings import ReadOnce
 
 __all__ = ["values_read_once"]
 
 
 @contextmanager
 def values_read_once() -> Iterator[None]:
-    """Inside, it reads each value once for all guards of a graph. By itself it looks for the value at a path in a weak
-    dictionary, by way of three calls, and 1,300 times for each layer of GPT-2, and compiles the text of each step."""
+    """Inside, it reads each value, and each setting, once for all guards of a graph. By itself it looks for the value
+    at a path in a weak dictionary, by way of three calls, and 1,300 times for each layer of GPT-2, and compiles the
+    text of each step."""
     # What finds values for guards, made for each graph. (torch 2.11+)
     builder: Any = guards.GuardBuilder
     plain = builder.get
@@ -30,7 +32,16 @@ def values_read_once() -> Iterator[None]:
             values = read[self] = _Values({**guards._get_closure_vars(), **self.scope})
         return values[guard_or_source if isinstance(guard_or_source, Source) else guard_or_source.originating_source]
 
-    with patch.object(builder, "get", get):
+    # Makes them all. (torch 2.11+)
+    manager: Any = guards.CheckFunctionManager
+    made = manager.__init__
+
+    def make(self: Any, *args: Any, **named: Any) -> None:
+        # What it asks for Dynamo's settings. (torch 2.11+)
+        with patch.object(guards, "config", ReadOnce(guards.config)):
+            made(self, *args, **named)
+
+    with patch.object(builder, "get", get), patch.object(manager, "__init__", make):
         yield
 
 

@@ -77,3 +77,21 @@ def test_guards_are_the_same_and_are_of_what_is_there() -> None:
 
 def _plain(value: Any) -> bool:
     return isinstance(value, int | float | str | list | tuple | dict | nn.Module)
+
+
+def test_settings_are_read_anew_for_each_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a graph would be guarded as the one before was asked to be."""
+    seen: list[bool] = []
+    before = guards.config
+
+    class Manager:
+        def __init__(self) -> None:
+            seen.extend(guards.config.skip_nnmodule_hook_guards for _ in range(2))
+
+    monkeypatch.setattr(guards, "CheckFunctionManager", Manager)
+    with values_read_once():
+        for skips in (True, False):
+            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=skips):
+                guards.CheckFunctionManager()  # type: ignore[call-arg]
+            assert guards.config is before
+    assert seen == [True, True, False, False]
