@@ -10,14 +10,15 @@ from contextlib import contextmanager
 
 __all__ = ["only_young_searched"]
 
-NEVER = 1_000_000  # searches among young objects
+NEVER = 1_000_000  # searches among the objects that were made last
 
 
 @contextmanager
 def only_young_searched() -> Iterator[None]:
-    """Inside, garbage is looked for among what has been made lately, as ever, and not among all objects."""
+    """Inside, garbage is looked for among what has been made last, as ever, and not among what has been there for
+    longer: what a compilation makes stays, or is let go of at once."""
     before = gc.get_threshold()
-    gc.set_threshold(*before[:2], max(before[2], NEVER))
+    gc.set_threshold(before[0], *(max(threshold, NEVER) for threshold in before[1:]))
     try:
         yield
     finally:
