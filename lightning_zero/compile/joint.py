@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import Graph
 
 from lightning_zero.compat.compiler import inductor_config, replace_random_passes, stable_topological_sort
+from lightning_zero.compile.draws import draws
 from lightning_zero.compile.outline import Outline
 
 __all__ = ["JointPasses"]
@@ -59,4 +60,5 @@ class JointPasses(ExitStack):
             stable_topological_sort(graph)  # Inductor does so behind all passes; ours go by the order of nodes
             self._finish(graph)
             assert graph.owning_module is not None
-            replace_random_passes(graph.owning_module)  # with the layers there: seeds of all are drawn at once
+            if any(map(draws, graph.nodes)):  # or each node would be tried in vain
+                replace_random_passes(graph.owning_module)  # with the layers there: seeds of all are drawn at once
