@@ -14,7 +14,8 @@ import torch
 from torch._functorch import partitioners
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.unwritten import With, leaves_of
+from lightning_zero.compat.needed import does_more_in_a_copy, needed
+from lightning_zero.compat.unwritten import With
 
 __all__ = ["copying_less"]
 
@@ -31,7 +32,6 @@ def copying_less() -> Iterator[None]:
     classify = partitioners.classify_nodes
     # Copies a backward in the order of autograd. (torch 2.11+)
     reorder: Any = partitioners.reordering_to_mimic_autograd_engine
-
     # Settings that it asks for each node, each time by way of three calls. (torch 2.11+)
     names = "recompute_views", "treat_parameters_as_free_to_save", "max_dist_from_bw"
     asked = {name: getattr(partitioners.config, name) for name in names}
@@ -41,11 +41,9 @@ def copying_less() -> Iterator[None]:
             return classify(*args, **kwargs)
 
     with (
-        patch.object(partitioners, "_extract_graph_with_inputs_outputs", _Backwards(plain)),
+        patch.object(partitioners, "_extract_graph_with_inputs_outputs", _Backwards(_Extract(plain))),
         patch.object(partitioners, "classify_nodes", classified),
         patch.object(partitioners, "reordering_to_mimic_autograd_engine", _in_place(reorder)),
-        # Looks in what a node is given for nodes that were left out, by a general walk. (torch 2.11+)
-        patch.object(partitioners, "pytree", With(partitioners.pytree, arg_tree_leaves=_given)),
         # What it asks for functorch's settings. (torch 2.11+)
         patch.object(partitioners, "config", With(partitioners.config, **asked)),
         patch.object(Graph, "lint", lambda graph: None),  # goes through each graph four times, of which all are torch's
@@ -53,28 +51,33 @@ def copying_less() -> Iterator[None]:
         yield
 
 
-def _given(*args: Any, **kwargs: Any) -> list[Any]:
-    return leaves_of((args, kwargs))
-
-
 def _named(plain: Extract, joint: Graph, inputs: Sequence[Node], outputs: Sequence[Any], *how: Any) -> Any:
-    """The nodes of which a copy would have been made: what can be made of the inputs, and what of that is read, or does
-    more than it returns."""
-    there = set(inputs)
-    for node in joint.nodes:
-        # Tagged as a backward's, or writes into what is not backward's. (torch 2.11+)
-        apart = node.op in ("placeholder", "output") or partitioners._must_be_in_backward(node)
-        if not apart and there.issuperset(node.all_input_nodes):
-            there.add(node)
-    read = {node for node in outputs if isinstance(node, Node)}
-    if not there.issuperset(read):
+    """The nodes of which a copy would have been made."""
+    kept = needed(joint, inputs, outputs, "forward", Node.is_impure)
+    if kept is None:
         return plain(joint, inputs, outputs, *how)
-    kept = set(inputs)
-    for node in reversed(joint.nodes):
-        if node in there and node not in kept and (node in read or node.is_impure()):
-            kept.add(node)
-            read.update(node.all_input_nodes)
-    return SimpleNamespace(nodes=[node for node in joint.nodes if node in kept])
+    there = {*inputs, *kept}
+    return SimpleNamespace(nodes=[node for node in joint.nodes if node in there])
+
+
+class _Extract:
+    """Makes copies of what is needed alone. Torch copies all that can be made, for which it walks through what each
+    node is given, and asks each copy whether it can go."""
+
+    def __init__(self, plain: Extract) -> None:
+        self._plain = plain
+
+    def __call__(
+        self, joint: Graph, inputs: Sequence[Node], outputs: Any, texts: Any, half: str | None = None, **how: Any
+    ) -> Graph:
+        kept = None if how else needed(joint, inputs, outputs, half, does_more_in_a_copy())
+        if kept is None:
+            return self._plain(joint, _Inputs(inputs), outputs, texts, half, **how)
+        # Looks in what a node is given for nodes that were left out, by a general walk. (torch 2.11+)
+        none = patch.object(partitioners, "pytree", With(partitioners.pytree, arg_tree_leaves=lambda *a, **k: ()))
+        with none, patch.object(Graph, "eliminate_dead_code", lambda graph: False):
+            work: Any = SimpleNamespace(nodes=kept)
+            return self._plain(work, _Inputs(inputs), outputs, texts, half)
 
 
 class _Backwards:
@@ -92,7 +95,7 @@ class _Backwards:
             (graph, known, same), self._last = self._last, None
             if same == others and _leaves_unread(graph, known, inputs):
                 return graph
-        graph = self._extract(joint, _Inputs(inputs), outputs, texts, subgraph, **how)
+        graph = self._extract(joint, inputs, outputs, texts, subgraph, **how)
         if subgraph == "backward":
             for node in graph.find_nodes(op="placeholder"):
                 node.meta = dict(node.meta)  # or what is noted of a forward's inputs would be noted of these
