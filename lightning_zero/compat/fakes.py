@@ -1,8 +1,8 @@
 """Fake tensors that Dynamo and AOTAutograd make of a graph's inputs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -11,6 +11,7 @@ from torch._subclasses import fake_tensor, meta_utils
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from lightning_zero.compat.autograd import inside_functorch
+from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compat.tensors import (
     DisableTorchFunctionSubclass,
     FakeTensor,
@@ -56,6 +57,35 @@ def weights_made_at_once(*kinds: type[nn.Parameter]) -> Iterator[None]:
         yield
     finally:
         converter.from_real_tensor = plain
+
+
+class Form(NamedTuple):
+    """Of a tensor that shares no memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@contextmanager
+def made_of_forms(ops: Mapping[OpOverload, Callable[[Sequence[Any]], Sequence[Form]]]) -> Iterator[None]:
+    """Inside, fakes of what these ops return are made of the forms that their arguments say."""
+    # Makes the results of an op, or finds those of an equal call. (torch 2.11+)
+    plain = fake_tensor.FakeTensorMode._cached_dispatch_impl
+
+    def made(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func not in ops:
+            return plain(self, func, types, args, kwargs)
+        with no_python_dispatcher():
+            return [FakeTensor(self, _on_meta(form), form.device) for form in ops[func](args)]
+
+    with patch.object(fake_tensor.FakeTensorMode, "_cached_dispatch_impl", made):
+        yield
+
+
+def _on_meta(form: Form) -> Tensor:
+    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
 
 
 def fake_like(value: FakeTensor, memory: Tensor) -> Any:

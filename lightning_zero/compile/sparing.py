@@ -7,6 +7,7 @@ from lightning_zero.compat.backwards import not_kept_twice
 from lightning_zero.compat.fakes import without_gradients
 from lightning_zero.compat.unwritten import unwritten
 from lightning_zero.compile.garbage import only_young_searched
+from lightning_zero.compile.outline import standins_made_at_once
 
 __all__ = ["sparing"]
 
@@ -19,5 +20,5 @@ def sparing(backward_at_once: bool) -> Iterator[None]:
         backward_at_once: a backward is compiled with its forward, or nothing is. Otherwise torch goes back to the copy.
     """
     kept = not_kept_twice() if backward_at_once else nullcontext()
-    with only_young_searched(), unwritten(), without_gradients(), kept:
+    with only_young_searched(), unwritten(), without_gradients(), standins_made_at_once(), kept:
         yield

@@ -9,7 +9,7 @@ traced along, and in each layer it gets a number of its own (``numbers.py``).
 """
 
 from lightning_zero.compile.outline.layers import Outline, outline
-from lightning_zero.compile.outline.standin import NotOutlined
+from lightning_zero.compile.outline.standin import NotOutlined, standins_made_at_once
 from lightning_zero.compile.outline.trace import tracer
 
-__all__ = ["NotOutlined", "Outline", "outline", "tracer"]
+__all__ = ["NotOutlined", "Outline", "outline", "standins_made_at_once", "tracer"]
