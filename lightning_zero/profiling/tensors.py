@@ -18,7 +18,18 @@ from torch.fx.experimental import symbolic_shapes
 from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compat.tensors import tree_leaves
 
-__all__ = ["Storage", "called", "is_view", "nbytes", "read_bytes", "size_hint", "storages", "tensors_of", "viewed"]
+__all__ = [
+    "Storage",
+    "called",
+    "is_view",
+    "nbytes",
+    "read_bytes",
+    "size_hint",
+    "storages",
+    "tensors_of",
+    "viewed",
+    "views",
+]
 
 UNKNOWN_SIZE = 1024  # stands for a size that only running the graph would tell
 
@@ -69,7 +80,7 @@ def nbytes(value: object) -> int:
     for tensor in tensors_of(value):
         elements = tensor.dtype.itemsize
         for size in tensor.shape:
-            elements *= size_hint(size)
+            elements *= size if type(size) is int else size_hint(size)
         total += elements
     return total
 
@@ -88,9 +99,10 @@ def is_view(node: Node) -> bool:
     """Whether running the node moves nothing: its result is part of what is there already."""
     if node.op != "call_function":
         return False
-    if node.target is operator.getitem:
+    target = node.target
+    if target is operator.getitem:
         return True
-    return isinstance(node.target, OpOverload) and viewed(node) is not None and not _writes(node.target)
+    return isinstance(target, OpOverload) and views(target) and viewed(node) is not None
 
 
 def viewed(node: Node) -> Node | None:
@@ -157,5 +169,7 @@ def _shared(target: OpOverload) -> int | None:
 
 
 @cache
-def _writes(target: OpOverload) -> bool:
-    return any(given.alias_info is not None and given.alias_info.is_write for given in target._schema.arguments)
+def views(target: OpOverload) -> bool:
+    """Whether an op's result is its input's memory, in which it writes nothing."""
+    writes = any(given.alias_info is not None and given.alias_info.is_write for given in target._schema.arguments)
+    return _shared(target) is not None and not writes

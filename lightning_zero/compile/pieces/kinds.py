@@ -9,21 +9,21 @@ pieces.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import Generator, SymBool, SymFloat, SymInt, Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat.ops import OpOverload, inductor_seeds, wait_tensor
 from lightning_zero.compile.graph import is_start
 from lightning_zero.native.ops import op_of
-from lightning_zero.profiling.tensors import called, is_view, tensors_of
+from lightning_zero.profiling.tensors import called, is_view, tensors_of, views
 
-__all__ = ["Asked", "Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "shape", "signature"]
+__all__ = ["Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "readers", "reads", "those"]
 
 _aten = torch.ops.aten
 _CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # a weight out of a group
@@ -45,9 +45,33 @@ class Kind(Enum):
 def kinds_of(graph: Graph) -> dict[Node, Kind]:
     """Of all nodes."""
     kinds: dict[Node, Kind] = {}
+    tied: dict[int, bool] = {}  # by ids of targets, of which a graph has few: whether more than the nodes' values count
     for node in graph.nodes:
+        if node.op == "call_function":
+            target = node.target
+            if id(target) not in tied:
+                tied[id(target)] = _is_tied(target)
+            if not tied[id(target)] and _makes_tensors_of_tensors(node):
+                kinds[node] = Kind.WORK
+                continue
         kinds[node] = _kind(node, kinds)
     return kinds
+
+
+def _is_tied(target: Any) -> bool:
+    """Whether it is not only by its values that what calls it may be anything else than work."""
+    if op_of(target) is not None or target in inductor_seeds or target is wait_tensor or target in _CUTS_OUT:
+        return True
+    return not isinstance(target, OpOverload) or views(target)
+
+
+def _makes_tensors_of_tensors(node: Node) -> bool:
+    """Of most work, its value and its first argument show it."""
+    args, meta = node.args, node.meta
+    first = args[0] if args else None
+    if type(first) is not Node or not isinstance(meta.get("val"), Tensor):
+        return False
+    return isinstance(first.meta.get("val"), Tensor)
 
 
 def _kind(node: Node, kinds: dict[Node, Kind]) -> Kind:
@@ -84,6 +108,49 @@ def all_read(node: Node, kinds: dict[Node, Kind]) -> Iterator[Node]:
             yield read
 
 
+def reads(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, list[Node]]:
+    """By node: what :func:`all_read` gives."""
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        found[node] = _through(inputs, kinds, found)
+    return found
+
+
+def readers(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, list[Node]]:
+    """By node: those of it and of its views."""
+    found: dict[Node, list[Node]] = {}
+    for node in reversed(graph.nodes):
+        found[node] = _through(node.users, kinds, found)
+    return found
+
+
+def _through(nodes: Iterable[Node], kinds: dict[Node, Kind], found: dict[Node, list[Node]]) -> list[Node]:
+    through: list[Node] = []
+    for node in nodes:
+        through += found[node] if kinds[node] is Kind.FREE else (node,)
+    return through
+
+
+def those(nodes: Iterable[Node], ask: Callable[[Node], bool]) -> set[Node]:
+    """Of which it is so, where that is so of all that call the same op of torch, which is asked once."""
+    known: dict[int, bool] = {}
+    found: set[Node] = set()
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        target: Any = node.target
+        if id(target) in known:
+            yes = known[id(target)]
+        else:
+            yes = ask(node)
+            if isinstance(target, OpOverload):
+                known[id(target)] = yes
+        if yes:
+            found.add(node)
+    return found
+
+
 def is_kernel(node: Node) -> bool:
     """Whether a node is a kernel of its own, whose inputs and results lie in memory: matrix products, attention. What
     is not known to be one may be made together with what comes before or behind it."""
@@ -97,39 +164,6 @@ def is_kernel(node: Node) -> bool:
 def is_pointwise(node: Node) -> bool:
     """Whether each element of a node's result is made from the same elements of its inputs."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
-def signature(node: Node, shapes: Asked | None = None) -> Hashable:
-    """Equal for nodes that do the same with inputs of the same sizes, wherever these come from.
-
-    Args:
-        shapes: of those that have been asked for, of several nodes.
-    """
-    known = shapes if shapes is not None else Asked(shape)
-    constants = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
-    return str(node.target), str(constants), known[node]
-
-
-class Asked(dict[Node, Any]):
-    """What a function says of nodes, of each of which it is asked once."""
-
-    def __init__(self, ask: Callable[[Node], Any]) -> None:
-        super().__init__()
-        self._ask = ask
-
-    def __missing__(self, node: Node) -> Any:
-        found = self[node] = self._ask(node)
-        return found
-
-
-def shape(node: Node) -> str:
-    """What of a node's value code is generated for."""
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    if isinstance(value, Generator):  # each op has one of its own; its words say where in memory it lies
-        return f"generator on {value.device}"
-    return str(value) if not isinstance(value, list | tuple) else str(len(value))
 
 
 def is_random(node: Node) -> bool:

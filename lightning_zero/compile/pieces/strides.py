@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compile.pieces.kinds import signature
+from lightning_zero.compile.pieces.signatures import Signatures, signature
 from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import is_view, tensors_of
 
@@ -31,15 +31,16 @@ def settle_strides(graph: Graph, inputs: Sequence[Any]) -> None:
     """
     changed: set[Node] = set()
     right: set[Hashable] = set()  # views as they are noted; equal layers have equal ones
+    seen = Signatures()
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         _note(node, value, changed)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target is operator.getitem or not changed.isdisjoint(node.all_input_nodes):
+        if node.target is operator.getitem or (changed and not changed.isdisjoint(node.all_input_nodes)):
             if _is_known(node):
                 _note(node, _run(node), changed)
-        elif is_view(node) and (before := signature(node)) not in right and _is_known(node):
+        elif is_view(node) and (before := seen[node]) not in right and _is_known(node):
             _note(node, _run(node), changed)
             if signature(node) == before:
                 right.add(before)
