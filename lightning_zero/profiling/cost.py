@@ -16,8 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,8 +80,7 @@ class DeviceSpeed:
         return max(flops / self.flops(dtype) if flops else 0.0, moved / self.bytes_per_s) + launches * self.launch_s
 
 
-@dataclass(frozen=True)
-class NodeCost:
+class NodeCost(NamedTuple):
     """What one node costs. ``read`` and ``written`` are bytes."""
 
     name: str
@@ -101,10 +100,10 @@ def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
     costs = []
     for node in graph.nodes:
         run = runs.get(node)
-        if node.op != "call_function" or is_view(node):
+        if run is None and (node.op != "call_function" or is_view(node)):
             costs.append(NodeCost(node.name))
         elif run is not None:
-            read = sum(_enters(source, run, runs, held, entered) for source in _sources(node))
+            read = sum([_enters(source, run, runs, held, entered) for source in _sources(node)])
             written = nbytes(node.meta.get("val")) if _leaves(node, run, runs) else 0
             launches = int(run not in launched)
             launched.add(run)
@@ -190,27 +189,36 @@ def fused_runs(graph: Graph) -> dict[Node, int]:
     """The run of fused nodes that each fused node belongs to."""
     runs, run = {}, 0
     for node in graph.nodes:
+        if node.op != "call_function" or _transfer(node) is not None:
+            continue
         if _is_fused(node):
             runs[node] = run
-        elif node.op == "call_function" and not is_view(node) and _transfer(node) is None:
+        elif not is_view(node):
             run += 1
     return runs
 
 
 def _is_fused(node: Node) -> bool:
+    """Of what is no transfer."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, ops.OpOverload) or _transfer(node) is not None:
+    if not isinstance(target, ops.OpOverload) or viewed(node) is not None:  # a view, or an op that writes in place
         return False
-    if viewed(node) is not None:  # a view, or an op that writes in place
-        return False
-    makes = bool(tensors_of(node.meta.get("val")))
-    return makes and (bool(_FUSED_TAGS.intersection(target.tags)) or target in _FUSED_OPS or not _sources(node))
+    return bool(tensors_of(node.meta.get("val"))) and (_fuses(target) or not _sources(node))
+
+
+# Of each op once: see ``tensors.py``.
+@cache
+def _fuses(target: ops.OpOverload) -> bool:
+    return bool(_FUSED_TAGS.intersection(target.tags)) or target in _FUSED_OPS
 
 
 def _transfer(node: Node) -> str | None:
     target = node.target
-    if not isinstance(target, ops.OpOverload):
-        return None
+    return _transfers(target) if isinstance(target, ops.OpOverload) else None
+
+
+@cache
+def _transfers(target: ops.OpOverload) -> str | None:
     if (ours := op_of(target)) is not None:
         return "reduce" if ours.copies_grads else "gather"
     return "gather" if target.namespace == "_c10d_functional" else None
@@ -225,7 +233,7 @@ def _enters(
 ) -> int:
     """Bytes of a fused node's input that its run has to read and has not read yet."""
     storage = _only(held[source])
-    if storage is None or runs.get(_maker(source)) == run:
+    if storage is None or runs.get(_maker(source, runs)) == run:
         return 0
     before = entered.get((run, storage), 0)
     now = entered[run, storage] = min(before + read_bytes(source, storage), storage.nbytes)
@@ -235,28 +243,39 @@ def _enters(
 def _leaves(node: Node, run: int, runs: dict[Node, int]) -> bool:
     """Whether someone outside its run reads what a fused node makes."""
     pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            if is_view(user):
+    for made in pending:  # which grows
+        for user in made.users:
+            if user in runs:
+                if runs[user] != run:
+                    return True
+            elif is_view(user):
                 pending.append(user)
-            elif runs.get(user) != run:
+            else:
                 return True
     return False
 
 
-def _maker(node: Node) -> Node:
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+def _maker(node: Node, runs: dict[Node, int]) -> Node:
+    while node not in runs and is_view(node) and (inputs := node.all_input_nodes):
+        node = inputs[0]
     return node
 
 
 def _sources(node: Node) -> list[Node]:
     """The nodes whose tensors a node reads, each once."""
-    return [source for source in node.all_input_nodes if tensors_of(source.meta.get("val"))]
+    found = []
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        if isinstance(value, Tensor) or tensors_of(value):
+            found.append(source)
+    return found
 
 
 def _only(found: Iterable[Storage | None]) -> Storage | None:
-    return next((storage for storage in found if storage is not None), None)
+    for storage in found:
+        if storage is not None:
+            return storage
+    return None
 
 
 def _value(node: Node) -> Any:

@@ -24,6 +24,7 @@ __all__ = [
     "is_view",
     "nbytes",
     "read_bytes",
+    "shared",
     "size_hint",
     "storages",
     "tensors_of",
@@ -112,9 +113,7 @@ def viewed(node: Node) -> Node | None:
     target = node.target
     if target is operator.getitem:
         return node.args[0] if isinstance(node.args[0], Node) else None
-    if not isinstance(target, OpOverload):
-        return None
-    position = _shared(target)
+    position = shared(target) if isinstance(target, OpOverload) else None
     return None if position is None else _argument(node, position)
 
 
@@ -123,15 +122,18 @@ def storages(graph: Graph) -> dict[Node, tuple[Storage | None, ...]]:
     held: dict[Node, tuple[Storage | None, ...]] = {}
     for index, node in enumerate(graph.nodes):
         value = node.meta.get("val")
-        results = list(value) if isinstance(value, tuple | list) else [value]
-        base = held.get(viewed(node) or node)
+        source = viewed(node)
+        base = held.get(source) if source is not None else None
         if base is None or not any(base):
-            held[node] = tuple(_made(node, number, result, index) for number, result in enumerate(results))
+            results = list(value) if isinstance(value, tuple | list) else [value]
+            held[node] = tuple([_made(node, number, result, index) for number, result in enumerate(results)])
         elif node.target is operator.getitem:
             chosen = node.args[1]
             held[node] = (base[chosen] if isinstance(chosen, int) and chosen < len(base) else base[0],)
+        elif isinstance(value, tuple | list):
+            held[node] = tuple(base[0] if isinstance(result, Tensor) else None for result in value)
         else:
-            held[node] = tuple(base[0] if isinstance(result, Tensor) else None for result in results)
+            held[node] = (base[0] if isinstance(value, Tensor) else None,)
     return held
 
 
@@ -149,16 +151,14 @@ def _made(node: Node, number: int, result: object, index: int) -> Storage | None
 
 def _argument(node: Node, position: int) -> Node | None:
     target: Any = node.target
-    if position < len(node.args):
-        value = node.args[position]
-    else:
-        value = node.kwargs.get(target._schema.arguments[position].name)
+    args = node.args
+    value = args[position] if position < len(args) else node.kwargs.get(target._schema.arguments[position].name)
     return value if isinstance(value, Node) else None
 
 
 # Of each op once: a graph of many layers asks for the same few of thousands of nodes, several times.
 @cache
-def _shared(target: OpOverload) -> int | None:
+def shared(target: OpOverload) -> int | None:
     """Which of an op's arguments its result shares memory with."""
     schema = target._schema
     if schema.name in _SAME_MEMORY:
@@ -172,4 +172,4 @@ def _shared(target: OpOverload) -> int | None:
 def views(target: OpOverload) -> bool:
     """Whether an op's result is its input's memory, in which it writes nothing."""
     writes = any(given.alias_info is not None and given.alias_info.is_write for given in target._schema.arguments)
-    return _shared(target) is not None and not writes
+    return shared(target) is not None and not writes

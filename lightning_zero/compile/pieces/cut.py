@@ -126,9 +126,10 @@ def _first_readers(graph: Graph, home: dict[Node, int]) -> dict[Node, int]:
     first: dict[Node, int] = {}
     for node in reversed(graph.nodes):
         for user in node.users:
-            piece = home[user] if user in home else first.get(user)
-            if piece is not None and (node not in first or piece < first[node]):
-                first[node] = piece
+            if user in home or user in first:
+                piece = home[user] if user in home else first[user]
+                if node not in first or piece < first[node]:
+                    first[node] = piece
     return first
 
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_zero.compat.ops import OpOverload, inductor_seeds, wait_tensor
 from lightning_zero.compile.graph import is_start
 from lightning_zero.native.ops import op_of
-from lightning_zero.profiling.tensors import called, is_view, tensors_of, views
+from lightning_zero.profiling.tensors import called, is_view, shared, tensors_of, views
 
 __all__ = ["Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "readers", "reads", "those"]
 
@@ -42,36 +42,57 @@ class Kind(Enum):
     OUTPUT = auto()
 
 
+class _Usual(Enum):
+    """What calls an op, as a rule: where it is given a node first, and makes a tensor."""
+
+    WORK = auto()  # where it is given a tensor
+    OURS = auto()  # in any case
+    VIEW = auto()
+    CUT = auto()  # out of a group, or a view
+    PART = auto()  # of what it is given
+
+
 def kinds_of(graph: Graph) -> dict[Node, Kind]:
     """Of all nodes."""
     kinds: dict[Node, Kind] = {}
-    tied: dict[int, bool] = {}  # by ids of targets, of which a graph has few: whether more than the nodes' values count
+    usual: dict[int, _Usual | None] = {}  # by ids of what is called: few, where there are many nodes
     for node in graph.nodes:
         if node.op == "call_function":
-            target = node.target
-            if id(target) not in tied:
-                tied[id(target)] = _is_tied(target)
-            if not tied[id(target)] and _makes_tensors_of_tensors(node):
-                kinds[node] = Kind.WORK
-                continue
-        kinds[node] = _kind(node, kinds)
+            key = id(node.target)
+            if key not in usual:
+                usual[key] = _usual(node.target)
+            found = _by_rule(node, usual[key], kinds)
+            kinds[node] = _kind(node, kinds) if found is None else found
+        else:
+            kinds[node] = _kind(node, kinds)
     return kinds
 
 
-def _is_tied(target: Any) -> bool:
-    """Whether it is not only by its values that what calls it may be anything else than work."""
-    if op_of(target) is not None or target in inductor_seeds or target is wait_tensor or target in _CUTS_OUT:
-        return True
-    return not isinstance(target, OpOverload) or views(target)
+def _usual(target: Any) -> _Usual | None:
+    if op_of(target) is not None or target in inductor_seeds:
+        return _Usual.OURS
+    if target is operator.getitem:
+        return _Usual.PART
+    if target is wait_tensor or not isinstance(target, OpOverload):
+        return None
+    if not views(target):
+        return _Usual.WORK
+    return (_Usual.CUT if target in _CUTS_OUT else _Usual.VIEW) if shared(target) == 0 else None
 
 
-def _makes_tensors_of_tensors(node: Node) -> bool:
-    """Of most work, its value and its first argument show it."""
-    args, meta = node.args, node.meta
+def _by_rule(node: Node, usual: _Usual | None, kinds: dict[Node, Kind]) -> Kind | None:
+    """What :func:`_kind` finds, where little has to be asked for that."""
+    if usual is _Usual.OURS:
+        return Kind.BETWEEN
+    args = node.args
     first = args[0] if args else None
-    if type(first) is not Node or not isinstance(meta.get("val"), Tensor):
-        return False
-    return isinstance(first.meta.get("val"), Tensor)
+    if usual is None or not isinstance(first, Node) or not isinstance(node.meta.get("val"), Tensor):
+        return None
+    if usual is _Usual.WORK:
+        return Kind.WORK if isinstance(first.meta.get("val"), Tensor) else None
+    if usual is _Usual.PART or (usual is _Usual.CUT and kinds[first] is Kind.BETWEEN):
+        return kinds[first]
+    return Kind.FREE
 
 
 def _kind(node: Node, kinds: dict[Node, Kind]) -> Kind:
@@ -112,8 +133,10 @@ def reads(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, list[Node]]:
     """By node: what :func:`all_read` gives."""
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        inputs = node.all_input_nodes
-        found[node] = _through(inputs, kinds, found)
+        through: list[Node] = []
+        for read in node.all_input_nodes:
+            through += found[read] if kinds[read] is Kind.FREE else (read,)
+        found[node] = through
     return found
 
 
@@ -121,15 +144,11 @@ def readers(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, list[Node]]:
     """By node: those of it and of its views."""
     found: dict[Node, list[Node]] = {}
     for node in reversed(graph.nodes):
-        found[node] = _through(node.users, kinds, found)
+        through: list[Node] = []
+        for user in node.users:
+            through += found[user] if kinds[user] is Kind.FREE else (user,)
+        found[node] = through
     return found
-
-
-def _through(nodes: Iterable[Node], kinds: dict[Node, Kind], found: dict[Node, list[Node]]) -> list[Node]:
-    through: list[Node] = []
-    for node in nodes:
-        through += found[node] if kinds[node] is Kind.FREE else (node,)
-    return through
 
 
 def those(nodes: Iterable[Node], ask: Callable[[Node], bool]) -> set[Node]:
@@ -139,13 +158,13 @@ def those(nodes: Iterable[Node], ask: Callable[[Node], bool]) -> set[Node]:
     for node in nodes:
         if node.op != "call_function":
             continue
-        target: Any = node.target
-        if id(target) in known:
-            yes = known[id(target)]
+        key = id(node.target)
+        if key in known:
+            yes = known[key]
         else:
             yes = ask(node)
-            if isinstance(target, OpOverload):
-                known[id(target)] = yes
+            if isinstance(node.target, OpOverload):
+                known[key] = yes
         if yes:
             found.add(node)
     return found

@@ -40,9 +40,9 @@ class Order:
         self._graph = graph
         self._signatures = Signatures() if signatures is None else signatures
         self._readers = readers(graph, kinds)
-        self._kernels = those(graph.nodes, is_kernel)
         self._bytes = _Bytes()
         before = graph_work(graph, kinds)
+        self._kernels = those(before, is_kernel)
         self._pointwise = those(before, is_pointwise)
         self._end = _first_impure(before)  # what is written in place must not be read later than before, or earlier
         self._moved: set[Node] = set()
@@ -159,11 +159,14 @@ class Order:
 
     def _rearranged(self, before: Sequence[Node], moved: dict[int, list[Node]]) -> list[Node]:
         """``moved``: nodes, in order, by the place in ``before`` right before which they come."""
+        if not moved:
+            return list(before)
         gone = {node for nodes in moved.values() for node in nodes}
         self._moved |= gone
         order: list[Node] = []
         for number, node in enumerate(before):
-            order += moved.get(number, [])
+            if number in moved:
+                order += moved[number]
             if node not in gone:
                 order.append(node)
         return order

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from lightning_zero.compile.pieces.kinds import Kind
-from lightning_zero.compile.pieces.signatures import Signatures, signature
+from lightning_zero.compile.pieces.signatures import Signatures
 from lightning_zero.profiling.tensors import tensors_of
 
 __all__ = ["Piece", "make_piece", "symbol_inputs"]
@@ -68,8 +68,8 @@ def make_piece(
         symbols: by :func:`symbol_inputs`.
         signatures: of what has been asked for, of the whole graph.
     """
-    own = {node: number for number, node in enumerate(work)}
-    wanted = _in_order(wanted, own)
+    own, seen = {node: number for number, node in enumerate(work)}, Signatures() if signatures is None else signatures
+    wanted = _in_order(wanted, own, seen)
     inputs: dict[Node, None] = {}
     steps: dict[Node, None] = {}
 
@@ -87,15 +87,14 @@ def make_piece(
         if node not in steps:
             add(node)
     inputs |= dict.fromkeys(_used(symbols, steps, inputs))
-    seen = Signatures() if signatures is None else signatures
     return Piece(tuple(inputs), tuple(steps), tuple(wanted), seen)
 
 
-def _in_order(wanted: Sequence[Node], own: Mapping[Node, int]) -> list[Node]:
+def _in_order(wanted: Sequence[Node], own: Mapping[Node, int], seen: Signatures) -> list[Node]:
     """Work by its place among ``own``; a view behind what it is a view of, and several of one node by what they do."""
     places = {node: _place(node, own) for node in wanted}
     if len({*places.values()}) < len(places):
-        return sorted(wanted, key=lambda node: _worded(node, own))
+        return sorted(wanted, key=lambda node: _worded(node, own, seen))
     return sorted(wanted, key=places.__getitem__)
 
 
@@ -107,12 +106,12 @@ def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int]:
     return place, views + 1
 
 
-def _worded(node: Node, own: Mapping[Node, int]) -> tuple[int, int, str]:
+def _worded(node: Node, own: Mapping[Node, int], seen: Signatures) -> tuple[int, int, str]:
     """And what they do."""
     if node in own:
         return own[node], 0, ""
-    place, views, what = max((_worded(read, own) for read in node.all_input_nodes), default=(-1, 0, ""))
-    return place, views + 1, f"{what} {signature(node)}"
+    place, views, what = max((_worded(read, own, seen) for read in node.all_input_nodes), default=(-1, 0, ""))
+    return place, views + 1, f"{what} {seen[node]}"
 
 
 def _input(graph: Graph, node: Node) -> Node:

@@ -27,11 +27,11 @@ class Signatures(dict[Node, tuple[str, str, str]]):
         self._targets: dict[int, str] = {}  # by id: the nodes are there for as long
 
     def __missing__(self, node: Node) -> tuple[str, str, str]:
-        target = node.target
-        if id(target) not in self._targets:
-            self._targets[id(target)] = str(target)
+        key = id(node.target)
+        if key not in self._targets:
+            self._targets[key] = str(node.target)
         constants = torch.fx.map_arg((node.args, node.kwargs), self._shapes.__getitem__)
-        found = self[node] = self._targets[id(target)], str(constants), self._shapes[node]
+        found = self[node] = self._targets[key], str(constants), self._shapes[node]
         return found
 
     def value(self, node: Node, number_of: Callable[[Any], int]) -> Hashable:
@@ -40,11 +40,14 @@ class Signatures(dict[Node, tuple[str, str, str]]):
         Args:
             number_of: gives numbers to what no text describes, see :class:`~.lower.PieceCache`.
         """
-        noted, value = self._shapes[node], node.meta.get("val")
-        offset: Any = 0 if node in self._shapes.symbolic else value.storage_offset()  # type: ignore[union-attr]
-        if node in self._shapes.symbolic or type(offset) is not int:
+        noted = self._shapes[node]
+        if node in self._shapes.symbolic:
+            return _described(node.meta.get("val"), number_of)
+        value: Tensor = node.meta["val"]
+        offset: Any = value.storage_offset()
+        if type(offset) is not int:
             return _described(value, number_of)
-        return noted, offset * value.dtype.itemsize % 16  # type: ignore[union-attr]
+        return noted, offset * value.dtype.itemsize % 16
 
     def reads(self, node: Node, names: dict[Node, int]) -> tuple[int, ...]:
         """Which nodes it reads: with its signature, what it is given.
