@@ -203,7 +203,8 @@ def _is_fused(node: Node) -> bool:
     target = node.target
     if not isinstance(target, ops.OpOverload) or viewed(node) is not None:  # a view, or an op that writes in place
         return False
-    return bool(tensors_of(node.meta.get("val"))) and (_fuses(target) or not _sources(node))
+    value = node.meta.get("val")
+    return (isinstance(value, Tensor) or bool(tensors_of(value))) and (_fuses(target) or not _sources(node))
 
 
 # Of each op once: see ``tensors.py``.

@@ -78,7 +78,7 @@ def tensors_of(value: object) -> list[Tensor]:
 def nbytes(value: object) -> int:
     """Bytes of the elements of all tensors in a node's value."""
     total = 0
-    for tensor in tensors_of(value):
+    for tensor in (value,) if isinstance(value, Tensor) else tensors_of(value):
         elements = tensor.dtype.itemsize
         for size in tensor.shape:
             elements *= size if type(size) is int else size_hint(size)
@@ -121,8 +121,7 @@ def storages(graph: Graph) -> dict[Node, tuple[Storage | None, ...]]:
     """The memory of each node's results, one entry for each; None for what is no tensor."""
     held: dict[Node, tuple[Storage | None, ...]] = {}
     for index, node in enumerate(graph.nodes):
-        value = node.meta.get("val")
-        source = viewed(node)
+        value, source = node.meta.get("val"), viewed(node)
         base = held.get(source) if source is not None else None
         if base is None or not any(base):
             results = list(value) if isinstance(value, tuple | list) else [value]
@@ -144,7 +143,7 @@ def read_bytes(node: Node, storage: Storage | None) -> int:
 
 
 def _made(node: Node, number: int, result: object, index: int) -> Storage | None:
-    if node.op == "output" or not tensors_of(result):
+    if node.op == "output" or not (isinstance(result, Tensor) or tensors_of(result)):
         return None
     return Storage(f"{node.name}[{number}]" if number else node.name, nbytes(result), index)
 

@@ -86,10 +86,10 @@ def _by_rule(node: Node, usual: _Usual | None, kinds: dict[Node, Kind]) -> Kind 
         return Kind.BETWEEN
     args = node.args
     first = args[0] if args else None
-    if usual is None or not isinstance(first, Node) or not isinstance(node.meta.get("val"), Tensor):
+    if usual is None or type(first) is not Node or not ("val" in node.meta and isinstance(node.meta["val"], Tensor)):
         return None
     if usual is _Usual.WORK:
-        return Kind.WORK if isinstance(first.meta.get("val"), Tensor) else None
+        return Kind.WORK if "val" in first.meta and isinstance(first.meta["val"], Tensor) else None
     if usual is _Usual.PART or (usual is _Usual.CUT and kinds[first] is Kind.BETWEEN):
         return kinds[first]
     return Kind.FREE

@@ -77,9 +77,8 @@ class _Shapes(dict[Node, str]):
         self.symbolic: set[Node] = set()
 
     def __missing__(self, node: Node) -> str:
-        value = node.meta.get("val")
         found: str | None = None
-        if isinstance(value, Tensor):
+        if "val" in node.meta and isinstance(value := node.meta["val"], Tensor):
             key = value.dtype, value.shape, value.stride(), value.device
             try:
                 if key not in self._known:
