@@ -29,6 +29,7 @@ from lightning_zero.compat.tensors import tree_map_only
 from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import (
     Storage,
+    aliases,
     called,
     is_view,
     nbytes,
@@ -36,6 +37,7 @@ from lightning_zero.profiling.tensors import (
     size_hint,
     storages,
     tensors_of,
+    those,
     viewed,
 )
 
@@ -97,10 +99,11 @@ def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
     launched: set[int] = set()
     entered: dict[tuple[int, Storage], int] = {}
     flops = Flops()
+    aliasing = those(graph.nodes, aliases)
     costs = []
     for node in graph.nodes:
         run = runs.get(node)
-        if run is None and (node.op != "call_function" or is_view(node)):
+        if run is None and (node.op != "call_function" or (node in aliasing and is_view(node))):
             costs.append(NodeCost(node.name))
         elif run is not None:
             read = sum([_enters(source, run, runs, held, entered) for source in _sources(node)])
@@ -188,28 +191,32 @@ def _alone(node: Node, held: dict[Node, tuple[Storage | None, ...]], speed: Devi
 def fused_runs(graph: Graph) -> dict[Node, int]:
     """The run of fused nodes that each fused node belongs to."""
     runs, run = {}, 0
+    aliasing, fusing = those(graph.nodes, aliases), those(graph.nodes, _fuses)
+    apart = those(graph.nodes, lambda node: _transfer(node) is not None)
     for node in graph.nodes:
-        if node.op != "call_function" or _transfer(node) is not None:
+        if node.op != "call_function" or node in apart:
             continue
-        if _is_fused(node):
+        if _is_fused(node, node in aliasing, node in fusing):
             runs[node] = run
-        elif not is_view(node):
+        elif node not in aliasing or not is_view(node):
             run += 1
     return runs
 
 
-def _is_fused(node: Node) -> bool:
+def _is_fused(node: Node, aliasing: bool, fusing: bool) -> bool:
     """Of what is no transfer."""
-    target = node.target
-    if not isinstance(target, ops.OpOverload) or viewed(node) is not None:  # a view, or an op that writes in place
+    if not isinstance(node.target, ops.OpOverload):
+        return False
+    if aliasing and viewed(node) is not None:  # a view, or an op that writes in place
         return False
     value = node.meta.get("val")
-    return (isinstance(value, Tensor) or bool(tensors_of(value))) and (_fuses(target) or not _sources(node))
+    return (isinstance(value, Tensor) or bool(tensors_of(value))) and (fusing or not _sources(node))
 
 
-# Of each op once: see ``tensors.py``.
-@cache
-def _fuses(target: ops.OpOverload) -> bool:
+def _fuses(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, ops.OpOverload):
+        return False
     return bool(_FUSED_TAGS.intersection(target.tags)) or target in _FUSED_OPS
 
 

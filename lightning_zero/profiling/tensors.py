@@ -7,6 +7,7 @@ the graph was traced. Nothing here adds a guard: looking at a graph must not cha
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_zero.compat.tensors import tree_leaves
 
 __all__ = [
     "Storage",
+    "aliases",
     "called",
     "is_view",
     "nbytes",
@@ -28,6 +30,7 @@ __all__ = [
     "size_hint",
     "storages",
     "tensors_of",
+    "those",
     "viewed",
     "views",
 ]
@@ -117,11 +120,38 @@ def viewed(node: Node) -> Node | None:
     return None if position is None else _argument(node, position)
 
 
+def aliases(node: Node) -> bool:
+    """Whether results share memory with what a node is given, by what it calls: an op that nothing has this of is no
+    view, and writes nothing in place."""
+    target = node.target
+    return target is operator.getitem or (isinstance(target, OpOverload) and shared(target) is not None)
+
+
+def those(nodes: Iterable[Node], ask: Callable[[Node], bool]) -> set[Node]:
+    """Of which it is so, where that is so of all that call the same op of torch, which is asked once."""
+    known: dict[int, bool] = {}
+    found: set[Node] = set()
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        key = id(node.target)
+        if key in known:
+            yes = known[key]
+        else:
+            yes = ask(node)
+            if isinstance(node.target, OpOverload):
+                known[key] = yes
+        if yes:
+            found.add(node)
+    return found
+
+
 def storages(graph: Graph) -> dict[Node, tuple[Storage | None, ...]]:
     """The memory of each node's results, one entry for each; None for what is no tensor."""
     held: dict[Node, tuple[Storage | None, ...]] = {}
+    aliasing = those(graph.nodes, aliases)
     for index, node in enumerate(graph.nodes):
-        value, source = node.meta.get("val"), viewed(node)
+        value, source = node.meta.get("val"), viewed(node) if node in aliasing else None
         base = held.get(source) if source is not None else None
         if base is None or not any(base):
             results = list(value) if isinstance(value, tuple | list) else [value]

@@ -16,12 +16,13 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.pieces.kinds import Kind, is_kernel, kinds_of, reads, those
+from lightning_zero.compile.pieces.kinds import Kind, is_kernel, kinds_of, reads
 from lightning_zero.compile.pieces.order import Order, graph_work
 from lightning_zero.compile.pieces.piece import Piece, make_piece, symbol_inputs
 from lightning_zero.compile.pieces.repeats import Run, find_runs
 from lightning_zero.compile.pieces.seams import choose_seams
 from lightning_zero.compile.pieces.signatures import Signatures
+from lightning_zero.profiling.tensors import those
 
 __all__ = ["PARTS", "cut", "repeats"]
 

@@ -9,7 +9,7 @@ pieces.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_zero.compile.graph import is_start
 from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import called, is_view, shared, tensors_of, views
 
-__all__ = ["Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "readers", "reads", "those"]
+__all__ = ["Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "readers", "reads"]
 
 _aten = torch.ops.aten
 _CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # a weight out of a group
@@ -148,25 +148,6 @@ def readers(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, list[Node]]:
         for user in node.users:
             through += found[user] if kinds[user] is Kind.FREE else (user,)
         found[node] = through
-    return found
-
-
-def those(nodes: Iterable[Node], ask: Callable[[Node], bool]) -> set[Node]:
-    """Of which it is so, where that is so of all that call the same op of torch, which is asked once."""
-    known: dict[int, bool] = {}
-    found: set[Node] = set()
-    for node in nodes:
-        if node.op != "call_function":
-            continue
-        key = id(node.target)
-        if key in known:
-            yes = known[key]
-        else:
-            yes = ask(node)
-            if isinstance(node.target, OpOverload):
-                known[key] = yes
-        if yes:
-            found.add(node)
     return found
 
 

@@ -8,10 +8,10 @@ from itertools import accumulate
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.pieces.kinds import Kind, all_read, is_kernel, is_pointwise, is_random, readers, those
+from lightning_zero.compile.pieces.kinds import Kind, all_read, is_kernel, is_pointwise, is_random, readers
 from lightning_zero.compile.pieces.signatures import Signatures
 from lightning_zero.profiling.cost import Flops
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.profiling.tensors import nbytes, those
 
 __all__ = ["Order", "graph_work"]
 

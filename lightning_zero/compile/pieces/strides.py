@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compile.pieces.kinds import those
 from lightning_zero.compile.pieces.signatures import Signatures, signature
 from lightning_zero.native.ops import op_of
-from lightning_zero.profiling.tensors import is_view, tensors_of
+from lightning_zero.profiling.tensors import is_view, tensors_of, those
 
 __all__ = ["DifferentStrides", "check_strides", "settle_strides"]
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import is_start
-from lightning_zero.compile.pieces.kinds import Kind, all_read, is_kernel, is_pointwise, kinds_of, readers, reads, those
+from lightning_zero.compile.pieces.kinds import Kind, all_read, is_kernel, is_pointwise, kinds_of, readers, reads
 from lightning_zero.compile.pieces.signatures import signature
 from tests.unit.compile.graphs import Builder, aten
 from tests.unit.compile.pieces.graphs import layers
@@ -120,18 +120,3 @@ def test_what_nodes_read_and_who_reads_them_through_views_is_found_for_all_at_on
         for other in graph.nodes:
             if kinds[node] is not Kind.FREE and kinds[other] is not Kind.FREE:
                 assert (other in behind[node]) == (node in read[other])
-
-
-def test_an_op_of_torch_is_asked_for_once_and_others_for_each_node() -> None:
-    b = Builder()
-    x = b.input("x", 4, 4)
-    products = [b.call(aten.mm.default, x, x) for _ in range(2)]
-    parts = [b.graph.call_function(operator.getitem, (product, 0)) for product in products]
-    asked: list[Node] = []
-
-    def ask(node: Node) -> bool:
-        asked.append(node)
-        return node is not parts[1]
-
-    assert those([x, *products, *parts], ask) == {*products, parts[0]}
-    assert asked == [products[0], *parts]
