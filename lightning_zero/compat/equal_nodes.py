@@ -14,6 +14,8 @@ from torch._functorch import compile_utils, partitioners
 from torch._inductor import pattern_matcher
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.ops import OpOverload
+
 __all__ = ["merging_in_place"]
 
 
@@ -27,29 +29,50 @@ def merging_in_place() -> Iterator[None]:
 
 
 def _merged(graph: Graph) -> Graph:
-    # Numbers nodes by the writes into tensors before them: nodes with one between them are not equal. (torch 2.11+)
-    pattern_matcher.compute_mutation_region_ids(graph)  # type: ignore[arg-type]
+    _number_writes(graph)
     returned = _memory_of_results(graph)
     first: dict[Hashable, Node] = {}
+    alone: dict[int, bool] = {}  # by ids of what is called
     for node in list(graph.nodes):
-        if not _may_have_equals(node) or _memory(node) in returned:
+        if node.op != "call_function" or isinstance(node.meta.get("val"), sympy.Symbol):
+            continue
+        called = id(node.target)
+        if called not in alone:
+            alone[called] = _has_no_equals(node)
+        if alone[called]:
             continue
         try:
-            key = node.target, _value(node.args), _value(node.kwargs)
+            given = [argument if type(argument) is Node else _value(argument) for argument in node.args]
+            key = called, *given, _value(node.kwargs) if node.kwargs else None
             same = first.get(key)
         except TypeError:  # nothing that can be looked up
             continue
+        # Results of equal nodes are tensors of their own to whoever gets them, and to whoever writes into them.
+        if same is not None and _memory(node) in returned:
+            continue
         # Whether there is no write between the two. (torch 2.11+)
-        if same is not None and pattern_matcher.same_mutation_regions(node, same):
+        if same is None or _memory(same) in returned or not pattern_matcher.same_mutation_regions(node, same):
+            first[key] = node
+        else:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
-        else:
-            first[key] = node
     return graph
 
 
+def _number_writes(graph: Graph) -> None:
+    """As torch does: numbers nodes by the writes into tensors before them. Nodes with one between them are not
+    equal."""
+    number, writes = 0, dict[int, bool]()
+    for node in graph.nodes:
+        called = id(node.target)
+        if called not in writes or not isinstance(node.target, OpOverload):
+            # What it does with each node; of ops the schema says it. (torch 2.11+)
+            writes[called] = pattern_matcher.is_mutation_op(node)
+        number += writes[called]
+        node.meta["mutation_region_id"] = number
+
+
 def _memory_of_results(graph: Graph) -> set[int]:
-    """Results of equal nodes are tensors of their own to whoever gets them, and to whoever writes into them."""
     return {_memory(node) for node in graph.output_node().all_input_nodes} - {0}
 
 
@@ -61,12 +84,10 @@ def _memory(node: Node) -> int:
         return 0
 
 
-def _may_have_equals(node: Node) -> bool:
-    if node.op != "call_function" or isinstance(node.meta.get("val"), sympy.Symbol):
-        return False
+def _has_no_equals(node: Node) -> bool:
     # An op without its overload, and those that draw numbers. (torch 2.11+)
     target = compile_utils.get_aten_target(node)
-    return target not in compile_utils.rand_ops and target is not torch.ops.aten.empty
+    return target in compile_utils.rand_ops or target is torch.ops.aten.empty
 
 
 def _value(argument: Any) -> Hashable:

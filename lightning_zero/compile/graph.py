@@ -5,7 +5,7 @@ Our ops are looked up by :func:`ops`; a pass that alone is concerned with one of
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,16 +13,18 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, TANGENTS
 from lightning_zero.compat.ops import OpOverload, to_copy, unsafe_view
-from lightning_zero.native.ops import OPS, Role, op_of
+from lightning_zero.native.ops import OPS, Op, Role, in_graphs, op_of
 
 __all__ = [
     "GATHER",
     "REDUCE",
     "WEIGHT",
+    "calling",
     "calls",
     "cast_dtype",
     "first_call",
     "gathers",
+    "in_role",
     "is_op",
     "is_reduce",
     "is_start",
@@ -61,12 +63,26 @@ def ops(name: str) -> OpOverload:
 
 def gathers(graph: Graph) -> list[Node]:
     """All nodes that read a whole parameter, in order."""
-    return [node for node in graph.nodes if calls(node, GATHER)]
+    return calling(graph, [OPS[GATHER]])
 
 
 def reduces(graph: Graph) -> list[Node]:
     """All nodes that hand a gradient over, in order."""
-    return [node for node in graph.nodes if calls(node, REDUCE)]
+    return calling(graph, [OPS[REDUCE]])
+
+
+def in_role(graph: Graph, *roles: Role) -> list[Node]:
+    """All nodes that call ops of ours in such a role, in order."""
+    return calling(graph, [op for op in OPS.values() if op.role in roles])
+
+
+def calling(graph: Graph, rows: Iterable[Op]) -> list[Node]:
+    """All nodes that call these ops of ours, in order. The graph is asked, which keeps nodes by what they call: passes
+    ask a dozen times, and of a graph of many layers nearly all nodes call something else."""
+    found: list[Node] = []
+    for target in (target for op in rows for target in in_graphs(op)):
+        found += graph.find_nodes(op="call_function", target=target, sort=False)
+    return sorted(found)
 
 
 def calls(node: Node, name: str) -> bool:
@@ -89,10 +105,13 @@ def weight_name(node: Node) -> str:
 
 def weight_nodes(graph: Graph) -> set[Node]:
     """Gathers, and their views and casts: a weight, in whatever form."""
-    found = set(gathers(graph))
-    for node in graph.nodes:
-        if is_view_or_cast(node) and node.args and node.args[0] in found:
-            found.add(node)
+    forms = gathers(graph)
+    found = set(forms)
+    for form in forms:  # which grows
+        for user in form.users:
+            if user not in found and is_view_or_cast(user) and user.args and user.args[0] is form:
+                found.add(user)
+                forms.append(user)
     return found
 
 

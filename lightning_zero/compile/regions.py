@@ -32,6 +32,8 @@ def save_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
     Args:
         weights: gathers, and their views and casts, which are not saved.
     """
+    if not [node for node in graph.nodes if REGION in node.meta]:
+        return graph
     regions: dict[Node, int] = {}  # 0: none
     for node in _forward(graph):
         # One of several results of an op may have no number of its own.

@@ -87,8 +87,8 @@ def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
     save_boundaries(graph, tagged)
     for node in graph.nodes:
         # The partitioner honours tags only among nodes that carry a region number.
-        if node.op == "call_function":
-            node.meta.setdefault(REGION, OUTSIDE)
+        if node.op == "call_function" and REGION not in node.meta:
+            node.meta[REGION] = OUTSIDE
         if node in tagged:
             node.meta[REGION] = OF_WEIGHTS
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_zero.compat.ops import OpOverload
 
-__all__ = ["NAMESPACE", "ON_PAPER", "OPS", "Op", "Role", "declare", "nothing", "op_of", "reducing"]
+__all__ = ["NAMESPACE", "ON_PAPER", "OPS", "Op", "Role", "declare", "in_graphs", "nothing", "op_of", "reducing"]
 
 NAMESPACE = "lightning_zero"
 ON_PAPER = "lightning_zero_on_paper"  # of what stands for an op where no graph is ever run, and nothing need be built
@@ -97,3 +97,9 @@ def op_of(target: Any) -> Op | None:
     if not isinstance(target, OpOverload) or target.namespace not in (NAMESPACE, ON_PAPER):
         return None
     return OPS.get(target.overloadpacket.__name__)
+
+
+def in_graphs(op: Op) -> list[OpOverload]:
+    """What nodes may call of an op: it, and what stands for it on paper; of the two, what this process has."""
+    packets = (getattr(getattr(torch.ops, namespace), op.name, None) for namespace in (NAMESPACE, ON_PAPER))
+    return [packet.default for packet in packets if packet is not None]

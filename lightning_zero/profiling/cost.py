@@ -16,8 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from lightning_zero.compat.tensors import tree_map_only
 from lightning_zero.native.ops import op_of
 from lightning_zero.profiling.tensors import (
     Storage,
+    aliases,
     called,
     is_view,
     nbytes,
@@ -36,6 +37,7 @@ from lightning_zero.profiling.tensors import (
     size_hint,
     storages,
     tensors_of,
+    those,
     viewed,
 )
 
@@ -80,8 +82,7 @@ class DeviceSpeed:
         return max(flops / self.flops(dtype) if flops else 0.0, moved / self.bytes_per_s) + launches * self.launch_s
 
 
-@dataclass(frozen=True)
-class NodeCost:
+class NodeCost(NamedTuple):
     """What one node costs. ``read`` and ``written`` are bytes."""
 
     name: str
@@ -98,13 +99,14 @@ def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
     launched: set[int] = set()
     entered: dict[tuple[int, Storage], int] = {}
     flops = Flops()
+    aliasing = those(graph.nodes, aliases)
     costs = []
     for node in graph.nodes:
         run = runs.get(node)
-        if node.op != "call_function" or is_view(node):
+        if run is None and (node.op != "call_function" or (node in aliasing and is_view(node))):
             costs.append(NodeCost(node.name))
         elif run is not None:
-            read = sum(_enters(source, run, runs, held, entered) for source in _sources(node))
+            read = sum([_enters(source, run, runs, held, entered) for source in _sources(node)])
             written = nbytes(node.meta.get("val")) if _leaves(node, run, runs) else 0
             launches = int(run not in launched)
             launched.add(run)
@@ -189,28 +191,42 @@ def _alone(node: Node, held: dict[Node, tuple[Storage | None, ...]], speed: Devi
 def fused_runs(graph: Graph) -> dict[Node, int]:
     """The run of fused nodes that each fused node belongs to."""
     runs, run = {}, 0
+    aliasing, fusing = those(graph.nodes, aliases), those(graph.nodes, _fuses)
+    apart = those(graph.nodes, lambda node: _transfer(node) is not None)
     for node in graph.nodes:
-        if _is_fused(node):
+        if node.op != "call_function" or node in apart:
+            continue
+        if _is_fused(node, node in aliasing, node in fusing):
             runs[node] = run
-        elif node.op == "call_function" and not is_view(node) and _transfer(node) is None:
+        elif node not in aliasing or not is_view(node):
             run += 1
     return runs
 
 
-def _is_fused(node: Node) -> bool:
+def _is_fused(node: Node, aliasing: bool, fusing: bool) -> bool:
+    """Of what is no transfer."""
+    if not isinstance(node.target, ops.OpOverload):
+        return False
+    if aliasing and viewed(node) is not None:  # a view, or an op that writes in place
+        return False
+    value = node.meta.get("val")
+    return (isinstance(value, Tensor) or bool(tensors_of(value))) and (fusing or not _sources(node))
+
+
+def _fuses(node: Node) -> bool:
     target = node.target
-    if node.op != "call_function" or not isinstance(target, ops.OpOverload) or _transfer(node) is not None:
+    if not isinstance(target, ops.OpOverload):
         return False
-    if viewed(node) is not None:  # a view, or an op that writes in place
-        return False
-    makes = bool(tensors_of(node.meta.get("val")))
-    return makes and (bool(_FUSED_TAGS.intersection(target.tags)) or target in _FUSED_OPS or not _sources(node))
+    return bool(_FUSED_TAGS.intersection(target.tags)) or target in _FUSED_OPS
 
 
 def _transfer(node: Node) -> str | None:
     target = node.target
-    if not isinstance(target, ops.OpOverload):
-        return None
+    return _transfers(target) if isinstance(target, ops.OpOverload) else None
+
+
+@cache
+def _transfers(target: ops.OpOverload) -> str | None:
     if (ours := op_of(target)) is not None:
         return "reduce" if ours.copies_grads else "gather"
     return "gather" if target.namespace == "_c10d_functional" else None
@@ -225,7 +241,7 @@ def _enters(
 ) -> int:
     """Bytes of a fused node's input that its run has to read and has not read yet."""
     storage = _only(held[source])
-    if storage is None or runs.get(_maker(source)) == run:
+    if storage is None or runs.get(_maker(source, runs)) == run:
         return 0
     before = entered.get((run, storage), 0)
     now = entered[run, storage] = min(before + read_bytes(source, storage), storage.nbytes)
@@ -235,28 +251,39 @@ def _enters(
 def _leaves(node: Node, run: int, runs: dict[Node, int]) -> bool:
     """Whether someone outside its run reads what a fused node makes."""
     pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            if is_view(user):
+    for made in pending:  # which grows
+        for user in made.users:
+            if user in runs:
+                if runs[user] != run:
+                    return True
+            elif is_view(user):
                 pending.append(user)
-            elif runs.get(user) != run:
+            else:
                 return True
     return False
 
 
-def _maker(node: Node) -> Node:
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+def _maker(node: Node, runs: dict[Node, int]) -> Node:
+    while node not in runs and is_view(node) and (inputs := node.all_input_nodes):
+        node = inputs[0]
     return node
 
 
 def _sources(node: Node) -> list[Node]:
     """The nodes whose tensors a node reads, each once."""
-    return [source for source in node.all_input_nodes if tensors_of(source.meta.get("val"))]
+    found = []
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        if isinstance(value, Tensor) or tensors_of(value):
+            found.append(source)
+    return found
 
 
 def _only(found: Iterable[Storage | None]) -> Storage | None:
-    return next((storage for storage in found if storage is not None), None)
+    for storage in found:
+        if storage is not None:
+            return storage
+    return None
 
 
 def _value(node: Node) -> Any:

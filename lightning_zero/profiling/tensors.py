@@ -7,6 +7,7 @@ the graph was traced. Nothing here adds a guard: looking at a graph must not cha
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,7 +19,21 @@ from torch.fx.experimental import symbolic_shapes
 from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compat.tensors import tree_leaves
 
-__all__ = ["Storage", "called", "is_view", "nbytes", "read_bytes", "size_hint", "storages", "tensors_of", "viewed"]
+__all__ = [
+    "Storage",
+    "aliases",
+    "called",
+    "is_view",
+    "nbytes",
+    "read_bytes",
+    "shared",
+    "size_hint",
+    "storages",
+    "tensors_of",
+    "those",
+    "viewed",
+    "views",
+]
 
 UNKNOWN_SIZE = 1024  # stands for a size that only running the graph would tell
 
@@ -66,10 +81,10 @@ def tensors_of(value: object) -> list[Tensor]:
 def nbytes(value: object) -> int:
     """Bytes of the elements of all tensors in a node's value."""
     total = 0
-    for tensor in tensors_of(value):
+    for tensor in (value,) if isinstance(value, Tensor) else tensors_of(value):
         elements = tensor.dtype.itemsize
         for size in tensor.shape:
-            elements *= size_hint(size)
+            elements *= size if type(size) is int else size_hint(size)
         total += elements
     return total
 
@@ -88,9 +103,10 @@ def is_view(node: Node) -> bool:
     """Whether running the node moves nothing: its result is part of what is there already."""
     if node.op != "call_function":
         return False
-    if node.target is operator.getitem:
+    target = node.target
+    if target is operator.getitem:
         return True
-    return isinstance(node.target, OpOverload) and viewed(node) is not None and not _writes(node.target)
+    return isinstance(target, OpOverload) and views(target) and viewed(node) is not None
 
 
 def viewed(node: Node) -> Node | None:
@@ -100,26 +116,53 @@ def viewed(node: Node) -> Node | None:
     target = node.target
     if target is operator.getitem:
         return node.args[0] if isinstance(node.args[0], Node) else None
-    if not isinstance(target, OpOverload):
-        return None
-    position = _shared(target)
+    position = shared(target) if isinstance(target, OpOverload) else None
     return None if position is None else _argument(node, position)
+
+
+def aliases(node: Node) -> bool:
+    """Whether results share memory with what a node is given, by what it calls: an op that nothing has this of is no
+    view, and writes nothing in place."""
+    target = node.target
+    return target is operator.getitem or (isinstance(target, OpOverload) and shared(target) is not None)
+
+
+def those(nodes: Iterable[Node], ask: Callable[[Node], bool]) -> set[Node]:
+    """Of which it is so, where that is so of all that call the same op of torch, which is asked once."""
+    known: dict[int, bool] = {}
+    found: set[Node] = set()
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        key = id(node.target)
+        if key in known:
+            yes = known[key]
+        else:
+            yes = ask(node)
+            if isinstance(node.target, OpOverload):
+                known[key] = yes
+        if yes:
+            found.add(node)
+    return found
 
 
 def storages(graph: Graph) -> dict[Node, tuple[Storage | None, ...]]:
     """The memory of each node's results, one entry for each; None for what is no tensor."""
     held: dict[Node, tuple[Storage | None, ...]] = {}
+    aliasing = those(graph.nodes, aliases)
     for index, node in enumerate(graph.nodes):
-        value = node.meta.get("val")
-        results = list(value) if isinstance(value, tuple | list) else [value]
-        base = held.get(viewed(node) or node)
+        value, source = node.meta.get("val"), viewed(node) if node in aliasing else None
+        base = held.get(source) if source is not None else None
         if base is None or not any(base):
-            held[node] = tuple(_made(node, number, result, index) for number, result in enumerate(results))
+            results = list(value) if isinstance(value, tuple | list) else [value]
+            held[node] = tuple([_made(node, number, result, index) for number, result in enumerate(results)])
         elif node.target is operator.getitem:
             chosen = node.args[1]
             held[node] = (base[chosen] if isinstance(chosen, int) and chosen < len(base) else base[0],)
+        elif isinstance(value, tuple | list):
+            held[node] = tuple(base[0] if isinstance(result, Tensor) else None for result in value)
         else:
-            held[node] = tuple(base[0] if isinstance(result, Tensor) else None for result in results)
+            held[node] = (base[0] if isinstance(value, Tensor) else None,)
     return held
 
 
@@ -130,23 +173,21 @@ def read_bytes(node: Node, storage: Storage | None) -> int:
 
 
 def _made(node: Node, number: int, result: object, index: int) -> Storage | None:
-    if node.op == "output" or not tensors_of(result):
+    if node.op == "output" or not (isinstance(result, Tensor) or tensors_of(result)):
         return None
     return Storage(f"{node.name}[{number}]" if number else node.name, nbytes(result), index)
 
 
 def _argument(node: Node, position: int) -> Node | None:
     target: Any = node.target
-    if position < len(node.args):
-        value = node.args[position]
-    else:
-        value = node.kwargs.get(target._schema.arguments[position].name)
+    args = node.args
+    value = args[position] if position < len(args) else node.kwargs.get(target._schema.arguments[position].name)
     return value if isinstance(value, Node) else None
 
 
 # Of each op once: a graph of many layers asks for the same few of thousands of nodes, several times.
 @cache
-def _shared(target: OpOverload) -> int | None:
+def shared(target: OpOverload) -> int | None:
     """Which of an op's arguments its result shares memory with."""
     schema = target._schema
     if schema.name in _SAME_MEMORY:
@@ -157,5 +198,7 @@ def _shared(target: OpOverload) -> int | None:
 
 
 @cache
-def _writes(target: OpOverload) -> bool:
-    return any(given.alias_info is not None and given.alias_info.is_write for given in target._schema.arguments)
+def views(target: OpOverload) -> bool:
+    """Whether an op's result is its input's memory, in which it writes nothing."""
+    writes = any(given.alias_info is not None and given.alias_info.is_write for given in target._schema.arguments)
+    return shared(target) is not None and not writes

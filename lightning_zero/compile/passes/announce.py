@@ -7,6 +7,7 @@ length, or taken from a cache that an earlier process filled.
 from __future__ import annotations
 
 import logging
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -15,10 +16,10 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
-from lightning_zero.compile.graph import first_call, is_reduce, is_start, kind_of, ops, output_node, weight_name
+from lightning_zero.compile.graph import first_call, in_role, kind_of, ops, output_node, weight_name
 from lightning_zero.compile.passes.grouping import dtype_name
 from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Reduce
-from lightning_zero.native.ops import Op, declare, nothing, op_of
+from lightning_zero.native.ops import Op, Role, declare, nothing, op_of
 from lightning_zero.profiling.estimate import Costs
 from lightning_zero.profiling.tensors import nbytes
 
@@ -37,7 +38,7 @@ def announce_plan(graph: Graph, costs: Costs | None = None) -> Graph:
     plan = read_plan(graph)
     if costs is not None and (plan.gathers or plan.reduces):
         plan = _timed(plan, graph, costs)
-    first = next((node for node in graph.nodes if is_start(node) or is_reduce(node)), None)
+    first = next(iter(in_role(graph, Role.START, Role.REDUCE)), None)
     if first is None:
         return graph
     op = op_of(first.target)
@@ -52,30 +53,41 @@ def announce_plan(graph: Graph, costs: Costs | None = None) -> Graph:
 
 def read_plan(graph: Graph) -> GraphPlan:
     """The plan of a graph that passes have gone over."""
-    nodes = [node for node in graph.nodes if _counts(node)]
+    nodes = _counted(graph)
     position = {node: number for number, node in enumerate(nodes)}
-    before, waits = _users_behind(nodes), _resident_waits(nodes)
-    gathers = tuple(_gather(node, position, before, waits) for node in nodes if is_start(node))
-    reduces = tuple(_reduce(node, position) for node in nodes if is_reduce(node))
+    starts, ours = in_role(graph, Role.START), _ours(graph)
+    before, waits = _users_behind(nodes, ours), _resident_waits(graph)
+    gathers = tuple(_gather(node, position, before, waits, ours) for node in starts)
+    reduces = tuple(_reduce(node, position) for node in in_role(graph, Role.REDUCE))
     chart = output_node(graph).meta.get(CHART, ())
     return GraphPlan(kind_of(graph), len(nodes), gathers, reduces, chart=chart)
 
 
-def _users_behind(nodes: list[Node]) -> list[str]:
+def _ours(graph: Graph) -> set[Node]:
+    """What launches gathers, waits for them, and cuts weights out of groups."""
+    parts = (part for target in (*_PARTS, ops("resident_wait")) for part in _calls(graph, target))
+    return {*in_role(graph, Role.START), *parts}
+
+
+def _calls(graph: Graph, target: Any) -> list[Node]:
+    return graph.find_nodes(op="call_function", target=target)
+
+
+def _users_behind(nodes: list[Node], ours: AbstractSet[Node]) -> list[str]:
     """For each node the name of the first one behind it that is the user's."""
-    names, name = [], "the end"
-    for node in reversed(nodes):
-        names.append(name)
-        name = name if _is_ours(node) else node.name
-    return names[::-1]
+    names, name = [""] * len(nodes), "the end"
+    for number in reversed(range(len(nodes))):
+        names[number] = name
+        node = nodes[number]
+        name = name if node in ours else node.name
+    return names
 
 
-def _resident_waits(nodes: list[Node]) -> dict[tuple[Any, ...], Node]:
+def _resident_waits(graph: Graph) -> dict[tuple[Any, ...], Node]:
     """The first one for each group of memory."""
     waits: dict[tuple[Any, ...], Node] = {}
-    for node in nodes:
-        if node.target is ops("resident_wait"):
-            waits.setdefault(_group(node), node)
+    for node in _calls(graph, ops("resident_wait")):
+        waits.setdefault(_group(node), node)
     return waits
 
 
@@ -84,15 +96,17 @@ def _group(node: Node) -> tuple[Any, ...]:
     return tuple(memory), tuple(shards)  # type: ignore[arg-type]
 
 
-def _counts(node: Node) -> bool:
-    return node.op not in ("placeholder", "get_attr", "output") and node.target is not ops("check_plan")
+def _counted(graph: Graph) -> list[Node]:
+    check = ops("check_plan")
+    apart = ("placeholder", "get_attr", "output")
+    return [node for node in graph.nodes if node.op not in apart and node.target is not check]
 
 
 def _timed(plan: GraphPlan, graph: Graph, costs: Costs) -> GraphPlan:
     """With its seconds. Gradients travel in buckets: each has its share of one large transfer."""
     try:
-        each = zip(graph.nodes, costs.node_seconds(graph), strict=True)
-        clock = [0.0, *accumulate(seconds for node, seconds in each if _counts(node))]
+        seconds = dict(zip(graph.nodes, costs.node_seconds(graph), strict=True))
+        clock = [0.0, *accumulate(map(seconds.__getitem__, _counted(graph)))]
     except Exception as error:  # an op that the estimate does not understand must not end a compilation
         log.info("A graph's plan is not timed: %s: %s", type(error).__name__, error)
         return plan
@@ -115,7 +129,11 @@ def _timed(plan: GraphPlan, graph: Graph, costs: Costs) -> GraphPlan:
 
 
 def _gather(
-    start: Node, position: dict[Node, int], before: list[str], resident_waits: dict[tuple[Any, ...], Node]
+    start: Node,
+    position: dict[Node, int],
+    before: list[str],
+    resident_waits: dict[tuple[Any, ...], Node],
+    ours: AbstractSet[Node],
 ) -> Gather:
     resident = start.target is ops("resident_start")
     if resident:
@@ -125,9 +143,8 @@ def _gather(
         waits = [user for user in start.users if user.target is wait_tensor]
         values = [start.meta["val"]]
     waited = position[waits[0]] if waits else position[start]
-    readers = [
-        user for wait in waits for memory in (start.all_input_nodes if resident else [wait]) for user in _uses(memory)
-    ]
+    read = waits if not resident else start.all_input_nodes if waits else []
+    readers = [user for memory in read for user in _uses(memory, ours)]
     uses = sorted((user for user in readers if position[user] > waited), key=position.__getitem__)
     return Gather(
         weights=start.meta.get("weights") or (weight_name(start),),
@@ -141,18 +158,14 @@ def _gather(
     )
 
 
-def _is_ours(node: Node) -> bool:
-    return is_start(node) or node.target in _PARTS or node.target is ops("resident_wait")
-
-
-def _uses(memory: Node) -> list[Node]:
+def _uses(memory: Node, ours: AbstractSet[Node]) -> list[Node]:
     """What reads weights in this memory: through the views that cut a group into weights."""
     found, pending = [], [memory]
     while pending:
         for user in pending.pop().users:
             if user.target in _PARTS:
                 pending.append(user)
-            elif user.op != "output" and not _is_ours(user):
+            elif user.op != "output" and user not in ours:
                 found.append(user)
     return found
 

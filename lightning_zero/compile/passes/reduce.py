@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import (
     cast_dtype,
-    is_reduce,
+    in_role,
     is_view_or_cast,
     ops,
     output_node,
@@ -38,16 +38,18 @@ def hand_over_gradients(graph: Graph) -> Graph:
     handed = reduces(graph)
     if not handed:
         return graph
-    ours = set(handed)
-    for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and all(i in ours for i in node.all_input_nodes):
-            ours.add(node)
+    ours, made = set(handed), list(handed)
+    for node in made:  # which grows
+        for user in node.users:
+            if user.op == "call_function" and user not in ours and ours.issuperset(user.all_input_nodes):
+                ours.add(user)
+                made.append(user)
     output = output_node(graph)
     returned = output.args[0]
     assert isinstance(returned, tuple | list)
     output.args = (tuple(None if value in ours else value for value in returned),)
-    for node in reversed(list(graph.nodes)):
-        if node in ours and node not in handed and not node.users:
+    for node in sorted(made[len(handed) :], reverse=True):
+        if not node.users:
             graph.erase_node(node)
     for node in handed:
         _skip_widening(node)
@@ -93,7 +95,7 @@ def borrow_gradients(graph: Graph, in_flight: int = 2) -> Graph:
     Only for results of matrix products: the code generator may compute others anew for each use, elsewhere in memory.
     """
     groups: list[tuple[list[Node], list[Node]]] = []
-    for node in [node for node in graph.nodes if is_reduce(node)]:
+    for node in in_role(graph, Role.REDUCE):
         one = node.target is ops("reduce_add")
         grads: Any = [node.args[0]] if one else node.args[0]
         shards: Any = [node.args[1]] if one else node.args[1]

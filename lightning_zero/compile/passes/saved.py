@@ -163,8 +163,11 @@ def _forms(gather: Node) -> list[Node]:
 
 def after_tangents(graph: Graph) -> set[Node]:
     """What a joint graph computes in backward: all that depends on gradients of the outputs."""
-    found = {node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)}
-    for node in graph.nodes:
-        if node.op != "output" and any(source in found for source in node.all_input_nodes):
-            found.add(node)
+    behind = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)]
+    found = set(behind)
+    for node in behind:  # which grows
+        for user in node.users:
+            if user not in found and user.op != "output":
+                found.add(user)
+                behind.append(user)
     return found

@@ -8,18 +8,21 @@ for), and behind it where it needs what the piece makes (gradients are handed ov
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.pieces.kinds import Asked, Kind, all_read, is_kernel, kinds_of, shape, signature
+from lightning_zero.compile.pieces.kinds import Kind, is_kernel, kinds_of, reads
 from lightning_zero.compile.pieces.order import Order, graph_work
 from lightning_zero.compile.pieces.piece import Piece, make_piece, symbol_inputs
 from lightning_zero.compile.pieces.repeats import Run, find_runs
 from lightning_zero.compile.pieces.seams import choose_seams
+from lightning_zero.compile.pieces.signatures import Signatures
+from lightning_zero.profiling.tensors import those
 
 __all__ = ["PARTS", "cut", "repeats"]
 
@@ -36,10 +39,10 @@ def repeats(graph: Graph) -> bool:
     Graphs stay whole in which ranks wait for each other by more than our own ops, and whose repeated parts convolve:
     the code generator chooses one layout of memory for all convolutions of a graph.
     """
-    work = list(graph_work(graph, kinds_of(graph)))
-    if any(node.target is wait_tensor for node in work):
+    work = graph_work(graph, kinds_of(graph))
+    if [node for node in work if node.target is wait_tensor]:
         return False
-    runs = _runs(work)
+    runs = _runs(work, Signatures())
     if any(node.target is _convolution for run in runs for node in work[run.start : run.stop]):
         return False
     return sum(run.stop - run.start - run.period for run in runs) >= max(1, REPEATED_SHARE * len(work))
@@ -53,49 +56,69 @@ def cut(graph: Graph, parts: int = PARTS) -> list[Piece | Node] | None:
         graph: after the passes; is not changed.
         parts: at most so many pieces for each repetition.
     """
-    kinds = kinds_of(graph)
-    order = Order(graph, kinds)
+    kinds, seen = kinds_of(graph), Signatures()
+    order = Order(graph, kinds, seen)
     at = order.between(graph)
-    seams = choose_seams(order, _runs(order.work), sorted(set(at.values())), parts)
-    return _assemble(graph, kinds, order.work, [0, *seams, len(order.work)], at)
+    seams = choose_seams(order, _runs(order.work, seen), sorted(set(at.values())), parts)
+    return _assemble(graph, kinds, order.work, [0, *seams, len(order.work)], at, seen)
 
 
-def _runs(work: Sequence[Node]) -> list[Run]:
-    shapes = Asked(shape)
-    runs = find_runs([signature(node, shapes) for node in work], SHORTEST)
-    return [run for run in runs if any(map(is_kernel, work[run.start : run.start + run.period]))]
+def _runs(work: Sequence[Node], signatures: Signatures) -> list[Run]:
+    runs = find_runs([signatures[node] for node in work], SHORTEST)
+    return [run for run in runs if those(work[run.start : run.start + run.period], is_kernel)]
 
 
 def _assemble(
-    graph: Graph, kinds: dict[Node, Kind], work: Sequence[Node], bounds: Sequence[int], at: dict[Node, int]
+    graph: Graph,
+    kinds: dict[Node, Kind],
+    work: Sequence[Node],
+    bounds: Sequence[int],
+    at: dict[Node, int],
+    signatures: Signatures | None = None,
 ) -> list[Piece | Node] | None:
     home = {node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]}
-    seen = {node: _homes(node, kinds, home) for node in graph.nodes if kinds[node] in (Kind.FREE, Kind.BETWEEN)}
+    read = reads(graph, kinds)
+    made_in = _Homes(read, home)
     readers = _first_readers(graph, home)
     slots: list[list[Node]] = [[] for _ in bounds]  # before each piece, and behind the last
     slot_of: dict[Node, int] = {}
     handed = 0  # where gradients were handed over last: what concerns them stays in order
     for node, passed in at.items():
-        piece = bisect_right(bounds, passed) - 1
-        piece = min(piece, readers.get(node, piece))
-        needs = max((number + 1 for number in seen[node]), default=0)
-        after = max((slot_of[read] for read in _between(node, kinds)), default=0)
-        slot_of[node] = max(piece, needs, after, handed if seen[node] else 0)
-        handed = max(handed, slot_of[node]) if seen[node] else handed
-        slots[slot_of[node]].append(node)
+        slot = bisect_right(bounds, passed) - 1
+        slot = min(slot, readers.get(node, slot))
+        for one in read[node]:
+            # Behind what it needs; and in order among what runs between.
+            slot = max(slot, home[one] + 1 if one in home else slot_of.get(one, 0))
+        if made_in[node]:
+            slot = handed = max(slot, handed)
+        slot_of[node] = slot
+        slots[slot].append(node)
+    wanted, symbols = _wanted(graph, kinds, home, read, made_in), symbol_inputs(graph)
     made = {node for node in graph.nodes if kinds[node] is Kind.INPUT or node.op == "get_attr"}
-    wanted, symbols = _wanted(graph, kinds, home), symbol_inputs(graph)
     steps: list[Piece | Node] = []
-    for number, slot in enumerate(slots):
-        for node in slot:
+    for number, slot_nodes in enumerate(slots):
+        for node in slot_nodes:
             for needed in [*_views_outside(node, kinds, made), node]:
                 steps.append(needed)
                 made.add(needed)
         if number + 1 < len(bounds):
-            steps.append(make_piece(work[bounds[number] : bounds[number + 1]], wanted[number], kinds, symbols))
+            own = work[bounds[number] : bounds[number + 1]]
+            steps.append(make_piece(own, wanted[number], kinds, symbols, signatures))
             made.update(wanted[number])
     steps += _views_outside(output_node(graph), kinds, made)
     return steps if _in_order(graph, kinds, steps) else None
+
+
+class _Homes(dict[Node, AbstractSet[int]]):
+    """By node: pieces whose work it reads, through views."""
+
+    def __init__(self, read: dict[Node, list[Node]], home: dict[Node, int]) -> None:
+        super().__init__()
+        self._read, self._home = read, home
+
+    def __missing__(self, node: Node) -> AbstractSet[int]:
+        found = self[node] = {self._home[one] for one in self._read[node] if one in self._home}
+        return found
 
 
 def _first_readers(graph: Graph, home: dict[Node, int]) -> dict[Node, int]:
@@ -103,9 +126,11 @@ def _first_readers(graph: Graph, home: dict[Node, int]) -> dict[Node, int]:
     side of a cut than what it reads."""
     first: dict[Node, int] = {}
     for node in reversed(graph.nodes):
-        pieces = [home[user] if user in home else first[user] for user in node.users if user in home or user in first]
-        if pieces:
-            first[node] = min(pieces)
+        for user in node.users:
+            if user in home or user in first:
+                piece = home[user] if user in home else first[user]
+                if node not in first or piece < first[node]:
+                    first[node] = piece
     return first
 
 
@@ -120,49 +145,35 @@ def _in_order(graph: Graph, kinds: dict[Node, Kind], steps: Sequence[Piece | Nod
     return made.issuperset(output_node(graph).all_input_nodes)
 
 
-def _homes(node: Node, kinds: dict[Node, Kind], home: dict[Node, int]) -> set[int]:
-    """Pieces whose work a node reads, through views."""
-    return {home[read] for read in _work_read(node, kinds, home)}
-
-
-def _between(node: Node, kinds: dict[Node, Kind]) -> Iterator[Node]:
-    """Nodes between pieces that a node reads, through views."""
-    return (read for read in all_read(node, kinds) if kinds[read] is Kind.BETWEEN)
-
-
-def _wanted(graph: Graph, kinds: dict[Node, Kind], home: dict[Node, int]) -> list[list[Node]]:
+def _wanted(
+    graph: Graph, kinds: dict[Node, Kind], home: dict[Node, int], read: dict[Node, list[Node]], homes: _Homes
+) -> list[list[Node]]:
     """What each piece has to return: work that others read, and views of it that leave the pieces."""
-    wanted: dict[int, dict[Node, None]] = {}
+    wanted: list[dict[Node, None]] = [{} for _ in range(max(home.values(), default=0) + 1)]
     for node in graph.nodes:
-        if kinds[node] in (Kind.BETWEEN, Kind.OUTPUT):
-            for read in node.all_input_nodes:
-                for made in _leaving(read, kinds, home):
-                    wanted.setdefault(_home(made, kinds, home), {})[made] = None
-        elif node in home:
-            for read in _work_read(node, kinds, home):
-                if home[read] != home[node]:
-                    wanted.setdefault(home[read], {})[read] = None
-    return [list(wanted.get(number, ())) for number in range(max(home.values(), default=0) + 1)]
+        if node in home:
+            for one in read[node]:
+                if one in home and home[one] != home[node]:
+                    wanted[home[one]][one] = None
+        elif kinds[node] in (Kind.BETWEEN, Kind.OUTPUT):
+            for outside in node.all_input_nodes:
+                for made in _leaving(outside, kinds, home, read, homes):
+                    wanted[home[made] if made in home else max(homes[made])][made] = None
+    return [list(nodes) for nodes in wanted]
 
 
-def _home(node: Node, kinds: dict[Node, Kind], home: dict[Node, int]) -> int:
-    return home[node] if node in home else max(_homes(node, kinds, home))
-
-
-def _leaving(node: Node, kinds: dict[Node, Kind], home: dict[Node, int]) -> Iterable[Node]:
+def _leaving(
+    node: Node, kinds: dict[Node, Kind], home: dict[Node, int], read: dict[Node, list[Node]], homes: _Homes
+) -> Sequence[Node]:
     """What has to leave a piece so that ``node`` can be read outside: itself, where one piece alone makes it; otherwise
     what it is a view of."""
     if node in home:
-        return [node]
+        return (node,)
     if kinds[node] is not Kind.FREE:
-        return []
-    if len(_homes(node, kinds, home)) == 1 and not list(_between(node, kinds)):
-        return [node]
-    return list(_work_read(node, kinds, home))
-
-
-def _work_read(node: Node, kinds: dict[Node, Kind], home: dict[Node, int]) -> Iterator[Node]:
-    return (read for read in all_read(node, kinds) if read in home)
+        return ()
+    if len(homes[node]) == 1 and Kind.BETWEEN not in [kinds[one] for one in read[node]]:
+        return (node,)
+    return [one for one in read[node] if one in home]
 
 
 def _views_outside(node: Node, kinds: dict[Node, Kind], made: set[Node]) -> Iterator[Node]:

@@ -9,21 +9,21 @@ pieces.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import Generator, SymBool, SymFloat, SymInt, Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat.ops import OpOverload, inductor_seeds, wait_tensor
 from lightning_zero.compile.graph import is_start
 from lightning_zero.native.ops import op_of
-from lightning_zero.profiling.tensors import called, is_view, tensors_of
+from lightning_zero.profiling.tensors import called, is_view, shared, tensors_of, views
 
-__all__ = ["Asked", "Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "shape", "signature"]
+__all__ = ["Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "readers", "reads"]
 
 _aten = torch.ops.aten
 _CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # a weight out of a group
@@ -42,12 +42,57 @@ class Kind(Enum):
     OUTPUT = auto()
 
 
+class _Usual(Enum):
+    """What calls an op, as a rule: where it is given a node first, and makes a tensor."""
+
+    WORK = auto()  # where it is given a tensor
+    OURS = auto()  # in any case
+    VIEW = auto()
+    CUT = auto()  # out of a group, or a view
+    PART = auto()  # of what it is given
+
+
 def kinds_of(graph: Graph) -> dict[Node, Kind]:
     """Of all nodes."""
     kinds: dict[Node, Kind] = {}
+    usual: dict[int, _Usual | None] = {}  # by ids of what is called: few, where there are many nodes
     for node in graph.nodes:
-        kinds[node] = _kind(node, kinds)
+        if node.op == "call_function":
+            key = id(node.target)
+            if key not in usual:
+                usual[key] = _usual(node.target)
+            found = _by_rule(node, usual[key], kinds)
+            kinds[node] = _kind(node, kinds) if found is None else found
+        else:
+            kinds[node] = _kind(node, kinds)
     return kinds
+
+
+def _usual(target: Any) -> _Usual | None:
+    if op_of(target) is not None or target in inductor_seeds:
+        return _Usual.OURS
+    if target is operator.getitem:
+        return _Usual.PART
+    if target is wait_tensor or not isinstance(target, OpOverload):
+        return None
+    if not views(target):
+        return _Usual.WORK
+    return (_Usual.CUT if target in _CUTS_OUT else _Usual.VIEW) if shared(target) == 0 else None
+
+
+def _by_rule(node: Node, usual: _Usual | None, kinds: dict[Node, Kind]) -> Kind | None:
+    """What :func:`_kind` finds, where little has to be asked for that."""
+    if usual is _Usual.OURS:
+        return Kind.BETWEEN
+    args = node.args
+    first = args[0] if args else None
+    if usual is None or type(first) is not Node or not ("val" in node.meta and isinstance(node.meta["val"], Tensor)):
+        return None
+    if usual is _Usual.WORK:
+        return Kind.WORK if "val" in first.meta and isinstance(first.meta["val"], Tensor) else None
+    if usual is _Usual.PART or (usual is _Usual.CUT and kinds[first] is Kind.BETWEEN):
+        return kinds[first]
+    return Kind.FREE
 
 
 def _kind(node: Node, kinds: dict[Node, Kind]) -> Kind:
@@ -84,6 +129,28 @@ def all_read(node: Node, kinds: dict[Node, Kind]) -> Iterator[Node]:
             yield read
 
 
+def reads(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, list[Node]]:
+    """By node: what :func:`all_read` gives."""
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        through: list[Node] = []
+        for read in node.all_input_nodes:
+            through += found[read] if kinds[read] is Kind.FREE else (read,)
+        found[node] = through
+    return found
+
+
+def readers(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, list[Node]]:
+    """By node: those of it and of its views."""
+    found: dict[Node, list[Node]] = {}
+    for node in reversed(graph.nodes):
+        through: list[Node] = []
+        for user in node.users:
+            through += found[user] if kinds[user] is Kind.FREE else (user,)
+        found[node] = through
+    return found
+
+
 def is_kernel(node: Node) -> bool:
     """Whether a node is a kernel of its own, whose inputs and results lie in memory: matrix products, attention. What
     is not known to be one may be made together with what comes before or behind it."""
@@ -97,39 +164,6 @@ def is_kernel(node: Node) -> bool:
 def is_pointwise(node: Node) -> bool:
     """Whether each element of a node's result is made from the same elements of its inputs."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
-def signature(node: Node, shapes: Asked | None = None) -> Hashable:
-    """Equal for nodes that do the same with inputs of the same sizes, wherever these come from.
-
-    Args:
-        shapes: of those that have been asked for, of several nodes.
-    """
-    known = shapes if shapes is not None else Asked(shape)
-    constants = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
-    return str(node.target), str(constants), known[node]
-
-
-class Asked(dict[Node, Any]):
-    """What a function says of nodes, of each of which it is asked once."""
-
-    def __init__(self, ask: Callable[[Node], Any]) -> None:
-        super().__init__()
-        self._ask = ask
-
-    def __missing__(self, node: Node) -> Any:
-        found = self[node] = self._ask(node)
-        return found
-
-
-def shape(node: Node) -> str:
-    """What of a node's value code is generated for."""
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    if isinstance(value, Generator):  # each op has one of its own; its words say where in memory it lies
-        return f"generator on {value.device}"
-    return str(value) if not isinstance(value, list | tuple) else str(len(value))
 
 
 def is_random(node: Node) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Generator, SymFloat, SymInt, Tensor
 from torch.fx import GraphModule, Node
 
 from lightning_zero.compat.graphs import SEEN_BY_USERS
@@ -34,7 +31,7 @@ class PieceCache:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, Compiled] = {}
+        self._known: dict[Hashable, Compiled] = {}
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._count = count()
         self.compiled = self.found = 0
@@ -46,7 +43,7 @@ class PieceCache:
             self._numbers[thing] = next(self._count)
         return self._numbers[thing]
 
-    def get(self, key: str, make: Callable[[], Compiled]) -> Compiled:
+    def get(self, key: Hashable, make: Callable[[], Compiled]) -> Compiled:
         if key in self._known:
             self.found += 1
         else:
@@ -91,37 +88,16 @@ def _compiled(
     return cache.get(_fingerprint(module, piece, settings, cache.number), make)
 
 
-def _fingerprint(module: GraphModule, piece: Piece, settings: dict[str, Any], number_of: Callable[[Any], int]) -> str:
+def _fingerprint(
+    module: GraphModule, piece: Piece, settings: dict[str, Any], number_of: Callable[[Any], int]
+) -> Hashable:
     """Equal for pieces that do the same with the same layouts, whatever their nodes are called."""
-    lines = [str(sorted((key, settings.get(key)) for key in ("is_backward", "is_inference")))]
-    lines += [_value(node.meta.get("val"), number_of) for node in piece.inputs]
-    names = {node: _Named(f"%{number}") for number, node in enumerate([*piece.inputs, *piece.steps])}
+    seen = piece.signatures
+    names = {node: number for number, node in enumerate([*piece.inputs, *piece.steps])}
+    does: list[Hashable] = [str(sorted((key, settings.get(key)) for key in ("is_backward", "is_inference")))]
+    does += [seen.value(node, number_of) for node in piece.inputs]
     for node in piece.steps:
-        arguments = torch.fx.map_arg((node.args, node.kwargs), names.__getitem__)
-        target = node.target if node.op != "get_attr" else number_of(attrgetter(str(node.target))(module))
-        lines.append(f"{node.op} {target} {arguments} {_value(node.meta.get('val'), number_of)}")
-    lines.append(str([names[node] for node in piece.outputs]))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-class _Named(str):
-    __repr__ = str.__str__
-
-
-def _value(value: Any, number_of: Callable[[Any], int]) -> str:
-    if isinstance(value, Tensor):
-        offset: Any = value.storage_offset()
-        begins = offset * value.dtype.itemsize % 16 if isinstance(offset, int) else offset
-        symbols = _symbolic(value.shape, number_of)
-        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}{begins}{symbols}"
-    if isinstance(value, Generator):
-        return f"generator on {value.device}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_value(part, number_of) for part in value) + "]"
-    return f"{value}{_symbolic([value], number_of)}"
-
-
-def _symbolic(sizes: Sequence[Any], number_of: Callable[[Any], int]) -> str:
-    """Symbols of the same name in graphs traced at different times are others."""
-    known = {number_of(size.node.shape_env) for size in sizes if isinstance(size, SymInt | SymFloat)}  # type: ignore[union-attr]
-    return str(sorted(known)) if known else ""
+        called = node.op if node.op != "get_attr" else number_of(attrgetter(str(node.target))(module))
+        signature = seen[node] if node.op != "get_attr" else None
+        does.append((called, signature, seen.reads(node, names), seen.value(node, number_of)))
+    return *does, *(names[node] for node in piece.outputs)

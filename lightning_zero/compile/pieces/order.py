@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from itertools import accumulate
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.pieces.kinds import Asked, Kind, all_read, is_kernel, is_pointwise, is_random
+from lightning_zero.compile.pieces.kinds import Kind, all_read, is_kernel, is_pointwise, is_random, readers
+from lightning_zero.compile.pieces.signatures import Signatures
 from lightning_zero.profiling.cost import Flops
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.profiling.tensors import nbytes, those
 
 __all__ = ["Order", "graph_work"]
 
@@ -26,6 +27,7 @@ class Order:
     Args:
         graph: is not changed.
         kinds: of its nodes.
+        signatures: of what has been asked for.
 
     Attributes:
         kinds: of all nodes.
@@ -33,12 +35,15 @@ class Order:
         place: of each.
     """
 
-    def __init__(self, graph: Graph, kinds: dict[Node, Kind]) -> None:
+    def __init__(self, graph: Graph, kinds: dict[Node, Kind], signatures: Signatures | None = None) -> None:
         self.kinds = kinds
         self._graph = graph
-        self._is_kernel = Asked(is_kernel)
-        self._bytes = Asked(lambda node: nbytes(node.meta.get("val")))
-        before = list(graph_work(graph, kinds))
+        self._signatures = Signatures() if signatures is None else signatures
+        self._readers = readers(graph, kinds)
+        self._bytes = _Bytes()
+        before = graph_work(graph, kinds)
+        self._kernels = those(before, is_kernel)
+        self._pointwise = those(before, is_pointwise)
         self._end = _first_impure(before)  # what is written in place must not be read later than before, or earlier
         self._moved: set[Node] = set()
         self.work: Sequence[Node] = self._raised(self._sunk(before))
@@ -52,17 +57,20 @@ class Order:
             if self.kinds[node] is Kind.BETWEEN:
                 at[node] = following
             elif node in self.place and node not in self._moved:
-                following = min(following, self.place[node])
+                following = self.place[node] if self.place[node] < following else following
         return dict(reversed(at.items()))
 
     def effort(self) -> list[int]:
         """Of each node, for comparison: floating-point operations of kernels, nothing for others."""
-        flops = Flops()
-        return [flops.of(node) if self._is_kernel[node] else 0 for node in self.work]
+        flops, known = Flops(), {}
+        for node in self.work:
+            if node in self._kernels and self._signatures[node] not in known:
+                known[self._signatures[node]] = flops.of(node)
+        return [known[self._signatures[node]] if node in self._kernels else 0 for node in self.work]
 
     def written(self) -> int:
         """Bytes of all results of kernels."""
-        return sum(self._bytes[node] for node in self.work if self._is_kernel[node])
+        return sum([self._bytes[node] for node in self.work if node in self._kernels])
 
     def seams(self) -> list[int]:
         """Places where a kernel ends or begins anyway, in order."""
@@ -70,54 +78,56 @@ class Order:
         return [
             number
             for number, (before, behind) in enumerate(pairs, 1)
-            if behind.target is not operator.getitem and (self._is_kernel[before] or self._is_kernel[behind])
+            if behind.target is not operator.getitem and (before in self._kernels or behind in self._kernels)
         ]
 
     def lost(self) -> list[int]:
         """Bytes that a cut right before each node, and behind the last, would send through memory besides what is
         written there anyway."""
         change = [0] * (len(self.work) + 2)
+        levels = self._levels()
         for number, node in enumerate(self.work):
-            last, written = self._read_by(node)
-            if not written and last > number:
+            last = number if node in self._kernels else self._read_last(node, number, levels)
+            if last > number:
                 size = self._bytes[node]
                 change[number + 1] += size
                 change[last + 1] -= size
-        lost: list[int] = []
-        for difference in change[:-1]:
-            lost.append((lost[-1] if lost else 0) + difference)
-        return lost
+        return list(accumulate(change[:-1]))
 
-    def _read_by(self, node: Node) -> tuple[int, bool]:
-        """Place of the last work that reads a node, and whether its result lies in memory in any case."""
-        readers = list(self._readers(node))
-        work = [user for user in readers if user in self.place]
-        last = max((self.place[user] for user in work), default=self.place[node])
-        # Readers before and behind a kernel cannot be made together with it.
-        apart = len({self._level[user] for user in work}) > 1
-        return last, apart or len(work) < len(readers) or any(self._is_kernel[one] for one in (node, *work))
+    def _read_last(self, node: Node, number: int, levels: dict[Node, int]) -> int:
+        """Place of the last work that reads a node, which has that ``number``; this, too, where its result lies in
+        memory in any case."""
+        last, level = number, None
+        for user in self._readers[node]:
+            if user not in self.place or user in self._kernels:
+                return number
+            # Readers before and behind a kernel cannot be made together with it.
+            if level is not None and levels[user] != level:
+                return number
+            level = levels[user]
+            if self.place[user] > last:
+                last = self.place[user]
+        return last
 
-    @cached_property
-    def _level(self) -> dict[Node, int]:
+    def _levels(self) -> dict[Node, int]:
         """How many kernels, one after the other, come before each node."""
-        levels: dict[Node, int] = {}
+        levels: dict[Node, int] = dict.fromkeys(self._graph.nodes, 0)
         for node in self._graph.nodes:
-            levels[node] = max((levels[read] + self._is_kernel[read] for read in node.all_input_nodes), default=0)
+            behind = levels[node] + (node in self._kernels)
+            for user in node.users:
+                if levels[user] < behind:
+                    levels[user] = behind
         return levels
-
-    def _readers(self, node: Node) -> Iterator[Node]:
-        """Of a node and its views."""
-        for user in node.users:
-            if self.kinds[user] is Kind.FREE:
-                yield from self._readers(user)
-            else:
-                yield user
 
     def _sunk(self, before: Sequence[Node]) -> list[Node]:
         first = {node: number for number, node in enumerate(before)}
         moved: dict[int, list[Node]] = {}  # last first
         for node in reversed(before[: self._end]):
-            to = min((first.get(user, -1) for user in self._readers(node)), default=-1)
+            to = self._end + 1
+            for user in self._readers[node]:
+                at = first.get(user, -1)
+                if at < to:
+                    to = at
             if first[node] + 1 < to <= self._end and self._can_wait(node):
                 first[node] = to
                 moved.setdefault(to, []).append(node)
@@ -136,7 +146,7 @@ class Order:
         for node in before:
             needed = list(all_read(node, self.kinds)) if node in unread else []
             # Made earlier it lies there for longer: no more than what waits for it, and for nothing else.
-            waiting = [read for read in needed if max(map(at, self._readers(read))) <= place[node]]
+            waiting = [read for read in needed if max(map(at, self._readers[read])) <= place[node]]
             if not waiting or self._bytes[node] > sum(self._bytes[read] for read in waiting):
                 continue
             behind = max(map(at, needed))
@@ -149,11 +159,14 @@ class Order:
 
     def _rearranged(self, before: Sequence[Node], moved: dict[int, list[Node]]) -> list[Node]:
         """``moved``: nodes, in order, by the place in ``before`` right before which they come."""
+        if not moved:
+            return list(before)
         gone = {node for nodes in moved.values() for node in nodes}
         self._moved |= gone
         order: list[Node] = []
         for number, node in enumerate(before):
-            order += moved.get(number, [])
+            if number in moved:
+                order += moved[number]
             if node not in gone:
                 order.append(node)
         return order
@@ -162,32 +175,53 @@ class Order:
         """Pointwise ops that nothing in the graph reads, but for one another."""
         found: set[Node] = set()
         for node in reversed(nodes):
-            readers = self._readers(node)
-            if is_pointwise(node) and all(user in found or self.kinds[user] is Kind.OUTPUT for user in readers):
+            if node not in self._pointwise:
+                continue
+            for user in self._readers[node]:
+                if user not in found and self.kinds[user] is not Kind.OUTPUT:
+                    break
+            else:
                 found.add(node)
         return found
 
     def _can_wait(self, node: Node) -> bool:
-        if not is_pointwise(node) or is_random(node):
+        if node not in self._pointwise or is_random(node):
             return False
-        return sum(self._bytes[read] for read in node.all_input_nodes) <= GROWTH * int(self._bytes[node])
+        return sum([self._bytes[read] for read in node.all_input_nodes]) <= GROWTH * self._bytes[node]
+
+
+class _Bytes(dict[Node, int]):
+    """Of nodes' values."""
+
+    def __missing__(self, node: Node) -> int:
+        found = self[node] = nbytes(node.meta.get("val"))
+        return found
 
 
 def _first_impure(nodes: Sequence[Node]) -> int:
     """Place of the first that does more than it returns, random numbers aside."""
-    return next((number for number, node in enumerate(nodes) if node.is_impure(impure_random=False)), len(nodes))
+    impure = those(nodes, lambda node: node.is_impure(impure_random=False))
+    for number, node in enumerate(nodes):
+        if node in impure:
+            return number
+    return len(nodes)
 
 
-def graph_work(graph: Graph, kinds: dict[Node, Kind]) -> Iterator[Node]:
+def graph_work(graph: Graph, kinds: dict[Node, Kind]) -> list[Node]:
     """A graph's work in its own order; parts of a result right behind it."""
+    work: list[Node] = []
     for node in graph.nodes:
         if kinds[node] is Kind.WORK and node.target is not operator.getitem:
-            yield node
-            yield from _parts(node)
+            work.append(node)
+            for user in node.users:
+                if user.target is operator.getitem:
+                    work += _parts(user)
+    return work
 
 
-def _parts(node: Node) -> Iterator[Node]:
+def _parts(node: Node) -> list[Node]:
+    parts = [node]
     for user in node.users:
         if user.target is operator.getitem:
-            yield user
-            yield from _parts(user)
+            parts += _parts(user)
+    return parts

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import SymFloat, SymInt
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from lightning_zero.compile.pieces.kinds import Kind, signature
+from lightning_zero.compile.pieces.kinds import Kind
+from lightning_zero.compile.pieces.signatures import Signatures
 from lightning_zero.profiling.tensors import tensors_of
 
 __all__ = ["Piece", "make_piece", "symbol_inputs"]
@@ -24,11 +25,13 @@ class Piece:
         inputs: what it reads, nodes of the whole graph, in the order of the piece's own inputs.
         steps: what it does with them, likewise.
         outputs: what others read of it, likewise.
+        signatures: of nodes of the whole graph.
     """
 
     inputs: tuple[Node, ...]
     steps: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    signatures: Signatures = field(default_factory=Signatures, compare=False, repr=False)
 
     @cached_property
     def graph(self) -> Graph:
@@ -49,7 +52,13 @@ def symbol_inputs(graph: Graph) -> list[Node]:
     return [node for node in inputs if isinstance(node.meta.get("val"), SymInt | SymFloat)]
 
 
-def make_piece(work: Sequence[Node], wanted: Sequence[Node], kinds: dict[Node, Kind], symbols: Sequence[Node]) -> Piece:
+def make_piece(
+    work: Sequence[Node],
+    wanted: Sequence[Node],
+    kinds: dict[Node, Kind],
+    symbols: Sequence[Node],
+    signatures: Signatures | None = None,
+) -> Piece:
     """The piece that does ``work`` and returns ``wanted``, with views and constants of its own.
 
     Args:
@@ -57,9 +66,10 @@ def make_piece(work: Sequence[Node], wanted: Sequence[Node], kinds: dict[Node, K
         wanted: of these, or views of them, in any order: in what order others read them differs between equal layers.
         kinds: of all nodes of the whole graph.
         symbols: by :func:`symbol_inputs`.
+        signatures: of what has been asked for, of the whole graph.
     """
-    own = {node: number for number, node in enumerate(work)}
-    wanted = sorted(wanted, key=lambda node: _place(node, own))
+    own, seen = {node: number for number, node in enumerate(work)}, Signatures() if signatures is None else signatures
+    wanted = _in_order(wanted, own, seen)
     inputs: dict[Node, None] = {}
     steps: dict[Node, None] = {}
 
@@ -77,15 +87,31 @@ def make_piece(work: Sequence[Node], wanted: Sequence[Node], kinds: dict[Node, K
         if node not in steps:
             add(node)
     inputs |= dict.fromkeys(_used(symbols, steps, inputs))
-    return Piece(tuple(inputs), tuple(steps), tuple(wanted))
+    return Piece(tuple(inputs), tuple(steps), tuple(wanted), seen)
 
 
-def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int, str]:
-    """Of work among ``own``; of a view behind what it is a view of, by what it does."""
+def _in_order(wanted: Sequence[Node], own: Mapping[Node, int], seen: Signatures) -> list[Node]:
+    """Work by its place among ``own``; a view behind what it is a view of, and several of one node by what they do."""
+    places = {node: _place(node, own) for node in wanted}
+    if len({*places.values()}) < len(places):
+        return sorted(wanted, key=lambda node: _worded(node, own, seen))
+    return sorted(wanted, key=places.__getitem__)
+
+
+def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int]:
+    """Place, and how many views behind it."""
+    if node in own:
+        return own[node], 0
+    place, views = max((_place(read, own) for read in node.all_input_nodes), default=(-1, 0))
+    return place, views + 1
+
+
+def _worded(node: Node, own: Mapping[Node, int], seen: Signatures) -> tuple[int, int, str]:
+    """And what they do."""
     if node in own:
         return own[node], 0, ""
-    place, views, what = max((_place(read, own) for read in node.all_input_nodes), default=(-1, 0, ""))
-    return place, views + 1, f"{what} {signature(node)}"
+    place, views, what = max((_worded(read, own, seen) for read in node.all_input_nodes), default=(-1, 0, ""))
+    return place, views + 1, f"{what} {seen[node]}"
 
 
 def _input(graph: Graph, node: Node) -> Node:

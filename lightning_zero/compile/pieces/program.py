@@ -151,6 +151,8 @@ class _Writer:
     def _text(self, value: Any) -> str:
         if isinstance(value, Node):
             return value.name
+        if type(value) is int:
+            return repr(value)
         if isinstance(value, list | tuple):
             inside = "".join(f"{self._text(part)}, " for part in value)
             return f"[{inside}]" if isinstance(value, list) else f"({inside})"
@@ -177,7 +179,9 @@ def _strides(value: Any) -> tuple[int | SymInt, ...] | None:
     Symbols stay symbols: in numbers, the backward would be compiled for the sizes of this batch alone; untold, for the
     strides that a product had before Inductor padded it."""
     strides = value.stride() if isinstance(value, Tensor) else ()
-    return tuple(strides) if strides and not any(map(free_unbacked_symbols, strides)) else None
+    if not [stride for stride in strides if type(stride) is not int]:
+        return strides or None
+    return None if any(map(free_unbacked_symbols, strides)) else tuple(strides)
 
 
 def _named(value: Any) -> Any:

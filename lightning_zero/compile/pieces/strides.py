@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compile.pieces.kinds import signature
+from lightning_zero.compile.pieces.signatures import Signatures, signature
 from lightning_zero.native.ops import op_of
-from lightning_zero.profiling.tensors import is_view, tensors_of
+from lightning_zero.profiling.tensors import is_view, tensors_of, those
 
 __all__ = ["DifferentStrides", "check_strides", "settle_strides"]
 
@@ -31,15 +31,16 @@ def settle_strides(graph: Graph, inputs: Sequence[Any]) -> None:
     """
     changed: set[Node] = set()
     right: set[Hashable] = set()  # views as they are noted; equal layers have equal ones
+    seen, views = Signatures(), those(graph.nodes, is_view)
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         _note(node, value, changed)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target is operator.getitem or not changed.isdisjoint(node.all_input_nodes):
+        if node.target is operator.getitem or (changed and not changed.isdisjoint(node.all_input_nodes)):
             if _is_known(node):
                 _note(node, _run(node), changed)
-        elif is_view(node) and (before := signature(node)) not in right and _is_known(node):
+        elif node in views and (before := seen[node]) not in right and _is_known(node):
             _note(node, _run(node), changed)
             if signature(node) == before:
                 right.add(before)
@@ -71,7 +72,7 @@ class DifferentStrides(Exception):
 def _is_known(node: Node) -> bool:
     """Whether running it with fake tensors tells its strides, and does nothing else."""
     target = node.target
-    if any("val" not in part.meta for part in (node, *node.all_input_nodes)):
+    if [part for part in (node, *node.all_input_nodes) if "val" not in part.meta]:
         return False
     if target is operator.getitem:
         return True
@@ -88,7 +89,11 @@ def _is_copy(target: OpOverload) -> bool:
 
 def _run(node: Node) -> Any:
     target: Any = node.target
+    args: Any
+    kwargs: Any
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+    if target is operator.getitem and not isinstance(args[0], Tensor):
+        return target(*args)
     with torch.no_grad():
         try:
             return target(*args, **kwargs)
@@ -100,11 +105,11 @@ def _run(node: Node) -> Any:
 
 
 def _note(node: Node, value: Any, changed: set[Node]) -> None:
-    # By text: comparing symbols would add guards.
     if _strides(node.meta.get("val")) != _strides(value):
         node.meta["val"] = value
         changed.add(node)
 
 
-def _strides(value: Any) -> list[str]:
-    return [str(tensor.stride()) for tensor in tensors_of(value)]
+def _strides(value: Any) -> str:
+    # By text: comparing symbols would add guards.
+    return str(value.stride() if isinstance(value, Tensor) else [tensor.stride() for tensor in tensors_of(value)])

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_zero.profiling.tensors import is_view, nbytes, read_bytes, size_hint, storages, viewed
+from lightning_zero.profiling.tensors import is_view, nbytes, read_bytes, size_hint, storages, those, viewed
 from tests.helpers.tracing import traced
 
 aten = torch.ops.aten
@@ -92,3 +92,18 @@ def test_a_size_that_is_not_known_has_a_guess() -> None:
         assert size_hint(size) > 0
         assert size_hint(size * 2) > 0
     assert not environment.guards
+
+
+def test_an_op_of_torch_is_asked_for_once_and_others_for_each_node() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    products = [graph.call_function(aten.mm.default, (x, x)) for _ in range(2)]
+    parts = [graph.call_function(operator.getitem, (product, 0)) for product in products]
+    asked: list[Node] = []
+
+    def ask(node: Node) -> bool:
+        asked.append(node)
+        return node is not parts[1]
+
+    assert those([x, *products, *parts], ask) == {*products, parts[0]}
+    assert asked == [products[0], *parts]

@@ -220,7 +220,13 @@ def test_a_pass_that_breaks_the_graph_is_noticed_at_once() -> None:
         run_passes(graph, [PassSpec("breaks", breaks)])
 
 
-def test_a_graph_is_checked_after_each_pass_or_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_checked_after_each_pass_or_once_and_then_for_what_passes_may_break(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    b = Builder()
+    x = b.input("x", 2)
+    sine = b.call(aten.sin.default, x)
+    graph = b.done(sine)
     checked: list[int] = []
     monkeypatch.setattr(Graph, "lint", lambda graph: checked.append(len(ran)))
     ran: list[str] = []
@@ -229,10 +235,16 @@ def test_a_graph_is_checked_after_each_pass_or_once(monkeypatch: pytest.MonkeyPa
         return PassSpec(name, lambda graph: ran.append(name) or graph)  # type: ignore[func-returns-value]
 
     passes = [noted("a"), noted("b"), noted("c")]
-    graph = Graph()
     run_passes(graph, passes)
     run_passes(graph, passes, check_each=False)
-    assert checked == [1, 2, 3, 6]
+    assert checked == [1, 2, 3]
+    sine.append(x)
+    run_passes(graph, passes, check_each=False)
+    assert checked == [1, 2, 3, 9], "torch says what is wrong"
+    x.append(sine)
+    sine.name = x.name
+    run_passes(graph, passes, check_each=False)
+    assert checked == [1, 2, 3, 9, 12]
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

@@ -9,7 +9,8 @@ from torch.fx import Node
 
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import is_start
-from lightning_zero.compile.pieces.kinds import Kind, is_kernel, is_pointwise, kinds_of, signature
+from lightning_zero.compile.pieces.kinds import Kind, all_read, is_kernel, is_pointwise, kinds_of, readers, reads
+from lightning_zero.compile.pieces.signatures import signature
 from tests.unit.compile.graphs import Builder, aten
 from tests.unit.compile.pieces.graphs import layers
 
@@ -82,24 +83,6 @@ def test_what_is_written_to_memory_by_itself_and_what_is_not() -> None:
     assert [is_pointwise(node) for node in (sine, total, product, part)] == [True, False, False, False]
 
 
-def test_signatures_tell_ops_constants_sizes_and_strides() -> None:
-    b = Builder()
-    x, y = b.input("x", 4, 4), b.input("y", 4, 4)
-    turned, long = b.call(aten.t.default, x), b.input("long", 8, 4)
-    half = b.input("half", 4, 4, dtype=torch.float16)
-    same = b.call(aten.add.Tensor, x, y)
-    assert signature(same) == signature(b.call(aten.add.Tensor, y, x))
-    others = [
-        b.call(aten.mul.Tensor, x, y),
-        b.call(aten.add.Tensor, x, y, alpha=2),
-        b.call(aten.add.Tensor, x, 3.0),
-        b.call(aten.add.Tensor, turned, turned),
-        b.call(aten.add.Tensor, long, long),
-        b.call(aten.add.Tensor, half, half),
-    ]
-    assert len({signature(same), *map(signature, others)}) == 7
-
-
 def test_random_numbers_that_are_drawn_again_are_drawn_where_they_were_and_by_equal_layers_alike() -> None:
     """Torch has another op run those, with the state of a generator of their own."""
 
@@ -126,3 +109,14 @@ def test_random_numbers_that_are_drawn_again_are_drawn_where_they_were_and_by_eq
         assert len({signature(node) for node in nodes}) == 1
     assert all(is_kernel(node) for node in found)
     assert not any(is_kernel(node) for node in drawn)
+
+
+def test_what_nodes_read_and_who_reads_them_through_views_is_found_for_all_at_once() -> None:
+    graph = layers(3)
+    kinds = kinds_of(graph)
+    read, behind = reads(graph, kinds), readers(graph, kinds)
+    for node in graph.nodes:
+        assert read[node] == list(all_read(node, kinds))
+        for other in graph.nodes:
+            if kinds[node] is not Kind.FREE and kinds[other] is not Kind.FREE:
+                assert (other in behind[node]) == (node in read[other])
