@@ -63,6 +63,9 @@ Source = torch._guards.Source
 # A path that goes on from another, its base. (torch 2.11+)
 ChainedSource = source.ChainedSource
 
+# One that goes on to the class of what is at its base. (torch 2.11+)
+TypeSource = source.TypeSource
+
 # What compiled code asks of a value before it runs. (torch 2.11+)
 Guard = torch._guards.Guard
 

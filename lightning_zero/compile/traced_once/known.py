@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_zero.compat.dynamo import Guard, dispatch_keys, guard_name
 from lightning_zero.compat.modules import STATE_DICT_HOOKS
 from lightning_zero.compile.hooks import hooks_of
+from lightning_zero.compile.traced_once.implied import not_implied
 from lightning_zero.compile.traced_once.sources import Moved, begins_at
 from lightning_zero.compile.traced_once.unlike import Unlike
 
@@ -65,14 +66,14 @@ class Known:
     def __init__(self, tx: Any, module: Any) -> None:
         self._path = module.source
         here = Moved(tx, self._path, self._path)
-        self._asked = []
-        for guard in tx.output.guards:
-            if begins_at(guard.originating_source, self._path):
-                asked = _asked(guard)
-                self._asked.append((guard, asked, asked(here, guard.originating_source)))
+        own = [(guard, _asked(guard)) for guard in tx.output.guards if begins_at(guard.originating_source, self._path)]
+        needed = {id(guard) for guard in not_implied(guard for guard, _ in own)}
+        self._asked = [
+            (guard, asked, asked(here, guard.originating_source)) for guard, asked in own if id(guard) in needed
+        ]
 
     def moved_to(self, tx: Any, module: Any) -> tuple[Moved, list[Guard]]:
-        """From this module to another one, which passes its guards, and these.
+        """From this module to another one, which passes its guards, and those that the other one needs.
 
         Raises:
             Unlike: it does not pass.
