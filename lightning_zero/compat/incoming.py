@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import Tensor
 from torch._dynamo import pgo, utils
-from torch._dynamo.variables import builder, torch_function
+from torch._dynamo.variables import builder
 from torch.fx import Node
 
 from lightning_zero.compat.compiler import TensorVariable, dynamo_config
+from lightning_zero.compat.dynamo import SubclassVariable
 from lightning_zero.compat.graphs import EXAMPLE, MODULES, ORIGIN, STACK
 
 __all__ = ["has_changed_before", "input_like"]
@@ -63,9 +64,8 @@ def input_like(tx: Any, path: Any, value: Tensor, like: Node) -> Node | None:
 
 def _is_alike(output: Any, path: Any, value: Tensor, like: Node, twin: Any) -> bool:
     """Whether torch would do with a tensor what it did with the one that became ``like``, and has not done it yet."""
-    # The second is of a tensor of a class of its own, which Dynamo asks for its __torch_function__. (torch 2.11+)
-    kinds = TensorVariable, torch_function.TensorWithTFOverrideVariable
-    if type(twin) not in kinds or twin.as_proxy().node is not like or set(like.meta) - KEYS:
+    is_tensor = type(twin) in (TensorVariable, SubclassVariable) and twin.as_proxy().node is like
+    if not is_tensor or set(like.meta) - KEYS:
         return False
     known = path in output.variable_tracker_cache or path in output.input_source_to_var
     if known or id(value) in output.side_effects.id_to_variable or getattr(dynamo_config, "_shapes_spec", None):

@@ -28,6 +28,7 @@ def not_implied(guards: Iterable[Guard]) -> Iterator[Guard]:
     guards = list(guards)
     classes = {guard.originating_source for guard in guards if guard_name(guard) == "TYPE_MATCH"}
     whole = {guard.originating_source for guard in guards if guard_name(guard) in WHOLE}
+    tensors = {guard.originating_source for guard in guards if guard_name(guard) == "TENSOR_MATCH"}
     of_classes = _of_classes(guards, classes)
     seen: set[Hashable] = set()
     for guard in guards:
@@ -38,6 +39,8 @@ def not_implied(guards: Iterable[Guard]) -> Iterator[Guard]:
         if name == "EMPTY_NN_MODULE_HOOKS_DICT" and dynamo_config.skip_nnmodule_hook_guards:
             continue  # nothing is made of it
         if name in ("SEQUENCE_LENGTH", "TYPE_MATCH") and path in whole:
+            continue
+        if name == "TYPE_MATCH" and path in tensors:  # whose guard asks for the class, too
             continue
         key = name, path, _given(guard)
         if key not in seen and id(guard) not in of_classes:

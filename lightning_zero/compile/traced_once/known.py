@@ -46,8 +46,9 @@ def are_built_alike(old: nn.Module, new: nn.Module) -> None:
             raise Unlike(f"{name or 'it'} has hooks")
         if one.training is not other.training or list(vars(one)) != list(vars(other)):
             raise Unlike(f"{name or 'it'} is in another state")
+        attributes, torchs = vars(other), _is_torchs(one)
         for attribute, value in vars(one).items():
-            if attribute not in PARTS and not _alike(value, vars(other)[attribute], _is_torchs(one)):
+            if attribute not in PARTS and not _alike(value, attributes[attribute], torchs):
                 raise Unlike(f"{name}.{attribute} is another object")
         for kind in ("_parameters", "_buffers"):
             if _forms(getattr(one, kind)) != _forms(getattr(other, kind)):
@@ -176,6 +177,6 @@ def _is_torchs(module: nn.Module) -> bool:
 
 def _alike(one: Any, other: Any, to_be_equal: bool) -> bool:
     """Whether it is the same object, or guards tell what is different of it: a number, or a text."""
-    if isinstance(one, PLAIN) and isinstance(other, PLAIN) and not to_be_equal:
+    if one is other or (not to_be_equal and isinstance(one, PLAIN) and isinstance(other, PLAIN)):
         return True
-    return one is other or bool(constant(one) == constant(other))
+    return bool(constant(one) == constant(other))
