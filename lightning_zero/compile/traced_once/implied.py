@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.dynamo import ChainedSource, Guard, Source, TypeSource, guard_name
+from lightning_zero.compile.traced_once.sources import parts_of
 
 __all__ = ["not_implied"]
 
@@ -79,9 +80,12 @@ def _class_at(steps: Sequence[Source]) -> int:
 
 
 def _owner(path: Source, classes: Set[Source]) -> Source | None:
-    """The path of the object, the outermost, through whose class it goes, if that class is guarded."""
+    """The path of the object, the outermost, through whose class it goes, if that class is guarded, and nothing else of
+    the module has a part in it."""
     found = None
     while isinstance(path, ChainedSource):
+        if any(isinstance(value, Source) for name, value in parts_of(path) if name != "base"):
+            return None  # a table of the class, read by a key that is not its
         if isinstance(path, TypeSource) and path.base in classes:
             found = path.base
         path = path.base

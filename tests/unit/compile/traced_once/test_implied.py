@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstDictKeySource
 from torch._guards import TracingContext
 
 from lightning_zero.compat.compiler import dynamo_config
@@ -156,6 +158,16 @@ def test_what_is_left_out_is_what_others_say() -> None:
     }
     two_paths = Guard(of_classes[0].originating_source, partial(_two_paths, source_b=guards[0].originating_source))
     assert two_paths in list(not_implied([*guards, two_paths]))
+
+
+def test_what_is_read_of_a_class_by_something_else_of_a_module_is_asked() -> None:
+    guards = guards_of(Model(Classy, count=1), once=False)
+    number = next(guard for guard in guards if guard.name.endswith("['power']"))
+    table: Any = number.originating_source
+    key = ConstDictKeySource(guards[-1].originating_source, 0)
+    by_key = Guard(replace(table, index=key), number.create_fn)
+    assert by_key in list(not_implied([*guards, by_key]))
+    assert number not in list(not_implied(guards))
 
 
 def _two_paths(builder: Any, guard: Guard, source_b: Any) -> None:
