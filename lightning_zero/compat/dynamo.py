@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch._dynamo import source, symbolic_convert, variables
-from torch._dynamo.variables import builder, constant, nn_module
+from torch._dynamo.variables import builder, constant, nn_module, torch_function
 from torch.nn.modules import module as modules
 
 # A module whose class is the user's: called, its code is followed, unless it is known already what comes of it.
@@ -33,6 +33,9 @@ ConstantVariable = variables.ConstantVariable
 
 # An object of a class of the user's; a module is one, too. (torch 2.11+)
 ObjectVariable = variables.UserDefinedObjectVariable
+
+# A tensor of a class of its own, which is asked for its __torch_function__. (torch 2.11+)
+SubclassVariable = torch_function.TensorWithTFOverrideVariable
 
 # A function that is built in, its fn; comparisons are calls of it. (torch 2.11+)
 BuiltinVariable: Any = variables.BuiltinVariable
@@ -62,6 +65,9 @@ Source = torch._guards.Source
 
 # A path that goes on from another, its base. (torch 2.11+)
 ChainedSource = source.ChainedSource
+
+# One that goes on to the class of what is at its base. (torch 2.11+)
+TypeSource = source.TypeSource
 
 # What compiled code asks of a value before it runs. (torch 2.11+)
 Guard = torch._guards.Guard

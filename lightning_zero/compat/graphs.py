@@ -34,6 +34,9 @@ CUSTOM = "custom"
 # In which modules a node was called, innermost last: users' policies read paths. (torch 2.11+)
 MODULES = "nn_module_stack"
 
+# By which lines of code a node was made, as a text. (torch 2.11+)
+STACK = "stack_trace"
+
 # What AOTAutograd writes at a graph's results, and at inputs: of what they are. (torch 2.11+)
 DESCRIBED = "desc"
 

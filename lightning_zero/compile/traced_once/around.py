@@ -14,6 +14,7 @@ from lightning_zero.compat.dynamo import (
     ConstantVariable,
     DictVariable,
     ListVariable,
+    SubclassVariable,
     TupleVariable,
     is_written,
     was_there,
@@ -24,6 +25,7 @@ from lightning_zero.compile.traced_once.unlike import Unlike
 __all__ = ["Around"]
 
 DEVICES = ("cpu", "cuda")
+TENSORS = (TensorVariable, SubclassVariable)
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,15 @@ class Around:
         """
         effects = tx.output.side_effects
         found = effects.id_to_variable.items()
-        containers = {number: variable for number, variable in found if is_written(effects, variable)}
+        # Most are tensors, of which only attributes are written; this is asked for each layer.
+        others = [(number, variable) for number, variable in found if type(variable) not in TENSORS]
+        containers = {number: variable for number, variable in others if is_written(effects, variable)}
         written, owners = [*map(_held, containers.values())], set()
         for owner, attributes in effects.store_attr_mutations.items():
             if was_there(owner) or isinstance(owner, TensorVariable):
                 written.append((owner, *((name, _held(value)) for name, value in attributes.items())))
                 owners.add(owner)
-        objects = {*containers, *(number for number, variable in found if owners and variable in owners)}
+        objects = {*containers, *(number for number, variable in (found if owners else ()) if variable in owners)}
         hooks = len(effects.tensor_hooks), len(effects.save_for_backward)
         return cls(_settings(tx), tuple(written), hooks, objects)
 

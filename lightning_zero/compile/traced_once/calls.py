@@ -85,9 +85,9 @@ class _Trace:
         are_built_alike(self._variable.value, variable.value)
         if self._known is None:
             self._known = Known(tx, self._variable)
-        moved, guards = self._known.moved_to(tx, variable)
+        passed = self._known.moved_to(tx, variable)
         assert self._nodes is not None
-        return stamp(tx, self._nodes, moved, guards, self._given.paired(given), (self._variable, variable))
+        return stamp(tx, self._nodes, passed, self._given.paired(given), (self._variable, variable))
 
 
 class _Calls:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compat.dynamo import Guard, dispatch_keys, guard_name
+from lightning_zero.compat.dynamo import Guard, Source, dispatch_keys, guard_name
 from lightning_zero.compat.modules import STATE_DICT_HOOKS
 from lightning_zero.compile.hooks import hooks_of
+from lightning_zero.compile.traced_once.implied import not_implied
 from lightning_zero.compile.traced_once.sources import Moved, begins_at
 from lightning_zero.compile.traced_once.unlike import Unlike
 
-__all__ = ["Known", "are_built_alike", "constant"]
+__all__ = ["Known", "Passed", "are_built_alike", "constant"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+CONSTANTS = {"CONSTANT_MATCH", "EQUALS_MATCH"}
 # What is compared by itself, and what no call of a module reads.
 PARTS = {"_parameters", "_buffers", "_modules", *STATE_DICT_HOOKS}
 
@@ -43,12 +46,28 @@ def are_built_alike(old: nn.Module, new: nn.Module) -> None:
             raise Unlike(f"{name or 'it'} has hooks")
         if one.training is not other.training or list(vars(one)) != list(vars(other)):
             raise Unlike(f"{name or 'it'} is in another state")
+        attributes, torchs = vars(other), _is_torchs(one)
         for attribute, value in vars(one).items():
-            if attribute not in PARTS and not _alike(value, vars(other)[attribute], _is_torchs(one)):
+            if attribute not in PARTS and not _alike(value, attributes[attribute], torchs):
                 raise Unlike(f"{name}.{attribute} is another object")
         for kind in ("_parameters", "_buffers"):
             if _forms(getattr(one, kind)) != _forms(getattr(other, kind)):
                 raise Unlike(f"{name} has other tensors")
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What is known of a module that passes the guards of another one.
+
+    Attributes:
+        moved: paths from that one to it.
+        guards: of that one, those that have to be installed for it.
+        numbers: paths of that one's, to floats that it has read.
+    """
+
+    moved: Moved
+    guards: Sequence[Guard]
+    numbers: Sequence[Source]
 
 
 class Known:
@@ -65,15 +84,16 @@ class Known:
     def __init__(self, tx: Any, module: Any) -> None:
         self._path = module.source
         here = Moved(tx, self._path, self._path)
-        self._asked = []
-        for guard in tx.output.guards:
-            if begins_at(guard.originating_source, self._path):
-                asked = _asked(guard)
-                self._asked.append((guard, asked, asked(here, guard.originating_source)))
+        own = [(guard, _asked(guard)) for guard in tx.output.guards if begins_at(guard.originating_source, self._path)]
+        needed = {id(guard) for guard in not_implied(guard for guard, _ in own)}
+        self._asked = [
+            (guard, asked, asked(here, guard.originating_source)) for guard, asked in own if id(guard) in needed
+        ]
+        constants = [guard.originating_source for guard, _ in own if guard_name(guard) in CONSTANTS]
+        self._numbers = [path for path in dict.fromkeys(constants) if type(here.value(path)) is float]
 
-    def moved_to(self, tx: Any, module: Any) -> tuple[Moved, list[Guard]]:
-        """From this module to another one, which passes its guards, and these.
-
+    def moved_to(self, tx: Any, module: Any) -> Passed:
+        """
         Raises:
             Unlike: it does not pass.
         """
@@ -82,7 +102,7 @@ class Known:
             there = moved.to(guard.originating_source)
             if asked(moved, there) != answer:
                 raise Unlike(f"{guard_name(guard)} at {there.name}")
-        return moved, [guard for guard, _, _ in self._asked]
+        return Passed(moved, [guard for guard, _, _ in self._asked], self._numbers)
 
 
 # What guards ask of a value, by their names. What is not in here nobody knows.
@@ -157,6 +177,6 @@ def _is_torchs(module: nn.Module) -> bool:
 
 def _alike(one: Any, other: Any, to_be_equal: bool) -> bool:
     """Whether it is the same object, or guards tell what is different of it: a number, or a text."""
-    if isinstance(one, PLAIN) and isinstance(other, PLAIN) and not to_be_equal:
+    if one is other or (not to_be_equal and isinstance(one, PLAIN) and isinstance(other, PLAIN)):
         return True
-    return one is other or bool(constant(one) == constant(other))
+    return bool(constant(one) == constant(other))

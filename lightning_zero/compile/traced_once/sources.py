@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 from lightning_zero.compat.dynamo import ChainedSource, Source, value_at
 from lightning_zero.compile.traced_once.unlike import Unlike
 
-__all__ = ["Moved", "begins_at"]
+__all__ = ["Moved", "begins_at", "parts_of"]
 
 
 def begins_at(path: Source, module: Source) -> bool:
@@ -46,9 +47,10 @@ class Moved:
     def _parts_moved(self, path: Source) -> Source:
         if not isinstance(path, ChainedSource):
             return path
-        parts = {part.name: getattr(path, part.name) for part in fields(path)}
-        moved = {name: self.to(part) for name, part in parts.items() if isinstance(part, Source)}
-        changed = {name: part for name, part in moved.items() if part is not parts[name]}
+        changed = {}
+        for name, part in parts_of(path):
+            if isinstance(part, Source) and (moved := self.to(part)) is not part:
+                changed[name] = moved
         return replace(path, **changed) if changed else path
 
     def value(self, path: Source) -> Any:
@@ -60,3 +62,13 @@ class Moved:
             return value_at(path, self._names, self._values)
         except Exception as error:  # paths are code, which may raise anything
             raise Unlike(f"there is nothing at {path.name}") from error
+
+
+def parts_of(path: Source) -> list[tuple[str, Any]]:
+    """What it is made of, by names: its base, and in some an index, which may be a path, too."""
+    return [(name, getattr(path, name)) for name in _names(cast(Any, type(path)))]
+
+
+@lru_cache(256)
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(part.name for part in fields(kind))

@@ -5,32 +5,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, Node, Proxy
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.compiler import TensorVariable
 from lightning_zero.compat.dynamo import (
     ConstantVariable,
-    Guard,
     TupleVariable,
-    VariableBuilder,
-    guard_name,
-    path_in_modules,
     wrap_proxy,
 )
 from lightning_zero.compat.fakes import fake_like
-from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, MODULES, ORIGIN, SOURCES
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, ORIGIN, SOURCES
 from lightning_zero.compat.ops import unsafe_view
 from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, without_modes
 from lightning_zero.compile.frontend import written_by
 from lightning_zero.compile.traced_once.given import Given, form_of
-from lightning_zero.compile.traced_once.sources import Moved
+from lightning_zero.compile.traced_once.inputs import look_at_numbers, taken_in
+from lightning_zero.compile.traced_once.known import Passed
+from lightning_zero.compile.traced_once.names import Names
 from lightning_zero.compile.traced_once.unlike import Unlike
 
 __all__ = ["Nodes", "calls_behind", "stamp"]
@@ -118,8 +115,7 @@ def _leaves(value: Any) -> Sequence[Any]:
 def stamp(
     tx: Any,
     nodes: Nodes,
-    moved: Moved,
-    guards: Sequence[Guard],
+    passed: Passed,
     paired: Mapping[Node, Any],
     modules: tuple[Any, Any],
 ) -> Any:
@@ -128,25 +124,18 @@ def stamp(
     Args:
         tx: Dynamo's translator.
         nodes: of the module that was traced.
-        moved: paths from it to the other one.
-        guards: of the module that was traced.
+        passed: what is known of the other one, which passes its guards.
         paired: what it was given, and what the other one is given there, as Dynamo's variables.
         modules: both, as Dynamo's variables.
 
     Raises:
         Unlike: an input of the graph would not be what it is for the module that was traced.
     """
-    _look_at_numbers(tx, moved, guards)
+    look_at_numbers(tx, passed)
+    names = Names(*modules)
     new: dict[Node, Node] = {node: variable.as_proxy().node for node, variable in paired.items()}
-    for node in nodes.inputs:
-        path = moved.to(node.meta[ORIGIN].source)
-        # Of an input that is there already Dynamo returns what stands for it.
-        new[node] = VariableBuilder(tx, path)(moved.value(path)).as_proxy().node
-        if _sizes(new[node]) != _sizes(node):
-            raise Unlike(f"{path.name} has another form")  # its sizes have changed before, and are symbols now
-    _install(tx, moved, guards, {moved.to(node.meta[ORIGIN].source) for node in nodes.inputs})
+    new |= taken_in(tx, nodes.inputs, passed, names)
     memory = _Memory(new)
-    names = _Names(*modules)
     tracer = tx.output.current_tracer
     wanted = {node for node in _result_nodes(nodes.result) if node not in new}
     with without_modes(), no_python_dispatcher():  # values are made on purpose
@@ -165,40 +154,10 @@ def stamp(
     return _result(nodes.result, variables)
 
 
-def _sizes(node: Node) -> tuple[Any, ...]:
-    value = node.meta[EXAMPLE]
-    form_of(value)
-    return value.shape, value.stride(), value.dtype, value.requires_grad
-
-
-def _look_at_numbers(tx: Any, moved: Moved, guards: Sequence[Guard]) -> None:
-    """Dynamo notes what a number of a module was, and makes it a symbol once it has changed: in all layers at once, or
-    each time another layer's would be noticed, one compilation after the other."""
-    for guard in guards:
-        path = moved.to(guard.originating_source)
-        number = guard_name(guard) in ("CONSTANT_MATCH", "EQUALS_MATCH") and type(moved.value(path)) is float
-        if number and not isinstance(VariableBuilder(tx, path)(moved.value(path)).realize(), ConstantVariable):
-            raise Unlike(f"{path.name} has changed before")
-
-
 def _base(name: str) -> str:
     """Without its number, from which on torch would try one after the other."""
     base, _, number = name.rpartition("_")
     return base if base and number.isdecimal() else name
-
-
-def _install(tx: Any, moved: Moved, guards: Sequence[Guard], inputs: set[Any]) -> None:
-    for guard in guards:
-        path, how = moved.to(guard.originating_source), guard.create_fn
-        if guard_name(guard) == "TENSOR_MATCH":
-            if path not in inputs:  # those came with guards
-                VariableBuilder(tx, path)(moved.value(path))  # an input that nobody reads: it makes its own guard
-            continue
-        if isinstance(how, partial) and "source_b" in how.keywords:
-            how = partial(how.func, source_b=moved.to(how.keywords["source_b"]))
-        own = Guard(path, how)
-        own.user_stack = guard.user_stack
-        tx.output.guards.add(own, collect_debug_stack=False)
 
 
 def _variable(tx: Any, proxy: Proxy, like: Tensor) -> Any:
@@ -260,30 +219,3 @@ def _memory(value: Tensor) -> int:
 
 def _begin(value: Tensor) -> int:
     return int(value.storage_offset()) * value.itemsize
-
-
-class _Names:
-    """Of modules in which nodes were called."""
-
-    def __init__(self, old: Any, new: Any) -> None:
-        self._old, self._new = path_in_modules(old), path_in_modules(new)
-        self._keys = _keys(old.value, new.value)
-
-    def renamed(self, meta: dict[str, Any]) -> dict[str, Any]:
-        stack = meta.get(MODULES)
-        if stack:
-            meta[MODULES] = {self._key(key): (self._path(path), kind) for key, (path, kind) in stack.items()}
-        return meta
-
-    def _key(self, key: str) -> str:
-        number, at, calls = key.partition("@")
-        return self._keys.get(number, number) + at + calls
-
-    def _path(self, path: str) -> str:
-        inside = path == self._old or path.startswith(self._old + ".")
-        return self._new + path.removeprefix(self._old) if inside else path
-
-
-def _keys(old: nn.Module, new: nn.Module) -> dict[str, str]:
-    parts = zip(old.modules(), new.modules(), strict=True)
-    return {str(id(one)): str(id(other)) for one, other in parts}

@@ -23,6 +23,7 @@ from lightning_zero.compat.dynamo import (
     ModuleVariable,
     ObjectVariable,
     TupleVariable,
+    TypeSource,
     VariableBuilder,
     comparisons,
     dispatch_keys,
@@ -123,6 +124,15 @@ def test_an_input_and_a_result_can_be_made() -> None:
         return node.op, again.as_proxy().node is node, type(result), result.as_proxy().node.target
 
     assert seen_in_call(look) == ("placeholder", True, TensorVariable, torch.add)
+
+
+def test_a_path_goes_on_to_a_class() -> None:
+    def look(variable: Any, tx: Any, *_: Any) -> Any:
+        path, root = TypeSource(variable.source), tx.output.root_tx
+        found = value_at(path, {"G": root.f_globals, "L": root.f_locals}, {})
+        return found, isinstance(path, ChainedSource) and path.base == variable.source
+
+    assert seen_in_call(look) == (Inner, True)
 
 
 def test_values_are_found_as_torch_finds_them() -> None:
