@@ -227,9 +227,9 @@ class CompiledCalls:
         try:
             yield
         finally:
-            self.notes.unfinished.finish()  # where Dynamo failed behind the backend: this rank is busy until then
             config.skip_tensor_guards_with_matching_dict_tags = before
             dynamo_config.ignore_logging_functions = ignored
+            self.notes.unfinished.finish()  # where Dynamo failed behind the backend: this rank is busy until then
 
     def compile(self, name: str, module: nn.Module) -> None:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
