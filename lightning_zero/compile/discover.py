@@ -224,12 +224,17 @@ class CompiledCalls:
         config.skip_tensor_guards_with_matching_dict_tags = False
         ignored = dynamo_config.ignore_logging_functions
         dynamo_config.ignore_logging_functions = cast(Any, _SaidOnce(ignored))
+        failure: BaseException | None = None
         try:
             yield
+        except BaseException as error:
+            failure = error
+            raise
         finally:
             config.skip_tensor_guards_with_matching_dict_tags = before
             dynamo_config.ignore_logging_functions = ignored
-            self.notes.unfinished.finish()  # where Dynamo failed behind the backend: this rank is busy until then
+            self.notes.unfinished.finish_behind(failure)
+            del failure  # which knows this frame
 
     def compile(self, name: str, module: nn.Module) -> None:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they

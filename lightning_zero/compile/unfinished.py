@@ -4,9 +4,11 @@ compile, and to keep them for later trainings. Dynamo makes its guards in the me
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from threading import RLock
 from typing import Any
 
 from lightning_zero.compat.compiler import functorch_config
@@ -14,6 +16,8 @@ from lightning_zero.compat.saves import saved_later
 from lightning_zero.compile.pieces import Kernels
 
 __all__ = ["Rest", "Unfinished"]
+
+log = logging.getLogger(__name__)
 
 
 class Rest(ExitStack):
@@ -47,7 +51,8 @@ class Unfinished:
     """What is left of graphs that have not been called yet."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[Callable[[], None], float, Callable[[float], None]]] = []
+        self._left: list[tuple[Callable[[], None], float, Callable[[float], None] | None]] = []
+        self._lock = RLock()
 
     def add(self, rest: Callable[[], None], seconds: float, end: Callable[[float], None]) -> None:
         """
@@ -59,11 +64,34 @@ class Unfinished:
         self._left.append((rest, seconds, end))
 
     def finish(self) -> None:
-        """Does it all, before any of these runs. Harmless when repeated."""
-        while self._left:
-            rest, seconds, end = self._left.pop(0)
-            begun = time.monotonic()
-            try:
-                rest()
-            finally:
-                end(seconds + time.monotonic() - begun)
+        """Does it all, before any of these runs, in whatever thread: the others wait. What fails, or is interrupted, is
+        left to be done. Harmless when repeated."""
+        if not self._left:  # asked by each call
+            return
+        with self._lock:
+            while self._left:
+                rest, seconds, end = self._left[0]
+                begun = time.monotonic()
+                try:
+                    rest()
+                except BaseException:
+                    self._left[0] = rest, seconds, None
+                    raise
+                else:
+                    self._left.pop(0)
+                finally:
+                    if end is not None:
+                        end(seconds + time.monotonic() - begun)
+
+    def finish_behind(self, failure: BaseException | None) -> None:
+        """Where nobody may have called them: Dynamo has failed behind the backend, and this rank is busy until then.
+
+        Args:
+            failure: that is under way, and is not to be hidden by another one.
+        """
+        try:
+            self.finish()
+        except Exception:
+            if failure is None:
+                raise
+            log.warning("What was left of a compilation failed, too.", exc_info=True)

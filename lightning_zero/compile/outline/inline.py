@@ -132,6 +132,8 @@ class Inlined:
             meta["val"] = self._own(notes.form)
         if notes.region is not None:
             meta[REGION] = self._numbers[notes.region]
+        if CUSTOM in meta:
+            meta[CUSTOM] = dict(meta[CUSTOM])
         place = notes.place if notes.within is None else notes.within
         if place is not None:
             source = self._region.places[place].meta

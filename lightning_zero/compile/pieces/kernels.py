@@ -54,11 +54,13 @@ class Kernels:
         self._waits = []
 
     def finish(self) -> None:
-        """Waits for all, and gives each piece its own. Harmless when repeated."""
-        pieces, self._pieces = self._pieces, []
-        for compiled, waits in pieces:
+        """Waits for all, and gives each piece its own. Harmless when repeated; those before which it fails, or is
+        interrupted, are waited for then."""
+        while self._pieces:
+            compiled, waits = self._pieces[0]
             if waits:
                 _finish(compiled, waits)
+            self._pieces.pop(0)
 
 
 def _finish(compiled: Any, waits: list[Callable[[], None]]) -> None:

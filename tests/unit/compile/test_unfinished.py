@@ -1,13 +1,17 @@
 """What a compilation leaves to be done is done once, before the graph runs, and told in any case."""
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from torch import nn
 from torch._functorch import config
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
-from lightning_zero.compat.compiler import AsyncCompile, inductor_config
+from lightning_zero.compat.compiler import AsyncCompile, dynamo_config, inductor_config
+from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.pieces import Kernels
 from lightning_zero.compile.unfinished import Rest, Unfinished
 
@@ -25,18 +29,74 @@ def test_it_is_done_once_and_in_order() -> None:
     assert told == [pytest.approx(3.0, abs=0.5), pytest.approx(5.0, abs=0.5)]
 
 
-def test_what_fails_is_raised_and_told() -> None:
+def failing(*errors: BaseException) -> Callable[[], None]:
+    left = list(errors)
+
+    def rest() -> None:
+        if left:
+            raise left.pop(0)
+
+    return rest
+
+
+def test_what_fails_is_raised_and_told_once_and_tried_again() -> None:
     told: list[float] = []
     unfinished = Unfinished()
-
-    def fails() -> None:
-        raise ValueError("no kernel")
-
-    unfinished.add(fails, 3.0, told.append)
+    unfinished.add(failing(ValueError("no kernel"), KeyboardInterrupt()), 3.0, told.append)
     with pytest.raises(ValueError, match="no kernel"):
         unfinished.finish()
     assert len(told) == 1, "or other ranks would take this one for busy"
+    with pytest.raises(KeyboardInterrupt):
+        unfinished.finish()
     unfinished.finish()
+    unfinished.finish()
+    assert len(told) == 1
+
+
+def test_no_thread_runs_a_graph_that_another_one_finishes() -> None:
+    begun, go, seen = threading.Event(), threading.Event(), list[str]()
+    unfinished = Unfinished()
+
+    def rest() -> None:
+        begun.set()
+        go.wait(20)
+        seen.append("finished")
+
+    unfinished.add(rest, 0.0, lambda seconds: None)
+    first = threading.Thread(target=unfinished.finish)
+    first.start()
+    assert begun.wait(20)
+
+    def call() -> None:
+        unfinished.finish()
+        seen.append("ran")
+
+    second = threading.Thread(target=call)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    go.set()
+    first.join(20)
+    second.join(20)
+    assert seen == ["finished", "ran"]
+
+
+def test_a_failure_under_way_is_not_hidden(caplog: pytest.LogCaptureFixture) -> None:
+    unfinished = Unfinished()
+    unfinished.add(failing(ValueError("one"), ValueError("two")), 0.0, lambda seconds: None)
+    unfinished.finish_behind(RuntimeError("the user's"))
+    assert "What was left of a compilation failed, too." in caplog.text
+    with pytest.raises(ValueError, match="two"):
+        unfinished.finish_behind(None)
+
+
+def test_settings_are_as_before_where_what_is_left_fails() -> None:
+    calls = CompiledCalls(nn.Linear(1, 1), {})
+    before = dynamo_config.ignore_logging_functions
+    calls.notes.unfinished.add(failing(ValueError("no kernel")), 0.0, lambda seconds: None)
+    with pytest.raises(RuntimeError, match="the user's"), calls.calling():
+        raise RuntimeError("the user's")
+    assert dynamo_config.ignore_logging_functions is before
 
 
 def test_a_graph_is_saved_once_its_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,3 +130,20 @@ def test_kernels_of_a_piece_that_failed_are_not_given_to_the_next() -> None:
         AsyncCompile().wait(second)
         kernels.belong_to("next")
     assert [(piece, len(waits)) for piece, waits in kernels._pieces if waits] == [(None, 1), ("next", 1)]
+
+
+def test_an_interrupted_wait_goes_on_later() -> None:
+    (first, one), (second, other) = scope(), scope()
+    kernels = Kernels()
+    with kernels.not_waited_for():
+        for globals_ in (first, second):
+            AsyncCompile().wait(globals_)
+            kernels.belong_to(object())
+    one.set_exception(KeyboardInterrupt())
+    other.set_result("b")
+    with pytest.raises(KeyboardInterrupt):
+        kernels.finish()
+    first["kernel"] = again = Future[str]()
+    again.set_result("a")
+    kernels.finish()
+    assert (first["kernel"], second["kernel"]) == ("a", "b")
