@@ -21,6 +21,7 @@ from tests.unit.compile.outline.modules import (
     Bent,
     Block,
     Cached,
+    Counting,
     Frozen,
     InPlace,
     Masking,
@@ -217,3 +218,7 @@ def test_a_kind_of_layers_that_does_not_fit_is_given_up_at_its_second_failure(mo
     monkeypatch.setattr(Inlined, "forward", unfit)
     assert joint_graph(Stack(Block), True)[1] == 0
     assert len(tried) == 2  # of four: each costs another trace of the whole graph
+
+
+def test_what_layers_have_read_and_no_backward_needs_may_be_written_into() -> None:
+    same_graph(Counting(), LAYERS)
