@@ -1,5 +1,6 @@
 """What Dynamo does with tensors and numbers that come into a graph from outside, and notes of them."""
 
+import math
 import re
 from typing import Any
 
@@ -24,9 +25,12 @@ KEYS = {"creation_timestamp", "tensor_dict", EXAMPLE, MODULES, ORIGIN, STACK}
 
 def has_changed_before(tx: Any, path: Any, number: float) -> bool:
     """Whether a number was another one when this code was compiled before: Dynamo makes it an input. Notes it."""
-    # What is known of it from one compilation to the next, by its path. (torch 2.11+)
+    # What is known of it from one compilation to the next, by the code that was called first, not by that which calls a
+    # layer, and by its path. (torch 2.11+)
     make: Any = pgo.FrameStateSizeEntry.make_scalar
-    entry = pgo.process_automatic_dynamic(tx, path.name, make(number))
+    entry = pgo.process_automatic_dynamic(tx.output.root_tx, path.name, make(number))
+    if dynamo_config.specialize_float or not math.isfinite(number):
+        return False  # it stays a number whatever it was
     return entry.scalar is pgo.auto_dynamic or not dynamo_config.assume_static_by_default
 
 
@@ -46,7 +50,7 @@ def input_like(tx: Any, path: Any, value: Tensor, like: Node) -> Node | None:
     if MARK in vars(old):
         vars(value).setdefault(MARK, vars(old)[MARK])
     # With all that is noted of it: its sizes for guards, and its fake one. (torch 2.11+)
-    fake = builder.wrap_to_fake_tensor_and_record(value, tx=tx, source=path, is_tensor=True)
+    fake = builder.wrap_to_fake_tensor_and_record(value, tx=output.root_tx, source=path, is_tensor=True)
     proxy = _placeholder(output.root_tracer, path, type(value), fake)
     proxy.node.meta[ORIGIN] = type(origin)(path, value, False, fake)
     # What else is noted at a tensor for later stages. (torch 2.11+)

@@ -191,3 +191,33 @@ def test_numbers_of_a_class_that_change_compile_as_often_as_ever(monkeypatch: py
             assert torch.allclose(compiled(X), model(X))
         counts.append(len(compiled.graphs))
     assert counts[0] == counts[1]
+
+
+class Looping(Model):
+    """Its layers are called by code that its forward calls, as those of transformers' models are."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return self.body(self.head(x)).square().mean()
+
+
+@pytest.mark.parametrize("numbers", [(1,), range(5), "in turn", "nan"], ids=["one", "all", "in turn", "nan"])
+def test_numbers_of_layers_that_change_compile_as_often_as_ever(numbers: Any) -> None:
+    counts = []
+    for once in (False, True):
+        torch.manual_seed(0)
+        model: Any = Looping().eval()
+        compiled = Compiled(model, once, dynamic=None)
+        found = []
+        for call in range(8):
+            changed = {"in turn": [call % 4 + 1], "nan": [1]}.get(numbers, numbers) if call else []
+            for number in changed:
+                model.layers[number].attention.scale = float("nan") if numbers == "nan" else 0.5 + call
+            assert torch.equal(compiled(X), model(X)) or numbers == "nan" or torch.allclose(compiled(X), model(X))
+            found.append(len(compiled.graphs))
+        counts.append(found)
+    assert counts[0] == counts[1]
