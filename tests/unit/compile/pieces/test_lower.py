@@ -43,8 +43,10 @@ def trained(module: nn.Module, batches: list[Tensor], cache: PieceCache | None) 
         settle_strides(graph.graph, inputs)
         steps = cut(graph.graph)
         assert steps is not None
-        with Kernels() as kernels:
-            return lower(graph, cache, kernels, steps, **settings)
+        kernels = Kernels()
+        program = lower(graph, cache, kernels, steps, **settings)
+        kernels.finish()
+        return program
 
     compile_fx: Any = lookup_backend("inductor")
     torch.compiler.reset()
