@@ -1,11 +1,24 @@
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported: the oracle's threads would wait for one another on the cores that the ranks need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Also before that: torch names a folder that all sessions share. This one is shared by the ranks, and by pytest's
+# processes, but not with earlier sessions, whose kernels would be taken for this one's.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="lightning_zero-inductor-")
+
+    def _remove(folder: str, process: int) -> None:
+        if os.getpid() == process:  # and no copy of it
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(_remove, os.environ["TORCHINDUCTOR_CACHE_DIR"], os.getpid())
 # For processes that tests start; see the file there.
 QUICK = str(Path(__file__).parent / "quick")
 if QUICK not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
@@ -108,22 +121,13 @@ def native_library() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks(native_library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(native_library: None) -> Iterator[Ranks]:
     """`ranks.run(world_size, fn, *args)`: see tests/ranks/pool.py."""
-    # Shared by the ranks, and by pytest's processes, but not with earlier sessions: Inductor's cache cannot see that the
-    # source of a custom pass was edited.
-    added = "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-    if added:
-        base = tmp_path_factory.getbasetemp()
-        home = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(home / "inductor")
     pools = Ranks()
     try:
         yield pools
     finally:
         pools.close()
-        if added:
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
 @pytest.fixture(params=[1, 2, 3], ids="W={}".format)
