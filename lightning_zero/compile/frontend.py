@@ -28,6 +28,7 @@ __all__ = [
     "body_of",
     "has_collectives",
     "last_read",
+    "memory_of",
     "name_weights",
     "refuse_edits",
     "storage_of",
@@ -126,7 +127,12 @@ def refuse_edits(module: GraphModule) -> None:
 def storage_of(node: Node) -> int | None:
     """The same number for values that share memory; None for what is no tensor."""
     value = node.meta.get(EXAMPLE)
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+    return memory_of(value) if isinstance(value, Tensor) else None
+
+
+def memory_of(value: Tensor) -> int:
+    """The same number for tensors that share memory, fake ones, too."""
+    return value.untyped_storage()._cdata
 
 
 def written_by(node: Node) -> list[Node]:

@@ -32,7 +32,7 @@ def save_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
     Args:
         weights: gathers, and their views and casts, which are not saved.
     """
-    if not [node for node in graph.nodes if REGION in node.meta]:
+    if not any(REGION in node.meta for node in graph.nodes):
         return graph
     regions: dict[Node, int] = {}  # 0: none
     for node in _forward(graph):

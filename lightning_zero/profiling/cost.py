@@ -209,8 +209,7 @@ def _is_fused(node: Node, aliasing: bool, fusing: bool) -> bool:
         return False
     if aliasing and viewed(node) is not None:  # a view, or an op that writes in place
         return False
-    value = node.meta.get("val")
-    return (isinstance(value, Tensor) or bool(tensors_of(value))) and (fusing or not _sources(node))
+    return bool(tensors_of(node.meta.get("val"))) and (fusing or not _sources(node))
 
 
 def _fuses(node: Node) -> bool:
@@ -271,19 +270,11 @@ def _maker(node: Node, runs: dict[Node, int]) -> Node:
 
 def _sources(node: Node) -> list[Node]:
     """The nodes whose tensors a node reads, each once."""
-    found = []
-    for source in node.all_input_nodes:
-        value = source.meta.get("val")
-        if isinstance(value, Tensor) or tensors_of(value):
-            found.append(source)
-    return found
+    return [source for source in node.all_input_nodes if tensors_of(source.meta.get("val"))]
 
 
 def _only(found: Iterable[Storage | None]) -> Storage | None:
-    for storage in found:
-        if storage is not None:
-            return storage
-    return None
+    return next((storage for storage in found if storage is not None), None)
 
 
 def _value(node: Node) -> Any:

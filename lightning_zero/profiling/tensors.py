@@ -81,7 +81,7 @@ def tensors_of(value: object) -> list[Tensor]:
 def nbytes(value: object) -> int:
     """Bytes of the elements of all tensors in a node's value."""
     total = 0
-    for tensor in (value,) if isinstance(value, Tensor) else tensors_of(value):
+    for tensor in tensors_of(value):
         elements = tensor.dtype.itemsize
         for size in tensor.shape:
             elements *= size if type(size) is int else size_hint(size)
@@ -173,7 +173,7 @@ def read_bytes(node: Node, storage: Storage | None) -> int:
 
 
 def _made(node: Node, number: int, result: object, index: int) -> Storage | None:
-    if node.op == "output" or not (isinstance(result, Tensor) or tensors_of(result)):
+    if node.op == "output" or not tensors_of(result):
         return None
     return Storage(f"{node.name}[{number}]" if number else node.name, nbytes(result), index)
 

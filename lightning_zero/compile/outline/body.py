@@ -15,10 +15,11 @@ from torch.fx import Graph, GraphModule, Node
 from lightning_zero.compat.compiler import TracingContext, functorch_config, numbers_stay_numbers, tracing
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, REGION, SIDE, TANGENTS
 from lightning_zero.compat.tensors import FakeTensorMode
+from lightning_zero.compile.frontend import memory_of
 from lightning_zero.compile.graph import is_op, results
 from lightning_zero.compile.outline.called import called_body, is_region
 from lightning_zero.compile.outline.find import Region
-from lightning_zero.compile.outline.notes import PLACE, WITHIN, Notes, memory_of
+from lightning_zero.compile.outline.notes import PLACE, WITHIN, Notes
 from lightning_zero.compile.outline.numbers import in_region
 from lightning_zero.compile.outline.standin import NotOutlined, end
 from lightning_zero.compile.outline.trace import TraceJoint

@@ -13,9 +13,10 @@ from torch.fx import Graph, Node, map_arg
 from lightning_zero.compat.fakes import fake_like
 from lightning_zero.compat.graphs import BACKWARD, CUSTOM, REGION, SIDE
 from lightning_zero.compat.tensors import FakeTensor
+from lightning_zero.compile.frontend import memory_of
 from lightning_zero.compile.outline.body import Body
 from lightning_zero.compile.outline.find import Region
-from lightning_zero.compile.outline.notes import Form, Notes, memory_of
+from lightning_zero.compile.outline.notes import Notes, View
 from lightning_zero.compile.outline.standin import NotOutlined
 from lightning_zero.compile.successors import Successors
 
@@ -129,7 +130,7 @@ class Inlined:
     def _meta(self, notes: Notes) -> dict[str, Any]:
         meta = dict(notes.meta)
         if "val" in meta:
-            meta["val"] = self._own(notes.form)
+            meta["val"] = self._own(notes.view)
         if notes.region is not None:
             meta[REGION] = self._numbers[notes.region]
         if CUSTOM in meta:
@@ -142,17 +143,17 @@ class Inlined:
                 meta[CUSTOM] = dict(source[CUSTOM])
         return meta
 
-    def _own(self, form: Any) -> Any:
+    def _own(self, view: Any) -> Any:
         """A value of the same form in this layer's memory; views stay views."""
-        if isinstance(form, tuple | list):
-            return type(form)(map(self._own, form))
-        if not isinstance(form, Form):
-            return form
-        memory, value = self._memory.get(form.memory), form.value
+        if isinstance(view, tuple | list):
+            return type(view)(map(self._own, view))
+        if not isinstance(view, View):
+            return view
+        memory, value = self._memory.get(view.memory), view.value
         if memory is None:
             numel = value.untyped_storage().nbytes() // value.itemsize
-            memory = self._memory[form.memory] = torch.empty(numel, dtype=value.dtype, device="meta")
-        return _view(memory, form)
+            memory = self._memory[view.memory] = torch.empty(numel, dtype=value.dtype, device="meta")
+        return _view(memory, view)
 
 
 def moved_to(value: Any, moved: dict[int, Tensor]) -> Any:
@@ -160,13 +161,13 @@ def moved_to(value: Any, moved: dict[int, Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(moved_to(part, moved) for part in value)
     memory = moved.get(memory_of(value)) if isinstance(value, FakeTensor) else None
-    return value if memory is None else _view(memory, Form.of(value))
+    return value if memory is None else _view(memory, View.of(value))
 
 
-def _view(memory: Tensor, form: Form) -> Tensor:
+def _view(memory: Tensor, view: View) -> Tensor:
     """The value, as it would be in other memory: that of a fake tensor, or all of a plain one."""
-    value, shape, stride = form.value, form.shape, form.stride
-    offset = memory.storage_offset() * memory.itemsize // value.itemsize + form.offset
+    value, shape, stride = view.value, view.shape, view.stride
+    offset = memory.storage_offset() * memory.itemsize // value.itemsize + view.offset
     if value.dtype != memory.dtype:  # complex numbers as pairs of real ones
         made = torch.empty(0, dtype=value.dtype, device="meta").set_(memory.untyped_storage(), offset, shape, stride)
         return fake_like(value, made)

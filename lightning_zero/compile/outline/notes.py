@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import SymInt, Tensor
+from torch import SymInt
 from torch.fx import Node
 
 from lightning_zero.compat.graphs import (
@@ -19,9 +19,10 @@ from lightning_zero.compat.graphs import (
     SOURCES,
 )
 from lightning_zero.compat.tensors import FakeTensor
+from lightning_zero.compile.frontend import memory_of
 from lightning_zero.compile.outline.numbers import in_region
 
-__all__ = ["PLACE", "WITHIN", "Form", "Notes", "memory_of"]
+__all__ = ["PLACE", "WITHIN", "Notes", "View"]
 
 PLACE = "lightning_zero.place"  # key in node.meta[CUSTOM]: which node of the layer this comes from
 WITHIN = "lightning_zero.within"  # the same, of what a function does that this node calls
@@ -33,7 +34,7 @@ ORIGINS = {MODULES: MODULES, SOURCES: SOURCES, FORWARD_MODULES: MODULES, FORWARD
 
 
 @dataclass(frozen=True)
-class Form:
+class View:
     """Of a fake tensor: which memory it is in, and how it lies there, in elements."""
 
     value: FakeTensor
@@ -59,7 +60,7 @@ class Notes:
     Attributes:
         name: without its number, with which torch 2.11 would look for one that is free among those of all layers.
         meta: what is noted of it in each layer, where nothing here says otherwise.
-        form: of its value.
+        view: its value, as it lies in the layer's memory.
         region: the number of the checkpointed region that it is in.
         place: the node of Dynamo's graph that it comes from, by its number in the layer.
         within: the same, of what a function does that this node calls.
@@ -68,7 +69,7 @@ class Notes:
 
     name: str
     meta: dict[str, Any]
-    form: Any
+    view: Any
     region: int | None
     place: int | None
     within: int | None
@@ -77,7 +78,7 @@ class Notes:
     @classmethod
     def of(cls, node: Node) -> Notes:
         meta = dict(node.meta)
-        form = Form.of(meta.get("val"))
+        view = View.of(meta.get("val"))
         region = meta.pop(REGION) if in_region(node) else None
         custom = dict(meta.pop(CUSTOM, {}))
         place, within = custom.pop(PLACE, None), custom.pop(WITHIN, None)
@@ -89,9 +90,4 @@ class Notes:
             origins = []
         if custom:
             meta[CUSTOM] = custom
-        return cls(_NUMBER.sub("", node.name), meta, form, region, place, within, origins)
-
-
-def memory_of(value: Tensor) -> int:
-    """The same for tensors that share memory."""
-    return value.untyped_storage()._cdata
+        return cls(_NUMBER.sub("", node.name), meta, view, region, place, within, origins)

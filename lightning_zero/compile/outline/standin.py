@@ -73,9 +73,7 @@ def _made(described: str) -> list[Tensor]:
 def standins_made_at_once() -> AbstractContextManager[None]:
     """Inside, fakes of what standins return are made of the forms that these name. Torch would look for an equal call,
     of which there is none, in all that it is given, for each layer three times."""
-    return made_of_forms(
-        {forward(): lambda args: _forms(args[2]), backward(): lambda args: _forms(args[2])},
-    )
+    return made_of_forms({op: lambda args: _forms(args[2]) for op in (forward(), backward())})
 
 
 def _forward(layer: str, number: int, results: str, grads: str, given: Sequence[Tensor]) -> list[Tensor]:

@@ -55,7 +55,8 @@ def read_plan(graph: Graph) -> GraphPlan:
     """The plan of a graph that passes have gone over."""
     nodes = _counted(graph)
     position = {node: number for number, node in enumerate(nodes)}
-    starts, ours = in_role(graph, Role.START), _ours(graph)
+    starts = in_role(graph, Role.START)
+    ours = {*starts, *_parts(graph)}
     before, waits = _users_behind(nodes, ours), _resident_waits(graph)
     gathers = tuple(_gather(node, position, before, waits, ours) for node in starts)
     reduces = tuple(_reduce(node, position) for node in in_role(graph, Role.REDUCE))
@@ -63,10 +64,9 @@ def read_plan(graph: Graph) -> GraphPlan:
     return GraphPlan(kind_of(graph), len(nodes), gathers, reduces, chart=chart)
 
 
-def _ours(graph: Graph) -> set[Node]:
-    """What launches gathers, waits for them, and cuts weights out of groups."""
-    parts = (part for target in (*_PARTS, ops("resident_wait")) for part in _calls(graph, target))
-    return {*in_role(graph, Role.START), *parts}
+def _parts(graph: Graph) -> list[Node]:
+    """What waits for gathers, and cuts weights out of groups."""
+    return [part for target in (*_PARTS, ops("resident_wait")) for part in _calls(graph, target)]
 
 
 def _calls(graph: Graph, target: Any) -> list[Node]:

@@ -40,7 +40,7 @@ def repeats(graph: Graph) -> bool:
     the code generator chooses one layout of memory for all convolutions of a graph.
     """
     work = graph_work(graph, kinds_of(graph))
-    if [node for node in work if node.target is wait_tensor]:
+    if any(node.target is wait_tensor for node in work):
         return False
     runs = _runs(work, Signatures())
     if any(node.target is _convolution for run in runs for node in work[run.start : run.stop]):

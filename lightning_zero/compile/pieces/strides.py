@@ -72,7 +72,7 @@ class DifferentStrides(Exception):
 def _is_known(node: Node) -> bool:
     """Whether running it with fake tensors tells its strides, and does nothing else."""
     target = node.target
-    if [part for part in (node, *node.all_input_nodes) if "val" not in part.meta]:
+    if any("val" not in part.meta for part in (node, *node.all_input_nodes)):
         return False
     if target is operator.getitem:
         return True

@@ -13,11 +13,11 @@ from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.dynamo import ChainedSource, Guard, Source, TypeSource, guard_name
 from lightning_zero.compile.traced_once.sources import parts_of
 
-__all__ = ["not_implied"]
+__all__ = ["CONSTANTS", "not_implied"]
 
-WHOLE = {"CONSTANT_MATCH", "EQUALS_MATCH"}  # they ask for a value's class, too
+CONSTANTS = {"CONSTANT_MATCH", "EQUALS_MATCH"}  # they ask for a value's class, too
 # Guards that ask whether a value is the one that it was.
-OF_ONE_VALUE = {*WHOLE, "BOOL_MATCH", "NONE_MATCH", "ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "CLOSURE_MATCH"}
+OF_ONE_VALUE = {*CONSTANTS, "BOOL_MATCH", "NONE_MATCH", "ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "CLOSURE_MATCH"}
 
 
 def not_implied(guards: Iterable[Guard]) -> Iterator[Guard]:
@@ -28,7 +28,7 @@ def not_implied(guards: Iterable[Guard]) -> Iterator[Guard]:
     """
     guards = list(guards)
     classes = {guard.originating_source for guard in guards if guard_name(guard) == "TYPE_MATCH"}
-    whole = {guard.originating_source for guard in guards if guard_name(guard) in WHOLE}
+    whole = {guard.originating_source for guard in guards if guard_name(guard) in CONSTANTS}
     tensors = {guard.originating_source for guard in guards if guard_name(guard) == "TENSOR_MATCH"}
     of_classes = _of_classes(guards, classes)
     seen: set[Hashable] = set()

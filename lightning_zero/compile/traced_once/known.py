@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from lightning_zero.compat.dynamo import Guard, Source, dispatch_keys, guard_name
 from lightning_zero.compat.modules import STATE_DICT_HOOKS
 from lightning_zero.compile.hooks import hooks_of
-from lightning_zero.compile.traced_once.implied import not_implied
+from lightning_zero.compile.traced_once.implied import CONSTANTS, not_implied
 from lightning_zero.compile.traced_once.sources import Moved, begins_at
 from lightning_zero.compile.traced_once.unlike import Unlike
 
 __all__ = ["Known", "Passed", "are_built_alike", "constant"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-CONSTANTS = {"CONSTANT_MATCH", "EQUALS_MATCH"}
 # What is compared by itself, and what no call of a module reads.
 PARTS = {"_parameters", "_buffers", "_modules", *STATE_DICT_HOOKS}
 

@@ -23,7 +23,7 @@ from lightning_zero.compat.fakes import fake_like
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, ORIGIN, SOURCES
 from lightning_zero.compat.ops import unsafe_view
 from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, without_modes
-from lightning_zero.compile.frontend import written_by
+from lightning_zero.compile.frontend import memory_of, written_by
 from lightning_zero.compile.traced_once.given import Given, form_of
 from lightning_zero.compile.traced_once.inputs import look_at_numbers, taken_in
 from lightning_zero.compile.traced_once.known import Passed
@@ -190,7 +190,7 @@ class _Memory:
         self._places: dict[int, set[tuple[Any, int]]] = defaultdict(set)  # the memory, and by how much it moved in it
         for old, new in given.items():
             one, other = old.meta[EXAMPLE], new.meta[EXAMPLE]
-            self._places[_memory(one)].add((other.untyped_storage(), _begin(other) - _begin(one)))
+            self._places[memory_of(one)].add((other.untyped_storage(), _begin(other) - _begin(one)))
 
     def made_anew(self, value: Any) -> Any:
         """
@@ -201,7 +201,7 @@ class _Memory:
             return type(value)(self.made_anew(item) for item in value)
         if not isinstance(value, FakeTensor):
             return value
-        places = self._places[_memory(value)]
+        places = self._places[memory_of(value)]
         if not places:
             size = value.untyped_storage().nbytes()
             places.add((torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage(), 0))
@@ -211,10 +211,6 @@ class _Memory:
         made = torch.empty(0, dtype=value.dtype, device="meta")
         made.set_(storage, (_begin(value) + moved) // value.itemsize, value.shape, value.stride())
         return fake_like(value, made).requires_grad_(value.requires_grad)
-
-
-def _memory(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
 
 
 def _begin(value: Tensor) -> int:
