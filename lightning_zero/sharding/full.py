@@ -36,7 +36,8 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
     """
     inside = {id(child) for child in module.modules()}
     records = [r for r in sharder.live if any(id(owner) in inside for owner, _ in r.owners)]
-    records = [r for r in records if r.param.shape != r.layout.shape or r.param.data_ptr() == r.shard.data_ptr()]
+    with plainly():
+        records = [r for r in records if r.param.shape != r.layout.shape or r.param.data_ptr() == r.shard.data_ptr()]
     sharder.access.settle()
     grads = {}
     for record in records:

@@ -86,6 +86,15 @@ class ShardLayout:
         return self.shape.numel()
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        """The full parameter's strides, in elements."""
+        strides, step = [0] * len(self.shape), 1
+        for dim in reversed(self.order or range(len(self.shape))):
+            strides[dim] = step
+            step *= max(1, self.shape[dim])
+        return tuple(strides)
+
+    @property
     def visible_shape(self) -> torch.Size:
         """The shard's shape as users see it: as many dimensions as the parameter has, all but the last of size one.
 

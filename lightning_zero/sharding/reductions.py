@@ -11,16 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.operands import Mismatch, align, all_gather_shards, is_shard, shards_in
 from lightning_zero.sharding.refusals import plainly, refuse_for, sight_of
 
 if TYPE_CHECKING:
     from lightning_zero.sharding.sight import Sight
 
-__all__ = ["BY_NAME", "engine_is_gone", "is_of_two", "norms", "reduce"]
+__all__ = ["BY_NAME", "is_of_two", "norms", "reduce"]
 
 INF = math.inf
 
@@ -39,27 +38,10 @@ class _Part:
 
     def exchange(self, *numbers: Tensor) -> Tensor:
         """All ranks' numbers: float64, [ranks, numbers]."""
-        return _exchange(torch.stack([number.to(torch.float64) for number in numbers]), self.sight)
+        return all_gather_shards(torch.stack([number.to(torch.float64) for number in numbers]), self.sight)
 
     def extreme(self, reduce: Callable[[Tensor], Tensor], empty: float) -> Tensor:
         return reduce(self.values) if self.values.numel() else torch.tensor(empty, device=self.values.device)
-
-
-def engine_is_gone(name: str) -> str:
-    return (
-        f"The engine that sharded {name!r} is gone, and with it the other ranks' parts of what is reduced here. Take "
-        "norms, sums and the like before the strategy is closed, or of whole values."
-    )
-
-
-def _exchange(numbers: Tensor, sight: Sight) -> Tensor:
-    own = numbers.to(sight.device)
-    group = sight.group()
-    if group is None:
-        raise UnsupportedError(engine_is_gone(sight.name))
-    ranks = [torch.empty_like(own) for _ in range(sight.layout.world_size)]
-    sight.collective(lambda later: dist.all_gather(ranks, own, group=group, async_op=later))
-    return torch.stack(ranks).to(numbers.device)
 
 
 class _Linked(torch.autograd.Function):
@@ -90,7 +72,13 @@ def reduce(
     kwargs = dict(kwargs)
     sight = sight_of((*args, *kwargs.values()))
     first, rest = (args[0], list(args[1:])) if args else (_named_first(kwargs), [])
-    if kwargs.pop("out", None) is not None or not isinstance(first, Tensor) or "_zero_sight" not in first.__dict__:
+    if kwargs.pop("out", None) is not None or not isinstance(first, Tensor):
+        refuse_for(func, sight)
+    if name in _NO_DIM:
+        first, *rest = _of_one_layout(
+            func, [first, *rest, *(kwargs.pop(k) for k in ("other", "tensor") if k in kwargs)]
+        )
+    elif not is_shard(first):
         refuse_for(func, sight)
     if kwargs.get("keepdim") or not _all_dimensions(name, rest, kwargs, len(sight.layout.shape)):
         refuse_for(func, sight)
@@ -103,6 +91,16 @@ def reduce(
         if tensors and result.is_floating_point() and torch.is_grad_enabled() and first.requires_grad:
             result = _Linked.apply(first, result)
     return result
+
+
+def _of_one_layout(func: Any, values: list[Any]) -> list[Any]:
+    target = next(shards_in(values))
+    sight: Sight = target.__dict__["_zero_sight"]
+    try:
+        first, *rest = align(values, target)
+    except Mismatch:
+        refuse_for(func, sight)
+    return [sight.show(first), *rest]
 
 
 def _named_first(kwargs: dict[str, Any]) -> Any:
@@ -325,6 +323,6 @@ def norms(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
                 found[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
         sight = sight_of(tensors)
         numbers = torch.stack([norm.to(device=sight.device, dtype=torch.float64) for norm in own.values()])
-        for number, norm in zip(own, _finish(_exchange(numbers, sight), order).unbind(), strict=True):
+        for number, norm in zip(own, _finish(all_gather_shards(numbers, sight), order).unbind(), strict=True):
             found[number] = norm.to(device=tensors[number].device, dtype=dtype or tensors[number].dtype)
     return found

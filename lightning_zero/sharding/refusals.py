@@ -67,5 +67,6 @@ def refuse_for(func: Any, sight: Sight) -> NoReturn:
         f"{tuple(sight.layout.shape)}), as param, param.data and param.grad are, and would give another result on "
         f"each rank. Read the whole parameter from the module that owns it, `module.{own}`; or put "
         "whole parameters in place for a while: `with lightning_zero.full_parameters(module): ...`. "
-        "Do so on every rank. Elementwise functions, and norms, sums, means and extrema over all elements, work here."
+        "Do so on every rank. Elementwise functions, and norms, sums, means and extrema over all elements, work here; "
+        "param.to_local() copies this rank's elements."
     )

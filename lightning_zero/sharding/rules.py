@@ -8,7 +8,7 @@ shape, would compute something else on every rank, without an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_zero.compat.ops import OpOverload, OpOverloadPacket
 from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.sharding import fills, reductions
+from lightning_zero.sharding.operands import Mismatch, align, gather_value, is_shard, shards_in
 from lightning_zero.sharding.refusals import plainly, refuse, sight_of
 
 if TYPE_CHECKING:
@@ -35,31 +36,44 @@ def words(text: str) -> frozenset[str]:
 
 
 _ADMINISTRATION = words(
-    "element_size stride storage_offset data_ptr is_contiguous is_floating_point is_complex is_signed is_inference "
-    "is_conj is_neg is_shared is_pinned is_same_size is_set_to get_device storage untyped_storage _typed_storage "
-    "__hash__ __repr__ __format__ __dir__ __setstate__ register_hook register_post_accumulate_grad_hook retain_grad "
-    "backward grad share_memory_ record_stream has_names dim_order result_type can_cast promote_types broadcast_shapes "
-    "_is_view requires_grad_ increment_version _has_compatible_shallow_copy_type "
-    "_amp_foreach_non_finite_check_and_unscale_"
+    "element_size storage_offset data_ptr is_floating_point is_complex is_signed is_inference is_conj is_neg "
+    "is_shared is_pinned get_device __hash__ __dir__ __setstate__ register_hook register_post_accumulate_grad_hook "
+    "retain_grad backward grad share_memory_ record_stream has_names result_type can_cast promote_types _is_view "
+    "requires_grad_ increment_version _has_compatible_shallow_copy_type _amp_foreach_non_finite_check_and_unscale_"
 )
-_MEASURES = words("size dim ndimension shape ndim")
-# Elementwise, or a view of the same elements in the same order, though no tag says so. What comes out must have the
-# shard's shape, or be flat.
+# What these say is of the full parameter, as a DTensor says it.
+_MEASURES: dict[str, Callable[..., Any]] = {
+    "shape": lambda layout, itemsize: layout.shape,
+    "size": lambda layout, itemsize, dim=None: layout.shape if dim is None else layout.shape[dim],
+    "dim": lambda layout, itemsize: len(layout.shape),
+    "ndimension": lambda layout, itemsize: len(layout.shape),
+    "ndim": lambda layout, itemsize: len(layout.shape),
+    "numel": lambda layout, itemsize: layout.numel,
+    "nelement": lambda layout, itemsize: layout.numel,
+    "nbytes": lambda layout, itemsize: layout.numel * itemsize,
+    "stride": lambda layout, itemsize, dim=None: layout.strides if dim is None else layout.strides[dim],
+    "__len__": lambda layout, itemsize: layout.shape[0],
+    "is_contiguous": lambda layout, itemsize, *format, **named: _empty_like(layout).is_contiguous(*format, **named),
+}
+_WITH_ARGUMENTS = words("size stride is_contiguous")
+_LAYOUT_OF_MEMORY = words("dim_order is_set_to untyped_storage storage _typed_storage")
+_RESHAPES = words("view reshape flatten ravel view_as reshape_as expand expand_as")
+# Elementwise, though no tag says so.
 _SAME = words(
     "clone detach detach_ to type type_as float double half bfloat16 int long short char byte bool cpu cuda xpu "
-    "contiguous alias view_as reshape_as expand_as view reshape flatten ravel copy_ fill_ fill zero_ masked_fill_ "
+    "contiguous alias copy_ fill_ fill zero_ masked_fill_ "
     "pin_memory conj resolve_conj resolve_neg as_subclass multiply multiply_ subtract subtract_ divide "
     "divide_ negative negative_ absolute absolute_ greater greater_equal less less_equal not_equal arctan2 fix "
-    "floor_divide isclose isreal zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full "
-    "new_tensor"
+    "floor_divide isclose isreal zeros_like ones_like empty_like full_like"
 )
+_NEW = words("new_empty new_zeros new_ones new_full new_tensor new_empty_strided")
 _OPERATORS = frozenset(
     f"__{prefix}{name}__"
     for prefix in ("", "r", "i")
     for name in words("add sub mul truediv div floordiv mod pow and or xor lshift rshift")
 ) | frozenset(f"__{name}__" for name in words("neg pos abs invert eq ne lt le gt ge"))
-# They ask each shard for its sizes some ten times, from hundreds of frames deep.
-_COMPILERS = ("torch._dynamo.", "torch._subclasses.")
+# Compilers see shards as they are in memory.
+_COMPILERS = ("torch._dynamo.", "torch._subclasses.", "torch._functorch._aot_autograd.", "torch._inductor.")
 _DISABLING = "torch._dynamo.eval_frame"  # where calls of what torch.compiler.disable has decorated pass
 _TRANSPOSED = frozenset(["T", "mT", "H", "mH"])
 
@@ -78,12 +92,16 @@ def rule_of(func: Any) -> Rule:
         return fills.fill
     if name in fills.LIKE:
         return fills.draw_like
-    if name in ("numel", "nelement"):
-        return _count
     if name in _MEASURES:
-        return _measure
-    if name in _ADMINISTRATION:
+        return partial(_measure, name)
+    if name in _ADMINISTRATION or name in _NEW:
         return _plain
+    if name in _LAYOUT_OF_MEMORY:
+        return _memory
+    if name in _RESHAPES:
+        return _reshape
+    if name in ("__repr__", "__format__"):
+        return _describe
     if name in reductions.BY_NAME:
         return partial(reductions.reduce, reductions.BY_NAME[name], _elementwise)
     if name in ("__getitem__", "__setitem__"):
@@ -105,7 +123,7 @@ def _property(attribute: str, access: str) -> Rule:
     if attribute == "grad" and access == "__set__":
         return _assign_grad
     if attribute in _MEASURES:
-        return _measure
+        return partial(_measure, attribute)
     return refuse if attribute in _TRANSPOSED else _plain
 
 
@@ -114,55 +132,133 @@ def _plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def _count(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    return sight_of(args).layout.numel  # as the parameter itself counts
+def _measure(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if _caller().startswith(_COMPILERS):
+        return _plain(func, args, kwargs)
+    layout = sight_of(args).layout
+    rest = args[1:] if name in _WITH_ARGUMENTS else ()  # a property's getter is also given the class
+    with plainly():
+        return _MEASURES[name](layout, args[0].element_size(), *rest, **kwargs)
 
 
-def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    # torch.nn.init takes fans from shapes: it must see the whole one. Modes (a torch.device context) may be in between.
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "") == _DISABLING:  # __torch_function__
+def _caller() -> str:
+    """Return the name of the module whose code called torch."""
+    frame: FrameType | None = sys._getframe(3)
+    # Modes (a torch.device context) may be in between.
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__", "") == _DISABLING
+    ):
         frame = frame.f_back
-    while frame is not None and (name := frame.f_globals.get("__name__", "")) != "torch.nn.init":
-        inner = name.startswith(("torch.", "lightning_zero.")) or frame.f_code.co_name == "__torch_function__"
-        inner = inner and not name.startswith(_COMPILERS)
-        frame = frame.f_back if inner else None
-    if frame is not None:
-        return func(torch.empty(sight_of(args).layout.shape, device="meta"), *args[1:], **kwargs)
-    return _plain(func, args, kwargs)
+    return "" if frame is None else frame.f_globals.get("__name__", "")
+
+
+def _memory(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """torch itself may look at a shard's memory; other code would take it for the full parameter's."""
+    if _caller().startswith(("torch.", "lightning_zero.")):
+        return _plain(func, args, kwargs)
+    return refuse(func, args, kwargs)
+
+
+def _describe(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
+    shard, sight = args[0], sight_of(args)
+    spec = args[1] if len(args) > 1 else ""
+    if spec and sight.layout.numel == 1:
+        return format(shard.item(), spec)
+    begin, end = sight.layout.range_of(sight.number)
+    with plainly():
+        values = repr(shard.detach().as_subclass(Tensor).reshape(-1)[: end - begin])
+    return (
+        f"{type(shard).__name__}({sight.name!r}, shape={tuple(sight.layout.shape)}, elements {begin} to {end} of "
+        f"{sight.layout.numel} on this rank: {values})"
+    )
 
 
 # -- one by one
 
 
 def _elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    sight = _only_sight(func, args, kwargs)
-    layout = sight.layout
     name = getattr(func, "__name__", "")
-    written = [kwargs["out"]] if isinstance(kwargs.get("out"), Tensor) else []
+    out = kwargs.get("out")
+    written = [out] if isinstance(out, Tensor) else []
     if args and (name.endswith("_") and not name.endswith("__") or name.startswith("__i") and name != "__invert__"):
         written.append(args[0])
+    if name not in _MAKES_LIKE:
+        try:
+            args, kwargs, target = _aligned(func, args, kwargs, written)
+        except Mismatch:
+            refuse(func, args, kwargs)
+        if target is None:  # a full tensor is written to, with full values
+            return _plain(func, args, kwargs)
+    sight = sight_of((*written, *args, *kwargs.values()))
+    layout = sight.layout
     with plainly():
         for tensor in written:
             if tensor.shape != layout.visible_shape and tensor.shape != (layout.shard_numel,):
                 refuse(func, args, kwargs)
             sight.write(tensor)
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError:
-            if _of_another_shape(args, kwargs, layout):
-                refuse(func, args, kwargs)
-            raise
+        result = func(*args, **kwargs)
         for tensor in written:
             sight.clear_padding(tensor)
     return _shown(result, sight, func, args, kwargs, written)
 
 
-def _of_another_shape(args: Any, kwargs: dict[str, Any], layout: ShardLayout) -> bool:
-    """Whether there is an argument that could fit a whole parameter, but no shard: a shape, or a tensor."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    shapes = any(isinstance(value, int | torch.Size | tuple | list) for value in args[1:])
-    return shapes or any(t.numel() > 1 and t.shape[-1:] != (layout.shard_numel,) for t in tensors)
+_MAKES_LIKE = words("zeros_like ones_like empty_like full_like")
+
+
+def _aligned(
+    func: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor]
+) -> tuple[Any, dict[str, Any], Tensor | None]:
+    """Return the arguments in one layout, and a shard of that layout; None if a full plain tensor is written to."""
+    values = [*args, *kwargs.values()]
+    first: Any = written[0] if written else None
+    if first is not None and not is_shard(first):
+        other = sight_of(values).layout
+        with plainly():
+            full = first.shape == other.shape and (first.shape != other.visible_shape or other.world_size > 1)
+        if full:
+            values = [gather_value(value) if is_shard(value) else value for value in values]
+            return values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True)), None
+    target = first if is_shard(first) else _largest(values)
+    values = align(values, target)
+    return values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True)), target
+
+
+def _largest(values: list[Any]) -> Tensor:
+    """Return the shard to whose parameter's shape the others broadcast."""
+    return max(shards_in(values), key=lambda shard: (len(_shape(shard)), _shape(shard).numel()))
+
+
+def _shape(shard: Tensor) -> torch.Size:
+    return shard.__dict__["_zero_sight"].layout.shape
+
+
+def _reshape(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Views of all elements in their order: in the parameter's own shape, or flat."""
+    first, *rest = args
+    if isinstance(rest[0] if rest else kwargs.get("dtype"), torch.dtype):
+        return _elementwise(func, args, kwargs)
+    shapes = [_empty(_shape(value)) if is_shard(value) else value for value in rest]
+    named = {key: _empty(_shape(value)) if is_shard(value) else value for key, value in kwargs.items()}
+    with plainly():
+        if not is_shard(first):
+            return func(first, *shapes, **named)
+        sight: Sight = first.__dict__["_zero_sight"]
+        layout = sight.layout
+        flat = first.dim() == 1 and len(layout.shape) > 1
+        made = func(_empty((layout.numel,) if flat else layout.shape), *shapes, **named).shape
+        if made == layout.shape:
+            return sight.show(first.view(layout.visible_shape))
+        if made == (layout.numel,):
+            return sight.show(first.view(-1))
+    return refuse(func, args, kwargs)
+
+
+def _empty(shape: Any) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def _empty_like(layout: ShardLayout) -> Tensor:
+    return torch.empty_strided(layout.shape, layout.strides, device="meta")
 
 
 def _shown(result: Any, sight: Sight, func: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor]) -> Any:
@@ -174,46 +270,48 @@ def _shown(result: Any, sight: Sight, func: Any, args: Any, kwargs: dict[str, An
         shape = result.shape
     if shape == sight.layout.visible_shape or shape == (sight.layout.shard_numel,):
         return sight.show(result)
-    if getattr(func, "__name__", "").startswith("new_"):
-        return result  # of another shape: only the dtype and the device are the shard's
     return refuse(func, args, kwargs)
-
-
-def _sights(values: Any) -> Iterator[Sight]:
-    for value in values:
-        if isinstance(value, tuple | list):
-            yield from _sights(value)
-        elif isinstance(value, Tensor) and "_zero_sight" in value.__dict__:
-            yield value.__dict__["_zero_sight"]
-
-
-def _only_sight(func: Any, args: Any, kwargs: dict[str, Any]) -> Sight:
-    sights = [*_sights(args), *_sights(kwargs.values())]
-    if any(sight.layout.shape != sights[0].layout.shape for sight in sights):
-        return refuse(func, args, kwargs)
-    return sights[0]
 
 
 def _lists(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``torch._foreach_*`` and ``torch._fused_*``: lists of tensors, one by one."""
     in_place = func.__name__.endswith("_")
+    lists = [[*value] if _is_list(value) else None for value in args]
+    count = len(args[0])
+    plain = []  # positions at which a full plain tensor is written to
+    for position in range(count):
+        entries = [found[position] for found in lists if found is not None and len(found) == count]
+        if next(shards_in(entries), None) is None:
+            continue
+        try:
+            entries, _, target = _aligned(func, entries, {}, entries[:1] if in_place else [])
+        except Mismatch:
+            refuse(func, entries, {})
+        if target is None:
+            plain.append(position)
+        remaining = iter(entries)
+        for found in lists:
+            if found is not None and len(found) == count:
+                found[position] = next(remaining)
+    args = [value if found is None else found for value, found in zip(args, lists, strict=True)]
+    sights = [
+        next((t.__dict__["_zero_sight"] for t in shards_in([f[i] for f in lists if f and i < len(f)])), None)
+        for i in range(count)
+    ]
     with plainly():
-        for value in args[0] if in_place else ():
-            if (sight := next(_sights([value]), None)) is not None:
+        for value, sight in zip(args[0], sights, strict=True):
+            if in_place and sight is not None:
                 sight.write(value)
         results = func(*args, **kwargs)
-    of = [next(_sights([value]), None) for value in args[0]]
-    given = {id(value) for value in args[0]}
-    with plainly():
-        for value, sight in zip(args[0], of, strict=True):
+        for value, sight in zip(args[0], sights, strict=True):
             if sight is not None:
                 sight.clear_padding(value)
     if not isinstance(results, tuple | list):
         return results
-    lists = [next(_sights([*values]), None) for values in zip(*(a for a in args if _is_list(a)), strict=False)]
+    given = {id(value) for value in args[0]}
     return type(results)(
         value if sight is None or id(value) in given else _shown(value, sight, func, args, kwargs, [])
-        for value, sight in zip(results, lists, strict=True)
+        for value, sight in zip(results, sights, strict=True)
     )
 
 
@@ -226,20 +324,22 @@ def _index(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     index = args[1]
     parts = index if isinstance(index, tuple) else (index,)
     everything = all(part is Ellipsis or part == slice(None) for part in parts if not isinstance(part, Tensor))
-    masked = isinstance(index, Tensor) and "_zero_sight" in index.__dict__ and index.dtype == torch.bool
+    masked = isinstance(index, Tensor) and is_shard(args[0]) and index.dtype == torch.bool
     if func.__name__ == "__getitem__":
         if not everything or any(isinstance(part, Tensor) for part in parts):
             refuse(func, args, kwargs)
         return _elementwise(func, args, kwargs)
     value = args[2]
     single = not isinstance(value, Tensor) or value.dim() == 0
-    if masked and single or everything and not isinstance(index, Tensor):
-        sight = _only_sight(func, args, kwargs)
-        if not single and value.shape != sight.layout.visible_shape:
+    if is_shard(args[0]) and (masked and single or everything and not isinstance(index, Tensor)):
+        sight = sight_of(args[:1])
+        try:
+            index, value = align([index, value], args[0])
+        except Mismatch:
             refuse(func, args, kwargs)
         with plainly():
             sight.write(args[0])
-            func(*args, **kwargs)
+            func(args[0], index, value)
             sight.clear_padding(args[0])
         return None
     return refuse(func, args, kwargs)
@@ -262,6 +362,11 @@ def _assign_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 def _assign_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     param, grad = args
     sight = sight_of(args)
+    if isinstance(grad, Tensor):
+        try:
+            [grad] = align([grad], param)
+        except Mismatch:
+            refuse(func, args, kwargs)
     with plainly():
         func(param, grad)
         if isinstance(grad, Tensor):

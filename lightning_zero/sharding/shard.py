@@ -25,9 +25,9 @@ from lightning_zero.sharding.checks import check_module, check_parameter, check_
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 from lightning_zero.sharding.materialise import Materialiser
 from lightning_zero.sharding.memory import ShardMemory
+from lightning_zero.sharding.operands import engine_is_gone
 from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
-from lightning_zero.sharding.reductions import engine_is_gone
 from lightning_zero.sharding.sight import Sight
 from lightning_zero.sharding.surgery import ORDERS, SHAPES, ClassCache, is_sharded
 

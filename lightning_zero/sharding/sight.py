@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_zero.compat.tensors import rebuild_parameter
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.operands import gather_value
 from lightning_zero.sharding.rules import plainly, rule_of
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Sight:
             UnsupportedError: the value has not the shard's shape, dtype and device.
         """
         with plainly(), torch.no_grad():
+            if isinstance(value, Tensor) and value.shape != tensor.shape and value.shape == self.layout.shape:
+                value = self.layout.part(value, self.number)
             given = isinstance(value, Tensor) and (value.shape, value.dtype, value.device)
             if given != (tensor.shape, tensor.dtype, tensor.device):
                 what = f"shape {tuple(given[0])}, {given[1]}, {given[2]}" if given else type(value).__name__
@@ -109,6 +112,15 @@ class _InSight:
     _zero_sight: Sight
 
     # Inside compiled code, too: Dynamo would compile what the rules do, whose graphs ask the rules again, without end.
+    def to_local(self) -> Tensor:
+        """Return a copy of the elements that this rank holds: 1-D, without padding, in the parameter's memory order.
+
+        ``param.to_local()`` has ``numel()`` elements over all ranks together.
+        """
+        begin, end = self._zero_sight.layout.range_of(self._zero_sight.number)
+        with plainly():
+            return cast(Tensor, self).detach().as_subclass(Tensor).reshape(-1)[: end - begin].clone()
+
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,9 +136,13 @@ class ShardTensor(_InSight, Tensor):
             memo[id(self)] = copy = self._zero_sight.show(self.detach().clone())
             return copy.requires_grad_(self.requires_grad)
 
+    def __copy__(self) -> Tensor:
+        with plainly():
+            return self._zero_sight.show(self.detach()).requires_grad_(self.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with plainly():  # a file holds the values, and no engine
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        """Pickle the full value as a plain tensor. Collective."""
+        return gather_value(self).__reduce_ex__(protocol)
 
 
 class ShardParameter(_InSight, nn.Parameter):
@@ -138,7 +154,10 @@ class ShardParameter(_InSight, nn.Parameter):
         memo[id(self)] = self._zero_sight.show(copy)
         return copy
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __copy__(self) -> Tensor:
         with plainly():
-            data = self.detach().as_subclass(Tensor)
-            return rebuild_parameter, (data, self.requires_grad, OrderedDict())
+            return self._zero_sight.show(nn.Parameter(self.detach(), self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the full value as an ``nn.Parameter``. Collective."""
+        return rebuild_parameter, (gather_value(self), self.requires_grad, OrderedDict())

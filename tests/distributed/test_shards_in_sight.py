@@ -4,6 +4,7 @@ write."""
 import copy
 import io
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,59 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a copy": lambda p, g: copy.deepcopy(g).norm() + copy.deepcopy(p).norm(),
     "noise": lambda p, g: [(torch.randn_like(g) * p).sum(), torch.empty_like(p).uniform_().mul_(p).sum()],
     "lists": lambda p, g: torch._foreach_mul([p.detach(), g], 2.0)[1].norm(),
+    "shape": lambda p, g: [*p.shape, *p.size(), *g.shape, *p.data.size(), p.size(0), p.size(dim=-1), len(p)],
+    "dimensions": lambda p, g: [p.dim(), p.ndim, g.ndimension(), len(p.shape)],
+    "sizes": lambda p, g: [p.numel(), g.nelement(), p.nbytes, p.data.nbytes, *p.stride(), g.stride(0)],
+    "contiguous": lambda p, g: [float(p.is_contiguous()), float(g.is_contiguous())],
+    "initialised by shape": lambda p, g: p.detach().clone().fill_(1 / math.sqrt(p.shape[-1])).sum(),
+    "reshaped to its own shape": lambda p, g: p.reshape(p.shape).view(p.size()).view_as(g).norm(),
+    "flattened": lambda p, g: (p.reshape(-1) * g.flatten() + p.view(p.numel())).sum(),
+    "a full mask": lambda p, g: (g * _full(p).gt(0.2)).sum(),
+    "a full value added": lambda p, g: p.detach().clone().add_(_full(p), alpha=0.3).square().sum(),
+    "a full value copied": lambda p, g: p.detach().clone().copy_(_full(p)).square().sum(),
+    "a full value flattened": lambda p, g: (p.flatten() * _full(p).flatten()).sum(),
+    "a row broadcast": lambda p, g: (p * _full(p)[..., :1, :]).sum() if p.dim() > 1 else (p * _full(p)).sum(),
+    "a column broadcast": lambda p, g: (p / (1 + _full(p)[..., :1])).sum(),
+    "a full value written by it": lambda p, g: _full(p).copy_(p).mul_(_full(p)).sum(),
+    "a full average": lambda p, g: _full(p).lerp_(p.detach(), 0.1).square().sum(),
+    "full averages in lists": lambda p, g: _averaged([_full(p)], [p.detach()])[0].square().sum(),
+    "lists with full values": lambda p, g: torch._foreach_mul([g], [_full(p)])[0].sum(),
+    "new of its size": lambda p, g: [p.new_ones(p.shape).sum(), p.new_zeros(32).sum(), *p.new_ones(3).shape],
+    "where by a full mask": lambda p, g: torch.where(_full(p) > 0.5, p, -p).sum(),
+    "dot with a full value": lambda p, g: torch.dot(p.flatten(), _full(p).flatten()),
+    "equal to a full value": lambda p, g: [
+        float(torch.equal(_full(p), p)),
+        float(torch.allclose(_full(p).copy_(p), p)),
+    ],
+    "assigned a full gradient": lambda p, g: _assigned(p),
+    "a shallow copy": lambda p, g: copy.copy(p.detach()).sum() + copy.copy(p).norm(),
+    "pickled": lambda p, g: [(_full(p) * value).sum() for value in _pickled([p, g, p.detach().cpu().clone()])],
+    "formatted": lambda p, g: float(f"{p.sum():.3f}"),
 }
+
+
+def _full(param: Tensor) -> Tensor:
+    return torch.rand(param.shape, generator=torch.Generator().manual_seed(11))
+
+
+def _averaged(averages: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    torch._foreach_lerp_(averages, values, 0.2)
+    return averages
+
+
+def _assigned(param: Any) -> Tensor:
+    before, param.grad = param.grad, _full(param)
+    found, param.grad = param.grad.square().sum(), before
+    return found
+
+
+def _pickled(values: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"of": values}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["of"]
+    assert [type(value) for value in loaded] == [nn.Parameter, Tensor, Tensor]
+    return pickle.loads(pickle.dumps(loaded))
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "sum over a dimension": lambda p: p.sum(-1),
@@ -90,14 +143,16 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "einsum": lambda p: torch.einsum("ij->j", p),
     "transposed": lambda p: p.T,
     "another shape": lambda p: p.view(2, -1),
-    "of the whole's shape": lambda p: p.detach() + torch.ones(64, 64),
+    "of another parameter's shape": lambda p: p.detach() + torch.ones(64, 63),
+    "memory": lambda p: p.untyped_storage(),
+    "rows": lambda p: list(p),
     "a row": lambda p: p[0],
     "a slice": lambda p: p.data[:, :3].zero_(),
     "cat": lambda p: torch.cat([p.view(-1), p.view(-1)]),
     "numpy": lambda p: p.detach().numpy(),
-    "orthogonal": lambda p: nn.init.orthogonal_(p),
     "eye": lambda p: nn.init.eye_(p),
-    "data of another shape": lambda p: setattr(p, "data", torch.zeros(64, 64)),
+    "data of another shape": lambda p: setattr(p, "data", torch.zeros(64, 63)),
+    "a gradient of another shape": lambda p: setattr(p, "grad", torch.zeros(64, 63)),
     "data of another dtype": lambda p: setattr(p, "data", p.data.half()),
 }
 
@@ -178,22 +233,24 @@ def _edited() -> list[tuple[str, Tensor, Tensor]]:
         both("kaiming_uniform_", lambda p: init.kaiming_uniform_(p, a=5**0.5) if p.dim() > 1 else init.normal_(p))
         both("kaiming_normal_", lambda p: init.kaiming_normal_(p, mode="fan_out") if p.dim() > 1 else init.uniform_(p))
         both("trunc_normal_", lambda p: init.trunc_normal_(p, std=0.02))
+        both("orthogonal_", lambda p: nn.init.orthogonal_(p) if p.dim() > 1 else nn.init.ones_(p))
         both("constant_", lambda p: init.constant_(p, 2.5))
         both("data.normal_", lambda p: p.data.normal_(0, 0.3))
         both("data = ", lambda p: setattr(p, "data", p.data * 0.9 + 1))
         both("data[:] =", lambda p: p.data.__setitem__(slice(None), 0.25))
+        both("data = full", lambda p: setattr(p, "data", _full(p) - 0.5))
+        both("data[:] = full", lambda p: p.data.__setitem__(slice(None), _full(p)))
+        both("vector_to_parameters", lambda p: nn.utils.vector_to_parameters(_full(p).flatten() * 2, [p]))
         with torch.no_grad():
             both("add_", lambda p: p.add_(torch.randn_like(p), alpha=0.1))
             both("norm_clamp", lambda p: p.mul_(0.1 / p.norm()))
             both("a mask", lambda p: p.__setitem__(p > 0, 0.0))
-        file = io.BytesIO()
-        param = next(iter(model.parameters()))
-        torch.save([param, param.data], file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-        assert type(loaded[0]) is nn.Parameter
-        assert type(loaded[1]) is Tensor
-        assert torch.equal(loaded[0], engine.sharder.live[0].shard.view_as(loaded[0]))
+            both("a full mask", lambda p: p.__setitem__(_full(p) > 0.7, 0.5))
+            both("a full value", lambda p: p.mul_(_full(p)).add_(torch.ones(p.shape[-1:])))
+        for record in engine.sharder.live:
+            begin, end = record.layout.range_of(engine.rank)
+            assert torch.equal(record.param.to_local(), record.shard[: end - begin])
+            assert f"elements {begin} to {end} of {record.layout.numel}" in repr(record.param)
     return seen
 
 
@@ -202,3 +259,49 @@ def test_what_is_written_to_shards_is_what_a_plain_module_has(ranks: Ranks, worl
     for seen in ranks.run(world_size, _edited):
         for what, ours, expected in seen:
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7, msg=lambda m, w=what: f"{w}: {m}")
+
+
+class _Pairs(nn.Module):
+    """Parameters of one shape whose cuts differ: by memory order, and by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        conv = nn.Conv2d(3, 5, 3)
+        self.nhwc = copy.deepcopy(conv).to(memory_format=torch.channels_last)
+        self.nchw = conv
+        self.narrow = nn.Parameter(torch.randn(9, 7).bfloat16())
+        self.wide = nn.Parameter(torch.randn(9, 7))
+
+
+def _paired(of: _Pairs) -> list[Any]:
+    last, first = of.nhwc._parameters["weight"], of.nchw._parameters["weight"]
+    half, wide = of._parameters["narrow"], of._parameters["wide"]
+    with torch.no_grad():
+        first.data.lerp_(last.data * 1.5, 0.2)
+        torch._foreach_lerp_([last.data, wide.data], [first.data, half.data.float()], 0.3)
+        torch._foreach_add_([first.data], [_full(first).to(memory_format=torch.channels_last)])
+        half.copy_(wide)
+        wide.add_(half)
+        first.mul_(_full(last))
+        found = [(last - first).square().sum(), torch.maximum(first, last).sum(), (wide * half).sum()]
+        found += [torch.dot(first.reshape(-1), last.reshape(-1)), (last.flatten() * _full(last).flatten()).sum()]
+        found += [*last.stride(), float(last.is_contiguous(memory_format=torch.channels_last))]
+        found += [float(torch.equal(last, first)), float(torch.allclose(last, last * torch.ones_like(first)))]
+        return found
+
+
+def _between() -> list[tuple[str, Any, Any]]:
+    torch.manual_seed(2)
+    plain = _Pairs()
+    model = copy.deepcopy(plain)
+    with engine_for(model, EAGER):
+        found = [("numbers", _numbers(_paired(model)), _numbers(_paired(plain)))]
+        state, expected = model.state_dict(), plain.state_dict()
+        return found + [(key, state[key], expected[key].clone()) for key in expected]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_of_one_shape_work_together_however_they_are_cut(ranks: Ranks, world_size: int) -> None:
+    for found in ranks.run(world_size, _between):
+        for what, ours, expected in found:
+            assert_close_relative(ours, expected, 2e-6, 1e-6, what=what)
