@@ -72,10 +72,30 @@ void Edits::take_assigned(Tracked& weight) {
   }
 }
 
+at::Tensor Edits::own_part(const Tracked& weight) const {
+  const auto& record = context_.at(weight.index);
+  const auto width = record.shard_numel(), begin = std::min(context_.shard_number() * width, record.numel);
+  return weight.flat.narrow(0, begin, std::min(width, record.numel - begin));
+}
+
+// Versions do not count writes through `.data`, nor through a view whose base is gone; the mark on the memory
+// does, and is also taken away by some readers. Each rank compares its own elements: all ranks make equal edits.
+bool Edits::is_late(Tracked& weight) {
+  if (weight.edits_seen() != weight.edits)
+    return true;
+  if (compat::is_marked(weight.flat))
+    return false;
+  const auto now = own_part(weight);
+  if (!tensors::equal(now.view(at::kByte), weight.before.view(at::kByte)))
+    return true;
+  compat::mark(weight.flat);
+  return false;
+}
+
 void Edits::refuse_late() {
   for (auto it = outdated_.begin(); it != outdated_.end();) {
     const auto name = context_.at(it->index).name;
-    const bool late = it->edits_seen() != it->edits;
+    const bool late = is_late(*it);
     it = late || !it->held() ? outdated_.erase(it) : it + 1;
     TORCH_CHECK(!late, "lightning_zero: a tensor that was read from ", name,
                 " before an optimizer step, or before the parameter was loaded, was "
@@ -91,10 +111,9 @@ void Edits::change() {
 
 void Edits::copy(const Tracked& weight) {
   auto& record = context_.at(weight.index);
-  const auto width = record.shard_numel(), begin = context_.shard_number() * width;
-  const auto valid = std::clamp<int64_t>(record.numel - begin, 0, width);
-  if (valid > 0)
-    record.shard.narrow(0, 0, valid).copy_(weight.flat.narrow(0, begin, valid));
+  const auto own = own_part(weight);
+  if (own.numel() > 0)
+    record.shard.narrow(0, 0, own.numel()).copy_(own);
   record.compute_copy.written = record.full_precision_copy.written = {};
   if (record.compute_copy.by_steps)
     ++context_.told;
@@ -159,6 +178,8 @@ void Edits::sync(bool forget) {
     const bool held = it->held();
     if (held && (forget || !current)) {
       it->edits = it->edits_seen();
+      compat::mark(it->flat);
+      it->before = own_part(*it).clone();
       outdated_.push_back(std::move(*it));
     }
     it = (forget || !current || !held) ? tracked_.erase(it) : it + 1;

@@ -25,6 +25,7 @@ class Edits {
     // What code was given: views of `flat`, until somebody assigns other memory to one's `data`.
     std::vector<at::Tensor> given;
     uint64_t edits = 0;  // edits_seen() when its shard changed, after which edits come too late
+    at::Tensor before;   // this rank's elements at that time
     bool held();
     uint64_t edits_seen() const;
   };
@@ -53,6 +54,9 @@ class Edits {
  private:
   void take_assigned(Tracked& weight);
   void refuse_late();
+  // This rank's elements of it, without padding: a view.
+  at::Tensor own_part(const Tracked& weight) const;
+  bool is_late(Tracked& weight);
   bool is_edited(const Tracked& weight);
   void change();
   void copy(const Tracked& weight);

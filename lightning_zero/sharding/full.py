@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import plainly
-from lightning_zero.sharding.sight import Sight
 from lightning_zero.sharding.surgery import SHAPES
 
 if TYPE_CHECKING:
@@ -44,8 +43,7 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
         full = gather_full(record)
         grads[record.index] = record.param.grad
         record.param.grad = None
-        Sight.hide(record.param)
-        record.param.data = full
+        record.put_in_place(full)
         for owner, key in record.owners:
             owner.__dict__[SHAPES][key] = None
     try:

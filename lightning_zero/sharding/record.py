@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,6 +44,7 @@ class ShardedParameter:
         copied: by a module that may have been no more than a pattern.
         shown_gradient: the object that is ``param.grad`` once a backward has brought one.
         on_host: the shard as the host sees it, where it lies in the host's memory.
+        _aliases: tensors that shared the parameter's memory before it was sharded, see ``sharding/aliases.py``.
     """
 
     index: int
@@ -55,6 +57,7 @@ class ShardedParameter:
     copied: bool = False
     shown_gradient: Tensor | None = None
     on_host: Tensor | None = None
+    _aliases: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
 
     @property
     def shard(self) -> Tensor:
@@ -94,19 +97,36 @@ class ShardedParameter:
         """Points the visible parameter at the shard. It goes on counting the whole parameter's elements: that is what
         ``sum(p.numel() for p in model.parameters())`` and Lightning's model summary are for."""
         with plainly():
-            self.param.data = self.shard.view(self.layout.visible_shape)
+            for tensor in self._names():
+                tensor.data = self.shard.view(self.layout.visible_shape)
             self.sight.memory = self.shard.untyped_storage().data_ptr()
         self.param.__dict__["numel"] = self.param.__dict__["nelement"] = partial(int, self.layout.numel)
-        self.sight.show(self.param)
+        for tensor in self._names():
+            self.sight.show(tensor)
 
     def show_whole(self, value: Tensor) -> None:
         """Makes the visible parameter an ordinary one with this value."""
-        Sight.hide(self.param)
         if self.grad_over_copy:
-            self.param.grad, self.param.grad_dtype = None, value.dtype
-        self.param.data = value
+            with plainly():
+                self.param.grad, self.param.grad_dtype = None, value.dtype
+        self.put_in_place(value)
         for name in ("numel", "nelement"):
             self.param.__dict__.pop(name, None)
+
+    def put_in_place(self, full: Tensor) -> None:
+        """Point the parameter at its full value; gradients and counts of elements stay as they are."""
+        for tensor in self._names():
+            Sight.hide(tensor)
+        for tensor in self._names():
+            tensor.data = full
+
+    def add_alias(self, tensor: Tensor) -> None:
+        """Make a tensor of the parameter's former memory another name of it."""
+        self._aliases.append(weakref.ref(tensor))
+        self.show_shard()
+
+    def _names(self) -> list[Tensor]:
+        return [self.param, *(tensor for alias in self._aliases if (tensor := alias()) is not None)]
 
 
 class Records:

@@ -20,6 +20,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Lane
 from lightning_zero.sharding.access import ShardAccess
+from lightning_zero.sharding.aliases import Aliases, check_shared_memory
 from lightning_zero.sharding.away import Away
 from lightning_zero.sharding.checks import check_module, check_parameter, check_same_model
 from lightning_zero.sharding.layout import ShardLayout, memory_order
@@ -68,6 +69,7 @@ class Sharder:
         self.memory.over_copies = over_copies
         self.classes = ClassCache()
         self.view = self.classes.view
+        self._aliases = Aliases()
         self._materialiser = Materialiser(self.records, mesh.device)
         self._read: dict[tuple[int, str], ShardedParameter] = {}  # by a module's id and a parameter's name
 
@@ -111,6 +113,7 @@ class Sharder:
 
     def _cut(self, name: str, param: nn.Parameter) -> ShardedParameter:
         check_parameter(name, param)
+        noted = self._aliases.note(param)
         layout = ShardLayout.of(param.shape, param.dtype, self.mesh.holders.size, memory_order(param))
         if self.mesh.rank > 0 and layout.numel:
             # Values of this rank's own serve nobody, and would take as long to the device as rank 0's do.
@@ -120,7 +123,9 @@ class Sharder:
         if self.mesh.world_size > 1 and layout.numel:
             dist.broadcast(full, group=self.mesh.shard_group, group_src=0)
         shard = layout.part(layout.restored(full), self.mesh.shard_number)
-        return self._register(name, param, shard.view(-1), layout)
+        record = self._register(name, param, shard.view(-1), layout)
+        self._aliases.cut(noted, record)
+        return record
 
     def twin(self, record: ShardedParameter) -> ShardedParameter:
         """Another parameter, of the same values, that no module reads yet."""
@@ -163,6 +168,10 @@ class Sharder:
                 if param is not None and self.find(param) is None:
                     self.classes.check(module)
                     check_parameter(f"{name}.{key}" if name else key, param)
+        check_shared_memory(
+            {name: param for name, param in root.named_parameters() if self.find(param) is None},
+            dict(root.named_buffers()),
+        )
         for name, module in root.named_modules():
             for key, param in list(module._parameters.items()):
                 if param is not None:
@@ -178,6 +187,7 @@ class Sharder:
         for record in self.records:
             record.name = record.sight.name = names.get(id(record.param), record.name)
         self._lay_out()
+        self._aliases.resolve()
 
     def _move_buffers(self, module: nn.Module, name: str) -> None:
         for key, buffer in module._buffers.items():

@@ -124,6 +124,7 @@ def _pickled(values: Any) -> Any:
     assert [type(value) for value in loaded] == [nn.Parameter, Tensor, Tensor]
     return pickle.loads(pickle.dumps(loaded))
 
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "sum over a dimension": lambda p: p.sum(-1),
     "norm over a dimension": lambda p: p.norm(dim=1, keepdim=True),
