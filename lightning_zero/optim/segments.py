@@ -190,6 +190,7 @@ def cut(
     kinds: Mapping[int, int],
     mix_dimensions: bool,
     narrow: Mapping[int, tuple[str, ...]] | None = None,
+    apart: bool = False,
 ) -> list[Segment]:
     """Segments of the parameters in ``groups``, all of which have a gradient.
 
@@ -198,6 +199,7 @@ def cut(
         kinds: by index, a number for parameters with the same history; only those are joined.
         mix_dimensions: join parameters with different numbers of dimensions.
         narrow: by index, the names of the state that is kept in bfloat16.
+        apart: make a segment of each parameter.
     """
     names = narrow or {}
     segments: list[Segment] = []
@@ -205,7 +207,7 @@ def cut(
         run: list[ShardedParameter] = []
         for record in sorted(records, key=lambda record: record.shard.data_ptr()):
             alike = run and names.get(run[-1].index) == names.get(record.index)
-            if run and not (alike and _belongs(run[-1], record, kinds, mix_dimensions)):
+            if run and (apart or not alike or not _belongs(run[-1], record, kinds, mix_dimensions)):
                 segments.append(_segment(number, run, names))
                 run = []
             run.append(record)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_zero.sharding.layout import ShardLayout
     from lightning_zero.sharding.sight import Sight
 
-__all__ = ["plainly", "rule_of", "words"]
+__all__ = ["MEASURES", "measure", "plainly", "rule_of", "words"]
 
 Rule = Callable[[Any, Any, dict[str, Any]], Any]
 
@@ -42,7 +42,7 @@ _ADMINISTRATION = words(
     "requires_grad_ increment_version _has_compatible_shallow_copy_type _amp_foreach_non_finite_check_and_unscale_"
 )
 # What these say is of the full parameter, as a DTensor says it.
-_MEASURES: dict[str, Callable[..., Any]] = {
+MEASURES: dict[str, Callable[..., Any]] = {
     "shape": lambda layout, itemsize: layout.shape,
     "size": lambda layout, itemsize, dim=None: layout.shape if dim is None else layout.shape[dim],
     "dim": lambda layout, itemsize: len(layout.shape),
@@ -92,7 +92,7 @@ def rule_of(func: Any) -> Rule:
         return fills.fill
     if name in fills.LIKE:
         return fills.draw_like
-    if name in _MEASURES:
+    if name in MEASURES:
         return partial(_measure, name)
     if name in _ADMINISTRATION or name in _NEW:
         return _plain
@@ -122,7 +122,7 @@ def _property(attribute: str, access: str) -> Rule:
         return _data if access == "__get__" else _assign_data
     if attribute == "grad" and access == "__set__":
         return _assign_grad
-    if attribute in _MEASURES:
+    if attribute in MEASURES:
         return partial(_measure, attribute)
     return refuse if attribute in _TRANSPOSED else _plain
 
@@ -135,10 +135,14 @@ def _plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _measure(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if _caller().startswith(_COMPILERS):
         return _plain(func, args, kwargs)
-    layout = sight_of(args).layout
+    return measure(name, sight_of(args).layout, args, kwargs)
+
+
+def measure(name: str, layout: ShardLayout, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what a function or property of :data:`MEASURES`, called with a shard first, says of the full parameter."""
     rest = args[1:] if name in _WITH_ARGUMENTS else ()  # a property's getter is also given the class
     with plainly():
-        return _MEASURES[name](layout, args[0].element_size(), *rest, **kwargs)
+        return MEASURES[name](layout, args[0].element_size(), *rest, **kwargs)
 
 
 def _caller() -> str:

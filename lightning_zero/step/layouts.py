@@ -62,6 +62,12 @@ class StepLayouts:
         self._key = 0  # of the gradients that `last` is of
         self._values: list[Any] = []
         self._kinds: dict[int, int] = {}
+        self._apart = False
+
+    def step_apart(self, apart: bool) -> None:
+        """From the next step on, make each parameter a segment of its own, or join neighbours."""
+        if apart != self._apart:
+            self._apart, self._known = apart, None
 
     def current(self, own: Own) -> StepLayout:
         """Of the gradients that there are now."""
@@ -93,7 +99,9 @@ class StepLayouts:
         self._by_pattern = {pattern: other for pattern, other in self._by_pattern.items() if other is layout}
 
     def _what_changed(self, own: Own) -> str | None:
-        if self._known is None or _settings(own.groups) != self._known[0]:
+        if self._known is None:
+            return "its parameters are stepped one by one" if self._apart else "its parameters are stepped together"
+        if _settings(own.groups) != self._known[0]:
             return "its parameter groups or their settings changed"
         if own.state is not self._known[1] or not _same(_values(own.state), self._values):
             return "its state was loaded or replaced"
@@ -132,7 +140,7 @@ class StepLayouts:
         self._split_kinds({r.index for group in present for r in group}, own.state)
         narrow = narrow_names(self._optimizer, own.groups, self._sharder.find) if self._narrow else {}
         mix = StepKernel.covers(self._optimizer, own.groups)
-        segments = cut(present, self._kinds, mix_dimensions=mix, narrow=narrow)
+        segments = cut(present, self._kinds, mix_dimensions=mix, narrow=narrow, apart=self._apart)
         if self._host is not None:
             self._host.settle()
         moved = [segment.take_in(own.state, self._host) for segment in segments]

@@ -68,6 +68,8 @@ class OptimizerStepper:
         self._substitute = Substitute(optimizer)
         self._optimizer = optimizer
         self._watched = 0  # steps
+        self._watch: Watch | None = None
+        self._reads_shapes = False
         self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, narrow)
         self.why_eager = why_not_captured(optimizer, device, capture, emulate)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")
@@ -110,6 +112,7 @@ class OptimizerStepper:
 
         later: gradients may be scaled while they are used, which saves reading and writing them once more
         """
+        self._choose_layouts()
         own = self._substitute.own
         layout = self._layouts.current(own)
         squared = layout.sum_squares(captured=self._graphs)
@@ -159,6 +162,7 @@ class OptimizerStepper:
                 see what is the optimizer's own, and may change it; if anything raises before, nothing is stepped.
         """
         self.end()
+        self._choose_layouts()
         if inside:
             self._begin(skip)
             return
@@ -184,14 +188,22 @@ class OptimizerStepper:
         runner = self.runner = self._runner_of(layout, own)
         self._mark_written(layout, False)
         shown = runner.begin(layout, own, max_norm, skip)
-        self._substitute.show(shown, lambda own: runner.end(layout, own), self._watch(layout, shown))
+        self._substitute.show(shown, lambda own: runner.end(layout, own), self._watching(layout, shown))
 
-    def _watch(self, layout: StepLayout, shown: Shown) -> Watch | None:
-        """What the step runs in while it is not known to treat elements one by one."""
-        if not shown.groups or self._watched == WATCHED or not needs_watching(self._optimizer):
+    def _watching(self, layout: StepLayout, shown: Shown) -> Watch | None:
+        """Return the mode for a step that is not known to treat elements one by one."""
+        if not shown.groups or not needs_watching(self._optimizer):
             return None
         self._watched += 1
-        return Watch(self._optimizer, layout)
+        self._watch = Watch(self._optimizer, layout)
+        return self._watch
+
+    def _choose_layouts(self) -> None:
+        """Step each parameter by itself while the optimizer's code may ask for shapes."""
+        if self._watch is not None and self._watch.reads_shapes:
+            self._reads_shapes = True
+        watched = needs_watching(self._optimizer)
+        self._layouts.step_apart(watched and (self._reads_shapes or self._watched < WATCHED))
 
     @on_plain_tensors
     def end(self) -> bool:
