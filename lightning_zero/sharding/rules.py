@@ -133,8 +133,11 @@ def _plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _measure(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if _caller().startswith(_COMPILERS):
+    caller = _caller()
+    if caller.startswith(_COMPILERS):
         return _plain(func, args, kwargs)
+    if caller == "torch._functorch.vmap":  # which then takes the shard's memory, and asks nothing
+        refuse(torch.vmap, args, kwargs)
     return measure(name, sight_of(args).layout, args, kwargs)
 
 

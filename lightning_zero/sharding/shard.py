@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.compat.unasked import look_first
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
@@ -29,7 +30,7 @@ from lightning_zero.sharding.memory import ShardMemory
 from lightning_zero.sharding.operands import engine_is_gone
 from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
-from lightning_zero.sharding.sight import Sight
+from lightning_zero.sharding.sight import Sight, full_arguments
 from lightning_zero.sharding.surgery import ORDERS, SHAPES, ClassCache, is_sharded
 
 __all__ = ["Sharder"]
@@ -61,6 +62,7 @@ class Sharder:
         away: Away | None = None,
         over_copies: bool = False,
     ) -> None:
+        look_first(full_arguments)
         self.executor = executor
         self.access = ShardAccess(executor)
         self.mesh = mesh

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,13 +23,14 @@ from torch import Tensor, nn
 
 from lightning_zero.compat.tensors import rebuild_parameter
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.operands import gather_value
+from lightning_zero.sharding.operands import gather_value, is_shard, shards_in
+from lightning_zero.sharding.refusals import refuse_for
 from lightning_zero.sharding.rules import plainly, rule_of
 
 if TYPE_CHECKING:
     from lightning_zero.sharding.layout import ShardLayout
 
-__all__ = ["ShardParameter", "ShardTensor", "Sight"]
+__all__ = ["ShardParameter", "ShardTensor", "Sight", "full_arguments"]
 
 
 @dataclass(eq=False)
@@ -66,7 +68,9 @@ class Sight:
     def clear_padding(self, tensor: Tensor) -> None:
         """Padding is zero, whatever was written: norms over arenas count it."""
         begin, end = self.layout.range_of(self.number)
-        if end - begin < self.layout.shard_numel and tensor.grad_fn is None:
+        # A view that was made without gradients must not be asked for its function.
+        plain = not torch.is_grad_enabled() or tensor.grad_fn is None
+        if end - begin < self.layout.shard_numel and plain:
             with plainly(), torch.no_grad():
                 tensor.detach().view(-1)[end - begin :].zero_()
 
@@ -121,6 +125,9 @@ class _InSight:
         with plainly():
             return cast(Tensor, self).detach().as_subclass(Tensor).reshape(-1)[: end - begin].clone()
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # asks no __torch_function__
+        return refuse_for(Tensor.set_, self._zero_sight)
+
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,3 +168,20 @@ class ShardParameter(_InSight, nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the full value as an ``nn.Parameter``. Collective."""
         return rebuild_parameter, (gather_value(self), self.requires_grad, OrderedDict())
+
+
+def full_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a function that takes a tensor's memory as it is. Collective where a shard is copied.
+
+    Raises:
+        UnsupportedError: a shard among them, of which the function would make an alias.
+    """
+    # Elements of a list that torch.tensor() reads are asked for their numbers.
+    shards = shards_in(args if name == "_broadcast_coalesced" else [v for v in args if isinstance(v, Tensor)])
+    first = next(shards, None)
+    if first is None:
+        return args
+    if name == "tensor":
+        return tuple(gather_value(value) if is_shard(value) else value for value in args)
+    function = {"_wrap_tensor_for_grad": "torch.func.grad()"}.get(name, name)
+    return refuse_for(SimpleNamespace(__name__=function), first.__dict__["_zero_sight"])
