@@ -16,19 +16,22 @@ import torch.distributed
 import torch.jit._builtins
 import torch.utils._device
 
-__all__ = ["look_first"]
+__all__ = ["BROADCAST", "TENSOR", "look_first"]
 
 Look = Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
 
+TENSOR, BROADCAST = "torch.tensor", "_broadcast_coalesced"
+
+# What is replaced, and its name for users.
 _REPLACED = [
     # Copies a tensor, with a warning that says to use clone(). (torch 2.11+)
-    (torch, "tensor"),
-    (torch, "as_tensor"),
-    (torch, "asarray"),
+    (torch, "tensor", TENSOR),
+    (torch, "as_tensor", "torch.as_tensor"),
+    (torch, "asarray", "torch.asarray"),
     # Broadcasts a list of tensors, which DDP uses. (torch 2.11+)
-    (torch.distributed, "_broadcast_coalesced"),
+    (torch.distributed, "_broadcast_coalesced", BROADCAST),
     # Makes the variables that torch.func.grad and its like differentiate for. (torch 2.11+)
-    (torch._functorch.eager_transforms, "_wrap_tensor_for_grad"),
+    (torch._functorch.eager_transforms, "_wrap_tensor_for_grad", "torch.func.grad"),
 ]
 
 
@@ -41,9 +44,8 @@ def look_first(look: Look) -> None:
         return
     # Lists torch.tensor as it is when first asked: what torch.device contexts apply to. (torch 2.11+)
     torch.utils._device._device_constructors()
-    for module, name in _REPLACED:
-        function = getattr(module, name)
-        setattr(module, name, _looking(function, name, look))
+    for module, name, shown in _REPLACED:
+        setattr(module, name, _looking(getattr(module, name), shown, look))
     # TorchScript knows functions by their ids. (torch 2.11+)
     torch.jit._builtins._register_builtin(torch.tensor, "aten::tensor")
 

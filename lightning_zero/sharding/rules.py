@@ -74,7 +74,8 @@ _OPERATORS = frozenset(
 ) | frozenset(f"__{name}__" for name in words("neg pos abs invert eq ne lt le gt ge"))
 # Compilers see shards as they are in memory.
 _COMPILERS = ("torch._dynamo.", "torch._subclasses.", "torch._functorch._aot_autograd.", "torch._inductor.")
-_DISABLING = "torch._dynamo.eval_frame"  # where calls of what torch.compiler.disable has decorated pass
+# Where a call of torch passes: what torch.compiler.disable has decorated, and what finds a __torch_function__.
+_BETWEEN = ("torch._dynamo.eval_frame", "torch.overrides", "torch._tensor")
 _TRANSPOSED = frozenset(["T", "mT", "H", "mH"])
 
 
@@ -151,9 +152,9 @@ def measure(name: str, layout: ShardLayout, args: Any, kwargs: dict[str, Any]) -
 def _caller() -> str:
     """Return the name of the module whose code called torch."""
     frame: FrameType | None = sys._getframe(3)
-    # Modes (a torch.device context) may be in between.
+    # Modes (a torch.device context) may be in between, and methods that torch writes in Python.
     while frame is not None and (
-        frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__", "") == _DISABLING
+        frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__", "") in _BETWEEN
     ):
         frame = frame.f_back
     return "" if frame is None else frame.f_globals.get("__name__", "")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.compat.tensors import rebuild_parameter
+from lightning_zero.compat.unasked import BROADCAST, TENSOR
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.operands import gather_value, is_shard, shards_in
 from lightning_zero.sharding.refusals import refuse_for
@@ -177,11 +178,10 @@ def full_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         UnsupportedError: a shard among them, of which the function would make an alias.
     """
     # Elements of a list that torch.tensor() reads are asked for their numbers.
-    shards = shards_in(args if name == "_broadcast_coalesced" else [v for v in args if isinstance(v, Tensor)])
+    shards = shards_in(args if name == BROADCAST else [v for v in args if isinstance(v, Tensor)])
     first = next(shards, None)
     if first is None:
         return args
-    if name == "tensor":
+    if name == TENSOR:
         return tuple(gather_value(value) if is_shard(value) else value for value in args)
-    function = {"_wrap_tensor_for_grad": "torch.func.grad()"}.get(name, name)
-    return refuse_for(SimpleNamespace(__name__=function), first.__dict__["_zero_sight"])
+    return refuse_for(SimpleNamespace(__name__=name), first.__dict__["_zero_sight"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
@@ -21,7 +22,7 @@ from lightning_zero.sharding.rules import MEASURES, measure, words
 from lightning_zero.step.layout import StepLayout
 
 if TYPE_CHECKING:
-    from lightning_zero.sharding.layout import ShardLayout
+    from lightning_zero.optim.segments import Segment
 
 __all__ = ["WATCHED", "Watch", "needs_watching"]
 
@@ -55,8 +56,15 @@ class Watch(TorchFunctionMode):
     def __init__(self, optimizer: torch.optim.Optimizer, layout: StepLayout) -> None:
         super().__init__()
         self._optimizer = type(optimizer).__name__
-        self._segments = layout.segments
-        self._least = min((segment.param.numel() for segment in layout.segments), default=0)
+        self._by_address = {
+            tensor.data_ptr(): segment
+            for segment in layout.segments
+            for tensor in (segment.param, segment.grad, *segment.state.values())
+            if isinstance(tensor, Tensor)
+        }
+        self._made: Any = WeakTensorKeyDictionary()  # the segments that results were computed of, elementwise
+        self._sizes = {segment.param.numel() for segment in layout.segments}
+        self._least = min(self._sizes, default=0)
         self.reads_shapes = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -72,7 +80,9 @@ class Watch(TorchFunctionMode):
         if together and not is_of_two(name, args, kwargs) and any(map(self._is_piece, tree_leaves((args, kwargs)))):
             self._refuse(f"takes {name} of a parameter, a gradient or state")
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._note(result, args)
+            return result
         except RuntimeError as error:
             if any(map(self._is_piece, tree_leaves((args, kwargs)))):
                 error.add_note(
@@ -81,18 +91,30 @@ class Watch(TorchFunctionMode):
                 )
             raise
 
+    def _note(self, result: Any, args: Any) -> None:
+        """Remember of which segments results are, by the first argument, or by position in its list."""
+        pairs = zip(result, args[0], strict=False) if isinstance(result, list | tuple) else [(result, *args[:1])]
+        for made, *of in pairs if args else ():
+            segment = self._segment(of[0]) if of else None
+            if segment is not None and isinstance(made, Tensor) and made.numel() == segment.param.numel():
+                self._made[made] = segment
+
+    def _segment(self, value: Any) -> Segment | None:
+        if not isinstance(value, Tensor) or "_zero_sight" in value.__dict__:
+            return None
+        return self._by_address.get(value.data_ptr()) or self._made.get(value)
+
     def _measured(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        piece = args[0]
-        alike = [s for s in self._segments if s.param.numel() == piece.numel()]
-        own = [s for s in alike if piece.data_ptr() in (s.param.data_ptr(), s.grad.data_ptr())] or alike
-        layouts = {(s.members[0].layout if len(s.members) == 1 else None) for s in own}
-        layout: ShardLayout | None = layouts.pop() if len(layouts) == 1 else None
-        if name in ("dim", "ndim", "ndimension") and layout is None:
-            return func(*args, **kwargs)  # parameters with different numbers of dimensions are not stepped together
+        segment = self._segment(args[0])
+        alone = segment is not None and len(segment.members) == 1
+        if segment is None and args[0].numel() not in self._sizes:  # of the optimizer's own
+            return func(*args, **kwargs)
+        if name in ("dim", "ndim", "ndimension") and not alone:
+            return func(*args, **kwargs)  # parameters that are stepped together have as many
         self.reads_shapes = True
-        if layout is None and own:
-            self._refuse(f"asks for the {name} of a parameter, a gradient or state")
-        return func(*args, **kwargs) if layout is None else measure(name, layout, args, kwargs)
+        if segment is not None and alone:
+            return measure(name, segment.members[0].layout, args, kwargs)
+        return self._refuse(f"asks for the {name} of a parameter, a gradient or state")
 
     def _is_piece(self, value: Any) -> bool:
         # Of the module's own parameters, which are in sight, all ranks take norms together.
