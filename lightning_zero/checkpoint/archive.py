@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -23,18 +23,12 @@ __all__ = ["check_archive", "check_opened", "write_archive"]
 BLOCK = 4 << 20  # bytes
 
 
-def write_archive(
-    value: Any,
-    path: Path,
-    save: Callable[[Any, BinaryIO], None] = torch.save,  # type: ignore[assignment]
-    wrote: Callable[[int], None] = lambda count: None,
-) -> None:
+def write_archive(value: Any, path: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
     """Saves ``value`` at ``path``, in place of what stands there: a file, a link or a folder.
 
     Args:
         value: what ``torch.save`` takes.
         path: on a file system of this host, or one that it mounts.
-        save: writes it into an open file.
         wrote: is told, from another thread, how many bytes more are written.
 
     Raises:
@@ -49,7 +43,7 @@ def write_archive(
     held = os.dup(file.fileno())  # nothing else is known by its number meanwhile
     try:
         with WrittenBehind(file, lasting(value), wrote) as behind:
-            save(value, behind)  # type: ignore[arg-type]
+            torch.save(value, behind)  # type: ignore[arg-type]
         if not _is_still(work, held):
             raise CheckpointError(
                 f"another save to {path} has begun meanwhile, and removed what was written. What stood there is still "

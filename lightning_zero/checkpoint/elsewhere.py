@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -27,28 +27,22 @@ __all__ = ["write_elsewhere"]
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "tos"}
 
 
-def write_elsewhere(
-    value: Any,
-    url: str,
-    save: Callable[[Any, BinaryIO], None] = torch.save,  # type: ignore[assignment]
-    wrote: Callable[[int], None] = lambda count: None,
-) -> None:
+def write_elsewhere(value: Any, url: str, wrote: Callable[[int], None] = lambda count: None) -> None:
     """Saves ``value`` there, in place of what stands there. Where this fails, that stays.
 
     Args:
         value: what ``torch.save`` takes.
         url: as fsspec takes it.
-        save: writes it into an open file.
         wrote: is told how many bytes more are written; of none, from another thread, while others' code takes them on.
 
     Raises:
         CheckpointError: a folder of something else stands there.
     """
     with Unseen(lambda count: wrote(0)):
-        _write(value, url, save, wrote)
+        _write(value, url, wrote)
 
 
-def _write(value: Any, url: str, save: Callable[[Any, BinaryIO], None], wrote: Callable[[int], None]) -> None:
+def _write(value: Any, url: str, wrote: Callable[[int], None]) -> None:
     # An object of its own: in a transaction all that anybody opens on it is held back, and loggers write, too.
     fs, place = located(url, skip_instance_cache=True)
     place = place.rstrip("/")
@@ -62,7 +56,7 @@ def _write(value: Any, url: str, save: Callable[[Any, BinaryIO], None], wrote: C
         fs.makedirs(parent, exist_ok=True)
     try:
         with fs.transaction if stores else nullcontext(), HashedFile(fs.open(work, "wb"), wrote) as file:
-            save(value, file)  # type: ignore[arg-type]
+            torch.save(value, file)  # type: ignore[arg-type]
         if before and stores:
             remove_within(fs, place)  # the new one stands beside it, under the same name
         elif before:

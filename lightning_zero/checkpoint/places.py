@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 INCOMPLETE = ".incomplete"  # what is written
+COPIED_AT_ONCE = 16 << 20  # bytes of a copy that are in memory at a time
 LONGEST, SOME = 255, 40  # bytes of a name, and characters of one, each up to four bytes
 REPLACED = ".replaced"  # what stood there before, where one rename cannot put something else in its place
 
@@ -42,22 +43,21 @@ def put_in_place(work: Path, path: Path) -> None:
     """Puts the finished file or folder ``work`` at ``path``, and removes what stood there afterwards, whatever it was.
     Its contents must be on the disk already; its name is when this returns. Where this fails, all is as before."""
     if not os.path.lexists(path):
-        os.rename(work, path)
-        _sync_or(lambda: os.rename(path, work), path.parent)
+        _move(work, path)
+        _sync_or(lambda: _move(path, work), path.parent)
     elif exchange(work, path):
         _sync_or(lambda: exchange(work, path), path.parent)
         _remove_at_last(work)
-    elif not any(_is_folder(one) for one in (work, path)):
-        os.replace(work, path)
+    elif not any(_is_folder(one) for one in (work, path)) and _replace(work, path):
         sync_folder(path.parent)
     else:
         old = beside(path, REPLACED)
         remove(old)
-        os.rename(path, old)
+        _move(path, old)
         try:
-            os.rename(work, path)
+            _move(work, path)
         except OSError:
-            os.rename(old, path)
+            _move(old, path)
             raise
         sync_folder(path.parent)
         _remove_at_last(old)
@@ -68,7 +68,7 @@ def bring_back(path: Path) -> None:
     after them, what was replaced is removed."""
     old = beside(path, REPLACED)
     if standing(path) == old:
-        os.rename(old, path)
+        _move(old, path)
     else:
         remove(old)
 
@@ -94,6 +94,54 @@ def _remove_at_last(path: Path) -> None:
         remove(path)
 
 
+def _replace(one: Path, other: Path) -> bool:
+    """Rename ``one`` to ``other``, a file that exists; return False if the file system answers EXDEV."""
+    try:
+        os.replace(one, other)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return False
+    return True
+
+
+def _move(one: Path, other: Path) -> None:
+    """Rename a file or a folder to ``other``, where nothing exists; copy it if the file system answers EXDEV.
+
+    Union and overlay file systems answer EXDEV inside one folder, too: for a folder of a lower layer, for example.
+    ``one`` is removed after its copy is on the disk. If copying fails, ``one`` is unchanged and ``other`` is removed.
+    """
+    try:
+        os.rename(one, other)
+        return
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+    try:
+        _copy(one, other)
+    except BaseException:
+        with suppress(OSError):  # the first error has the cause
+            remove(other)
+        raise
+    remove(one)
+
+
+def _copy(one: Path, other: Path) -> None:
+    """Copy a file, a link or a folder, and wait until the copy is on the disk."""
+    if _is_folder(one):
+        other.mkdir()
+        for entry in os.scandir(one):
+            _copy(Path(entry.path), other / entry.name)
+        sync_folder(other)
+    elif one.is_symlink():
+        other.symlink_to(os.readlink(one))
+    else:
+        with open(one, "rb") as given, open(other, "xb") as copy:
+            shutil.copyfileobj(given, copy, COPIED_AT_ONCE)
+            copy.flush()
+            os.fsync(copy.fileno())
+
+
 def exchange(one: Path, other: Path) -> bool:
     """Lets two names of a file system change places at once; False where the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -103,7 +151,7 @@ def exchange(one: Path, other: Path) -> bool:
     if rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0:
         return True
     number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV):
         return False
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ class Compiler:
             last = self.last_weight is not None and last_read(module, inputs) is self.last_weight
             unfinished = self.notes.unfinished
             unfinished.finish()  # of one that Dynamo threw away
-            begun = time.monotonic()
+            begun = monotonic()
             lowered = Lowered(self.notes.called or "a module", self._listener)
             self._listener.compiling(self._describe(names), True, 0.0)
             if (why := why_again()) is not None:
@@ -171,9 +171,9 @@ class Compiler:
                 with functorch_config.patch(settings), sparing(not self.notes.keeps_graphs), rest:
                     compiled = self._outlined(partial(inner, last, lowered), module, inputs, **kwargs)
             except BaseException:
-                lowered.end(time.monotonic() - begun)
+                lowered.end(monotonic() - begun)
                 raise
-            unfinished.add(rest, time.monotonic() - begun, lowered.end)
+            unfinished.add(rest, monotonic() - begun, lowered.end)
             return _plain(compiled if communicates else self._wrap(compiled), unfinished)
 
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
@@ -232,19 +232,19 @@ class Compiler:
         return forward, backward
 
     def _charted(self, module: GraphModule, inputs: Any, outputs: int, settings: dict[str, Any]) -> tuple[Point, ...]:
-        begun = time.monotonic()
+        begun = monotonic()
         points = chart(module, inputs, outputs, self._context, **settings)
-        self._listener.spend("chart", time.monotonic() - begun)
+        self._listener.spend("chart", monotonic() - begun)
         return points
 
     def _rewrite(self, graph: Graph) -> Graph:
-        begun = time.monotonic()
+        begun = monotonic()
         self._listener.graph("before", graph)
         watch = self._listener.pass_ran if self._listener.wants_passes else None
         # Ours are checked one by one in tests; users' passes, and whatever somebody debugs, here.
         graph = run_passes(graph, self.passes(), watch, check_each=watch is not None or self._selection.has_own)
         self._listener.graph("after", graph)
-        self._listener.spend("passes", time.monotonic() - begun)
+        self._listener.spend("passes", monotonic() - begun)
         return graph
 
     def _inductor(
@@ -283,7 +283,7 @@ class Compiler:
         settle_strides(module.graph, inputs)  # first: our passes are right about the many views that they make
         self._rewrite(module.graph)
         steps = cut(module.graph)
-        begun, known = time.monotonic(), self._pieces.compiled
+        begun, known = monotonic(), self._pieces.compiled
         try:
             program = None if steps is None else lower(module, self._pieces, kernels, steps, **settings)
         except DifferentStrides as error:
@@ -299,7 +299,7 @@ class Compiler:
             len(module.graph.nodes),
             program.calls,
             self._pieces.compiled - known,
-            time.monotonic() - begun,
+            monotonic() - begun,
         )
         return program
 

@@ -13,8 +13,8 @@ the device would soon be full, and before an optimizer steps memory is given bac
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
+from time import perf_counter
 
 from lightning_zero.offload.saved import SavedOnHost
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, limit_of
@@ -107,7 +107,7 @@ class FirstStep:
         """Before its forward, within what the option ``memory`` says."""
         self._gauge.start(anew=True)
         self._stepped = False
-        self._begun = time.perf_counter()
+        self._begun = perf_counter()
         room = _Room(self._gauge, memory)
         self._limit, self.before, self.saves = room.limit, room.before, self._saves(room)
 
@@ -149,7 +149,7 @@ class FirstStep:
 
     def end(self) -> Shown:
         """Before anything else is trained: what it has taken. Peaks count anew."""
-        seconds, saves = time.perf_counter() - self._begun, self.saves
+        seconds, saves = perf_counter() - self._begun, self.saves
         assert saves is not None
         self.saves = None
         now = self._gauge.read()

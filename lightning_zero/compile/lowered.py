@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 
 from torch.fx import Graph
 
@@ -37,13 +37,13 @@ class Lowered:
     @contextmanager
     def of(self, graph: Graph) -> Iterator[None]:
         """Surrounds what is done to a graph after partitioning."""
-        kind, begun = kind_of(graph), time.monotonic()
+        kind, begun = kind_of(graph), monotonic()
         if self.over:  # nobody else says that this takes long
             self._listener.compiling(f"the {kind} of {self._called} for training", True, 0.0)
         try:
             yield
         finally:
-            seconds = time.monotonic() - begun
+            seconds = monotonic() - begun
             self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
             if self.over:
                 self._listener.compiling("", False, seconds)

@@ -5,10 +5,10 @@ compile, and to keep them for later trainings. Dynamo makes its guards in the me
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from threading import RLock
+from time import monotonic
 from typing import Any
 
 from lightning_zero.compat.compiler import functorch_config
@@ -71,7 +71,7 @@ class Unfinished:
         with self._lock:
             while self._left:
                 rest, seconds, end = self._left[0]
-                begun = time.monotonic()
+                begun = monotonic()
                 try:
                     rest()
                 except BaseException:
@@ -81,7 +81,7 @@ class Unfinished:
                     self._left.pop(0)
                 finally:
                     if end is not None:
-                        end(seconds + time.monotonic() - begun)
+                        end(seconds + monotonic() - begun)
 
     def finish_behind(self, failure: BaseException | None) -> None:
         """Where nobody may have called them: Dynamo has failed behind the backend, and this rank is busy until then.

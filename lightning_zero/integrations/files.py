@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from zipfile import is_zipfile
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from typing_extensions import override
@@ -34,7 +35,7 @@ from lightning_zero.compat.lightning_private import WrappingCheckpointIO
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.mapped import take_small
 
-__all__ = ["BackgroundFileIO", "FileIO", "load_file", "named", "naming", "told_by", "told_for"]
+__all__ = ["BackgroundFileIO", "FileIO", "check_storage_options", "load_file", "named", "naming", "told_by", "told_for"]
 
 COPIES = ("state_dict", "optimizer_states")
 CUT = (*COPIES, "current_model_state")  # of a Trainer's: ranks take parts; the last is of Lightning's averages
@@ -56,8 +57,7 @@ class FileIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)  # which says why not
+        check_storage_options(self, storage_options)
         with _told(self, f"Saving {path}", "written", bytes_of(checkpoint, rank=0)) as wrote:
             _write(checkpoint, path, wrote)
 
@@ -78,24 +78,30 @@ class BackgroundFileIO(FileIO):
     _bytes = _written = _moves = 0  # of it
 
     def __init__(self) -> None:
+        self._inner = FileIO()
+        self._inner.telling = lambda *about: nullcontext(self._wrote)  # type: ignore[assignment, return-value]
         self._thread: ThreadPoolExecutor | None = None
         self._saving: Future[None] | None = None
 
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Return the CheckpointIO that writes and removes files, as ``AsyncCheckpointIO.checkpoint_io`` does."""
+        return self._inner
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        check_storage_options(self, storage_options)
         self.finish()
         path = self.path = full_path(path)  # this process may go elsewhere before it is written
         # Whole values are copies already, which nobody else has; the rest may change while it is written.
         taken = {key: value if key in COPIES else _copied(value) for key, value in checkpoint.items()}
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "lightning_zero-checkpoint")
-        if storage_options is not None:
-            super().save_checkpoint(taken, path, storage_options)  # which says why not
         self._bytes, self._written = bytes_of(taken, rank=0), 0
         self._saving = self._thread.submit(self._save, taken, path)
 
     def _save(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        _write(checkpoint, path, self._wrote)
+        self._inner.save_checkpoint(checkpoint, path)
 
     def _wrote(self, count: int) -> None:
         if count:  # in one thread; that it goes on, another one says, too
@@ -109,7 +115,7 @@ class BackgroundFileIO(FileIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        remove = super().remove_checkpoint
+        remove = self._inner.remove_checkpoint
         path = full_path(path)
         if self._saving is None:
             remove(path)
@@ -148,6 +154,29 @@ class BackgroundFileIO(FileIO):
         if thread is not None:
             thread.shutdown()
         self.finish()
+
+
+def check_storage_options(io: CheckpointIO, storage_options: Any | None, sharded: bool = False) -> None:
+    """Raise Lightning's error if ``io`` takes no ``storage_options``. Call it on every rank, before a collective.
+
+    Args:
+        io: the strategy's. One of a user, which may take them, passes.
+        storage_options: as in ``Trainer.save_checkpoint``.
+        sharded: the checkpoint is sharded, and no CheckpointIO writes it.
+
+    Raises:
+        TypeError: ``io`` is ours or Lightning's default.
+        MisconfigurationException: the checkpoint is sharded.
+    """
+    if storage_options is None:
+        return
+    if sharded:
+        raise MisconfigurationException(
+            "storage_options are for a CheckpointIO, which sharded checkpoints do not go through. Leave them out, "
+            "or save with state_dict_type='full'."
+        )
+    if type(io) in (FileIO, BackgroundFileIO, TorchCheckpointIO):
+        TorchCheckpointIO.save_checkpoint(cast("TorchCheckpointIO", io), {}, "", storage_options=storage_options)
 
 
 def load_file(

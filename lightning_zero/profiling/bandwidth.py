@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -94,11 +94,11 @@ def measure(
         share = -(-size // (4 * world_size))
         whole = torch.zeros(share * world_size, device=device)
         mine = torch.zeros(share, device=device)
-        begun = time.perf_counter()
+        begun = perf_counter()
         gather = _fastest(partial(all_gather, whole, mine, group=group), device, repetitions)
         reduce = _fastest(partial(reduce_scatter, mine, whole, group=group), device, repetitions)
         # The ranks agree on the time spent too: all must stop at the same size.
-        agreed = torch.tensor([gather, reduce, time.perf_counter() - begun], dtype=torch.float64, device=device)
+        agreed = torch.tensor([gather, reduce, perf_counter() - begun], dtype=torch.float64, device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
         gather, reduce, took = agreed.tolist()
         measured.append((whole.nbytes, gather, reduce))
@@ -115,11 +115,11 @@ def measure(
 def _fastest(work: Callable[[], object], device: torch.device, repetitions: int) -> float:
     seconds = []
     for _ in range(repetitions + 1):
-        begun = time.perf_counter()
+        begun = perf_counter()
         work()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(perf_counter() - begun)
     return max(min(seconds[1:]), 1e-9)  # the first one sets up connections
 
 

@@ -13,10 +13,10 @@ step's time to the percent.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -307,11 +307,11 @@ def _measure(device: torch.device) -> DeviceSpeed:
 def _time(work: Callable[[], object], device: torch.device, repetitions: int) -> float:
     seconds = []
     for _ in range(4):  # the first time, libraries load; later ones, something else may be running
-        begun = time.perf_counter()
+        begun = perf_counter()
         for _ in range(repetitions):
             work()
         _finish(device)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(perf_counter() - begun)
     return max(min(seconds), 1e-9) / repetitions
 
 

@@ -7,9 +7,9 @@ be the same in a graph that comes out of a cache which an earlier run filled, wi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -114,10 +114,10 @@ def _gathers(group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int
         seconds = []
         for _ in range(REPETITIONS + (number == 0)):  # the very first one sets up connections
             _finish(device)
-            begun = time.perf_counter()
+            begun = perf_counter()
             gather(whole[: share * group.size()], mine, group=group)
             _finish(device)
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(perf_counter() - begun)
         samples.append((share * group.size(), max(min(seconds), 1e-9)))
     return tuple(samples)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ class Moments:
 
     def now(self) -> Any:
         if self._device.type == "cpu":
-            return time.perf_counter()
+            return perf_counter()
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event

@@ -237,6 +237,26 @@ def a_closure_with_a_scaler() -> None:
         optimizer.step(lambda: torch.zeros(()))
 
 
+# -- saving
+
+
+def _save_with_options(kind: str) -> None:
+    fabric = make_fabric("eager", state_dict_type=kind)
+    model, _ = set_up(fabric, network())
+    with closing(model):
+        fabric.strategy.save_checkpoint("x.ckpt", {"model": model}, storage_options={"key": 1})
+
+
+@wrong(r"TypeError: `Trainer\.save_checkpoint\(.*`storage_options` arg is not supported for `FileIO`.*your custom")
+def storage_options_for_a_file() -> None:
+    _save_with_options("full")
+
+
+@wrong(r"MisconfigurationException: storage_options are for a CheckpointIO.*save with state_dict_type='full'")
+def storage_options_for_a_folder() -> None:
+    _save_with_options("sharded")
+
+
 def collect() -> dict[str, str]:
     return WRONG.messages()
 

@@ -1,7 +1,9 @@
 """Callbacks that stop, save and measure do it as under DDP."""
 
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -108,6 +110,23 @@ def test_throughput_is_measured_over_the_same_samples(ranks: Ranks) -> None:
         assert counted[: len(ours)] == counted[len(ours) :]
         if rank == 0:
             assert any(key.endswith("samples_per_sec") for _, line in ours for key in line)
+
+
+def _clocked(*kinds: str) -> dict[str, Any]:
+    """Throughput by a clock that advances by one second whenever somebody reads it as ``time.perf_counter()``."""
+    found = {}
+    for kind in kinds:
+        with patch("time.perf_counter", side_effect=itertools.count()):
+            found[kind] = _measured(kind)
+    return found
+
+
+def test_throughput_is_measured_by_a_clock_that_nobody_else_reads(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, _clocked, "single", "eager", "compiled, captured")
+    times = {kind: [line[key] for _, line in lines for key in line if "/time" in key] for kind, lines in found.items()}
+    assert len(times["single"]) == 6
+    assert times["eager"] == times["single"]
+    assert times["compiled, captured"] == times["single"]
 
 
 class Stops(pl.Callback):

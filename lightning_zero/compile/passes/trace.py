@@ -6,10 +6,10 @@ Texts and numbers only: a graph that is kept keeps its compilation alive.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import unified_diff
+from time import perf_counter
 
 from torch.fx import Graph
 
@@ -48,9 +48,9 @@ class PassTrace:
 def traced(graph: Graph, name: str, apply: Callable[[Graph], Graph]) -> tuple[Graph, PassTrace]:
     """Applies the pass of that name: the graph that it returns, and what it did."""
     before = dict(node_lines(graph))
-    begun = time.perf_counter()
+    begun = perf_counter()
     graph = apply(graph)
-    milliseconds = (time.perf_counter() - begun) * 1e3
+    milliseconds = (perf_counter() - begun) * 1e3
     after = dict(node_lines(graph))
     lines = list(
         unified_diff(

@@ -22,7 +22,14 @@ from lightning_zero.compat.lightning_private import convert_state
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.fabric.module import unwrapped
-from lightning_zero.integrations.files import BackgroundFileIO, FileIO, load_file, told_by, told_for
+from lightning_zero.integrations.files import (
+    BackgroundFileIO,
+    FileIO,
+    check_storage_options,
+    load_file,
+    told_by,
+    told_for,
+)
 from lightning_zero.integrations.folders import parted, read_together, read_whole
 
 __all__ = ["Saving"]
@@ -118,6 +125,8 @@ class Saving(ParallelStrategy):
         Raises:
             CheckpointError: on every rank, when it could not be written; what stood there is still there.
         """
+        sharded = self._engine is not None and self._sharded
+        check_storage_options(self.checkpoint_io, storage_options, sharded)
         if isinstance(self._checkpoint_io, BackgroundFileIO) and self._engine is not None:
             together = self._engine.checkpoints.together
             with self._telling(), together.busy("waits until the file before is written"):
@@ -128,7 +137,7 @@ class Saving(ParallelStrategy):
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         checkpoints = self._engine.checkpoints
-        if self._sharded:
+        if sharded:
             checkpoints.save(path, *parted(checkpoint), background=self._options.async_save)
             return
         with self._telling():
