@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from lightning_zero.checkpoint.sharded.writing import packed
 from lightning_zero.checkpoint.telling import Show, Telling, TellingFor, untold
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.checkpoint.unseen import Unseen
+from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import CheckpointError
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.sharding.record import ShardedParameter
@@ -245,8 +245,8 @@ class Checkpoints:
         keep once they have stepped. Harmless when repeated."""
         if self.saver.prepared:
             return
-        kept = chain.from_iterable(entries.values() for o in optimizers for entries in o.state.values())
         held = [record.shard for record in self._sharder.live]
+        kept = tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
         held += [value for value in kept if isinstance(value, Tensor)]
         self.saver.prepare(sum(value.nbytes for value in held) + ROOM)
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value
+from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value, nested
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.checkpoint.telling import Telling, untold
+from lightning_zero.compat.tensors import tree_map_only
 from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.on_host import on_host
 from lightning_zero.sharding.record import ShardedParameter
@@ -71,16 +72,20 @@ def optimizer_state(
     found = OptimizerInventory(optimizer, sharder).held(packed)
     with (telling or untold)(sum(map(_whole_bytes, chain.from_iterable(found.values())))) as gathered:
         for number, entries in found.items():
-            kept: dict[str, Any] = {}
+            kept: list[Any] = []
             for entry in entries:
                 whole = gather_value(entry.value, entry.record, sharder.mesh)  # one at a time
                 if rank == 0:
                     # A copy: a file would hold the padding, too, and training may go on before it is written.
-                    kept[entry.key] = on_host(whole) if isinstance(whole, Tensor) else whole
+                    kept.append(on_host(whole) if isinstance(whole, Tensor) else whole)
                 del whole
                 gathered(_whole_bytes(entry))
-            state[number] = kept
-    return {"state": state, "param_groups": packed["param_groups"]} if rank == 0 else {}
+            if rank == 0:
+                state[number] = nested(entries, kept)
+    if rank:
+        return {}
+    rest = {key: value for key, value in packed["state"].items() if key not in state}  # of no parameter
+    return {**packed, "state": state | tree_map_only(Tensor, on_host, rest)}
 
 
 def shard_optimizer_state(
@@ -121,29 +126,30 @@ def shard_optimizer_state(
     found = OptimizerInventory(optimizer, sharder).saved(state)
     parts = _parts(found, room or _on_host, telling or untold)
     for number, entries in found.items():
-        sharded[number] = {e.key: _whole(e.value) if e.record is None else parts[number, e.key] for e in entries}
-    return {"state": sharded, "param_groups": state["param_groups"]}
+        values = [_whole(e.value) if e.record is None else parts[number, e.path] for e in entries]
+        sharded[number] = nested(entries, values)
+    return tree_map_only(SavedValue, _whole, {**state, "state": sharded})
 
 
 def _parts(
     found: Mapping[int, Sequence[Entry]], room: Room, telling: Callable[[int], Telling]
-) -> dict[tuple[int, str], Tensor]:
+) -> dict[tuple[int, tuple[str, ...]], Tensor]:
     """This rank's elements of what is cut, by parameter and key. What stands under one key lies in one piece of memory,
     in the order of the shards, as optimizers step it: nobody need move it later, which would take as much again."""
-    together: dict[tuple[str, torch.dtype], list[tuple[int, ShardedParameter, Tensor]]] = {}
+    together: dict[tuple[tuple[str, ...], torch.dtype], list[tuple[int, ShardedParameter, Tensor]]] = {}
     for number, entries in found.items():
         for e in entries:
             if e.record is not None:
-                together.setdefault((e.key, e.value.dtype), []).append((number, e.record, e.value))
-    parts: dict[tuple[int, str], Tensor] = {}
+                together.setdefault((e.path, e.value.dtype), []).append((number, e.record, e.value))
+    parts: dict[tuple[int, tuple[str, ...]], Tensor] = {}
     total = sum(r.layout.shard_numel * v.itemsize for values in together.values() for _, r, v in values)
     with telling(total) as read:
-        for (key, dtype), values in together.items():
+        for (path, dtype), values in together.items():
             values.sort(key=lambda one: one[1].shard.data_ptr())
             sizes = [record.layout.shard_numel for _, record, _ in values]
             for piece, (number, record, value) in zip(room(sum(sizes), dtype).split(sizes), values, strict=True):
                 record.write_part(mapped(value), piece)
-                parts[number, key] = piece.view(record.layout.visible_shape)
+                parts[number, path] = piece.view(record.layout.visible_shape)
                 read(piece.nbytes)
     return parts
 

@@ -10,24 +10,30 @@ scalar's moments look like a counter. For other names shapes must do:
 - of whole values, what is shaped like the parameter is cut, except what is a single number for a parameter with
   dimensions, which makes the entry of that name a counter for scalars, too. An optimizer that trains scalars only, has
   no rule and counts by another name than ``"step"`` is mistaken; :func:`~lightning_zero.register_rule` helps.
+
+An optimizer's own ``state_dict()`` may wrap entries in dicts; these are looked into. A tensor that is neither cut nor a
+single number is refused by name: no rank could put it together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_zero.compat.tensors import tree_leaves
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.optim.formulas import StateNames, state_names
+from lightning_zero.optim.support import check_state_dict, large_tensors
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
 
-__all__ = ["Entry", "OptimizerInventory", "gather_value"]
+__all__ = ["Entry", "OptimizerInventory", "gather_value", "nested"]
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,17 @@ class Entry:
         value: as this rank has it, or as a checkpoint of whole values has it.
         record: of the parameter that it is cut like, whose ``layout`` tells the whole shape, each rank's range and the
             padding; None for what is the same on every rank.
+        inside: keys of the dicts in which the optimizer's ``state_dict()`` wraps it, from the outermost on.
     """
 
     key: str
     value: Any
     record: ShardedParameter | None
+    inside: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        return (*self.inside, self.key)
 
 
 class OptimizerInventory:
@@ -54,12 +66,37 @@ class OptimizerInventory:
         self._sharder = sharder
 
     def held(self, packed: Mapping[str, Any]) -> dict[int, list[Entry]]:
-        """What this rank holds, by parameter; ``packed``: the optimizer's own state dict."""
+        """What this rank holds, by parameter; ``packed``: the optimizer's own state dict.
+
+        Raises:
+            UnsupportedError: that holds tensors which cannot be put together from the ranks' pieces.
+        """
+        check_state_dict(self._optimizer, packed)
         found: dict[int, list[Entry]] = {}
-        for number, record, names in self._parameters(packed):
-            entries = packed["state"][number]
-            found[number] = [Entry(k, v, record if _is_part(k, v, record, names) else None) for k, v in entries.items()]
+        for number, param, record, names in self._parameters(packed):
+            found[number] = []
+            for inside, key, value in _leaves(packed["state"][number]):
+                cut = _is_part(key, value, record, names)
+                if record is not None and not cut:
+                    self._check_whole(key, value, param, record, names)
+                found[number].append(Entry(key, value, record if cut else None, inside))
         return found
+
+    def _check_whole(self, key: str, value: Any, param: Tensor, record: ShardedParameter, names: StateNames) -> None:
+        """Raise if ``value`` is not the same on every rank."""
+        large = large_tensors(value)
+        if large and names.elementwise(key) is False:
+            cut = {v.data_ptr() for k, v in self._optimizer.state.get(param, {}).items() if names.elementwise(k)}
+            large = [tensor for tensor in large if tensor.data_ptr() in cut]  # under another name
+        if large:
+            name = type(self._optimizer).__name__
+            raise UnsupportedError(
+                f"The state_dict() of {name} holds {key!r} of shape {tuple(large[0].shape)} for {record.name!r}, but "
+                f"only tensors with one value for each element of the shard (shape "
+                f"{tuple(record.layout.visible_shape)}) can be put together from all ranks. Have state_dict() return "
+                "each such tensor under the name that it has in optimizer.state, or save without optimizers: "
+                "ModelCheckpoint(save_weights_only=True)."
+            )
 
     def saved(self, state: Mapping[str, Any]) -> dict[int, list[Entry]]:
         """What a state dict of whole values holds, by parameter.
@@ -67,32 +104,54 @@ class OptimizerInventory:
         Raises:
             ValueError: it was saved for parameters of other shapes.
         """
-        known = [(number, record, names) for number, record, names in self._parameters(state) if record is not None]
+        known = [(number, record, names) for number, _, record, names in self._parameters(state) if record is not None]
         others = [
             (key, value.dim())
             for number, record, _ in known
-            for key, value in state["state"][number].items()
+            for _, key, value in _leaves(state["state"][number])
             if isinstance(value, Tensor) and record.layout.shape
         ]
         counters = {key for key, dim in others if not dim} - {key for key, dim in others if dim}
         found: dict[int, list[Entry]] = {}
         for number, record, names in known:
-            entries = state["state"][number]
             found[number] = [
-                Entry(k, v, record if _is_whole(k, v, record, names, counters) else None) for k, v in entries.items()
+                Entry(key, value, record if _is_whole(key, value, record, names, counters) else None, inside)
+                for inside, key, value in _leaves(state["state"][number])
             ]
         return found
 
-    def _parameters(self, state: Mapping[str, Any]) -> Iterator[tuple[int, ShardedParameter | None, StateNames]]:
-        """Of those that ``state`` has entries for: number, record, and what is known of the entries' names."""
+    def _parameters(
+        self, state: Mapping[str, Any]
+    ) -> Iterator[tuple[int, Tensor, ShardedParameter | None, StateNames]]:
+        """Yield number, parameter, record and names of entries for each parameter that ``state`` has entries for."""
         number, saved = 0, state["param_groups"]
         for position, group in enumerate(self._optimizer.param_groups):
             # Loading a state dict brings its settings, too; names may depend on them.
             names = state_names(self._optimizer, group | (saved[position] if position < len(saved) else {}))
             for param in group["params"]:
                 if number in state["state"]:
-                    yield number, self._sharder.find(param), names
+                    yield number, param, self._sharder.find(param), names
                 number += 1
+
+
+def nested(entries: Iterable[Entry], values: Iterable[Any]) -> dict[str, Any]:
+    """Return one parameter's entries with other values, wrapped as they were."""
+    root: dict[str, Any] = {}
+    for entry, value in zip(entries, values, strict=True):
+        place = root
+        for key in entry.inside:
+            place = place.setdefault(key, {})
+        place[entry.key] = value
+    return root
+
+
+def _leaves(entries: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    """Yield the wrapping keys, the key and the value of each entry; only dicts that hold tensors are looked into."""
+    for key, value in entries.items():
+        if isinstance(value, dict) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            yield from _leaves(value, (*inside, key))
+        else:
+            yield inside, key, value
 
 
 def _is_part(key: str, value: Any, record: ShardedParameter | None, names: StateNames) -> bool:

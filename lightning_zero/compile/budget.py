@@ -48,6 +48,7 @@ from lightning_zero.compile.shares import another_fits, saved_share
 from lightning_zero.compile.telling import Telling, option
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.config.text import gib
+from lightning_zero.extrema import all_min
 from lightning_zero.native import Executor
 from lightning_zero.profiling.headroom import MemoryGauge, limit_of
 
@@ -395,6 +396,4 @@ class MeasuredBudget:
 
     def _least(self, *values: float) -> list[float]:
         """Of all ranks."""
-        least = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
-        return least.tolist()
+        return all_min(torch.tensor(values, dtype=torch.float64), self._group).tolist()

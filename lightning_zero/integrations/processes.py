@@ -9,14 +9,18 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import group as _group
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 
-from lightning_zero.compat.lightning_private import init_process_group
+from lightning_zero.compat.lightning_private import init_process_group, reduce_value
+from lightning_zero.extrema import all_max, all_min
 from lightning_zero.native.startup import StartupWatch
 
-__all__ = ["Processes", "nccl_lets_errors_show"]
+__all__ = ["Processes", "nccl_lets_errors_show", "reduce_in_place"]
 
 T = TypeVar("T")
 
@@ -35,6 +39,17 @@ def nccl_lets_errors_show() -> Iterator[None]:
         yield
     finally:
         del os.environ[_RETHROW]
+
+
+def reduce_in_place(tensor: Tensor, group: Any, reduce_op: ReduceOp | str | None) -> Tensor:
+    """Reduce a value over ranks as Lightning's strategies do, but keep a NaN in maxima and minima. Collective."""
+    ranks = _group.WORLD if group is None else group
+    if dist.is_initialized() and tensor.is_floating_point():
+        if reduce_op in ("max", "MAX", dist.ReduceOp.MAX):
+            return tensor.copy_(all_max(tensor, ranks))
+        if reduce_op in ("min", "MIN", dist.ReduceOp.MIN):
+            return tensor.copy_(all_min(tensor, ranks))
+    return reduce_value(tensor, group, reduce_op=reduce_op)
 
 
 class Processes:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.errors import HostMemoryError
+from lightning_zero.extrema import all_min
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload.lanes import lanes_of
 from lightning_zero.offload.memory import HostMemory
@@ -31,8 +32,7 @@ def measure_host(mesh: Mesh) -> float | None:
         ends = None
     dist.barrier(group=mesh.control_group)
     slowest = torch.tensor(0.0 if ends is None else _bytes_per_s(*ends, mesh.device), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MIN, group=mesh.control_group)
-    return slowest.item() or None
+    return all_min(slowest, mesh.control_group).item() or None
 
 
 def _bytes_per_s(there: torch.Tensor, back: torch.Tensor, device: torch.device) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.compat.tensors import foreach_norm
+from lightning_zero.extrema import Collective, all_max, at_once
 from lightning_zero.mesh import Mesh
 from lightning_zero.optim.clip import norm_dtype
 from lightning_zero.sharding.refusals import on_plain_tensors
@@ -18,7 +19,7 @@ from lightning_zero.sharding.refusals import on_plain_tensors
 __all__ = ["add_up", "norms_of_each"]
 
 
-def add_up(values: Tensor, mesh: Mesh, collective: Callable[[Callable[[bool], dist.Work | None]], None]) -> None:
+def add_up(values: Tensor, mesh: Mesh, collective: Collective) -> None:
     """Adds up, in place, what the ranks have that hold the model together. Collective.
 
     Where each host holds a replica, the sums are the same on all of them to the bit, or what goes by them would drift
@@ -34,10 +35,6 @@ def add_up(values: Tensor, mesh: Mesh, collective: Callable[[Callable[[bool], di
     parts = values.new_empty(mesh.holders.size * values.numel())
     collective(lambda later: all_gather_into()(parts, values.reshape(-1), group=group, async_op=later))
     values.copy_(parts.view(-1, *values.shape).sum(0))
-
-
-def _at_once(start: Callable[[bool], dist.Work | None]) -> None:
-    start(False)
 
 
 @on_plain_tensors
@@ -57,9 +54,9 @@ def norms_of_each(
         local = foreach_norm(list(grads), norm_type, dtype=norm_dtype(grads))
         powers[list(numbers)] = torch.stack(list(local)).to(device=device, dtype=torch.float64)
     if math.isinf(norm_type):
-        dist.all_reduce(powers, op=dist.ReduceOp.MAX, group=mesh.holders.gather_group)
+        powers = all_max(powers, mesh.holders.gather_group)
     else:
         powers.pow_(norm_type)
-        add_up(powers, mesh, _at_once)
+        add_up(powers, mesh, at_once)
         powers.pow_(1 / norm_type)
     return [norm.to(dtype) for norm, dtype in zip(powers.unbind(), dtypes, strict=True)]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.memory import HostMemory
 from lightning_zero.optim.narrow import NARROW, ROUNDINGS
+from lightning_zero.optim.support import INSTEAD, large_tensors
 from lightning_zero.sharding.record import Role, ShardedParameter
 
 __all__ = ["Segment", "State", "cut"]
@@ -144,8 +145,17 @@ class Segment:
                 self.check(key, value, self.param.shape)
                 state[record.param][key] = value.view(-1)[begin:end].view(record.layout.visible_shape)
             else:
+                self._check_number(key, value)
                 state[record.param][key] = value
             begin = end
+
+    def _check_number(self, key: str, value: Any) -> None:
+        if large := large_tensors(value):
+            raise UnsupportedError(
+                f"The optimizer keeps a state {key!r} for {self.members[0].name!r} that is a {type(value).__name__} "
+                f"with a tensor of shape {tuple(large[0].shape)}. Only tensors themselves can be divided among the "
+                f"parameters that are stepped together. {INSTEAD}"
+            )
 
     def spread_counts(self) -> None:
         """The optimizer has changed the first member's counts; the others' follow."""

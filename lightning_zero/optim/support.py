@@ -8,12 +8,13 @@ optimizers are refused by name.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.formulas import has_rules
 from lightning_zero.sharding.refusals import on_plain_tensors
@@ -24,7 +25,9 @@ __all__ = [
     "check_members",
     "check_offload",
     "check_optimizer",
+    "check_state_dict",
     "is_of_torch",
+    "large_tensors",
     "zero_gradients_plainly",
 ]
 
@@ -65,7 +68,8 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises :class:`UnsupportedError`, naming the optimizer and the reason, when it needs whole parameters."""
+    """Raise :class:`UnsupportedError`, naming the optimizer and the reason, if it needs whole parameters or steps them
+    by another optimizer."""
     for cls in type(optimizer).__mro__:
         name = cls.__name__
         reason = _WHOLE.get(next((family for family in _FAMILIES if family in name), name))
@@ -73,6 +77,49 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} {reason}, but each rank holds only a flat piece of every parameter, so it "
                 f"would train wrongly. {INSTEAD}"
+            )
+    name = type(optimizer).__name__
+    inner = next((type(v).__name__ for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)), None)
+    if inner is not None:
+        raise UnsupportedError(
+            f"{name} steps parameters by another optimizer that it holds ({inner}), whose state no checkpoint of "
+            f"sharded parameters would hold. Return the {inner} itself from configure_optimizers(), or put the rule "
+            f"of {name} into a subclass of it."
+        )
+    if "_optimizer_step_post_hooks" not in vars(optimizer):
+        raise UnsupportedError(
+            f"{name} has not called torch.optim.Optimizer.__init__(), so its steps have no hooks, in which shards are "
+            "made ready. Call super().__init__(params, defaults) in its __init__."
+        )
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        check_state_dict(optimizer, optimizer.state_dict())
+
+
+def large_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors with more than one element anywhere in ``value``."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel() > 1]
+
+
+def check_state_dict(optimizer: torch.optim.Optimizer, packed: Any) -> None:
+    """Raise :class:`UnsupportedError` if checkpoints could not hold all of an optimizer's state dict."""
+    name = type(optimizer).__name__
+    if not (isinstance(packed, Mapping) and isinstance(packed.get("state"), Mapping) and "param_groups" in packed):
+        keys = ", ".join(map(repr, packed)) if isinstance(packed, Mapping) else type(packed).__name__
+        raise UnsupportedError(
+            f"The state_dict() of {name} is {{{keys}}}, and not 'state' and 'param_groups' as of torch.optim's, so it "
+            f"cannot be put together from the pieces that each rank holds. {INSTEAD}"
+        )
+    numbers = range(sum(len(group["params"]) for group in optimizer.param_groups))
+    others: dict[Any, Any] = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    others |= {key: value for key, value in packed["state"].items() if key not in numbers}
+    for group in packed["param_groups"]:
+        others |= {key: value for key, value in group.items() if key != "params"}
+    for key, value in others.items():
+        if large := large_tensors(value):
+            raise UnsupportedError(
+                f"The state_dict() of {name} holds {key!r} with a tensor of shape {tuple(large[0].shape)} that belongs "
+                "to no parameter's state, so a checkpoint would hold rank 0's piece alone. Keep such tensors in "
+                f"optimizer.state[param]. {INSTEAD}"
             )
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.compat.distributed import all_gather_into
+from lightning_zero.extrema import all_max
 
 __all__ = ["BandwidthTable", "measure"]
 
@@ -99,8 +100,7 @@ def measure(
         reduce = _fastest(partial(reduce_scatter, mine, whole, group=group), device, repetitions)
         # The ranks agree on the time spent too: all must stop at the same size.
         agreed = torch.tensor([gather, reduce, perf_counter() - begun], dtype=torch.float64, device=device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
-        gather, reduce, took = agreed.tolist()
+        gather, reduce, took = all_max(agreed, group).tolist()
         measured.append((whole.nbytes, gather, reduce))
         spent += took
         if spent > budget_s:

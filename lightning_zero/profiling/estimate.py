@@ -17,6 +17,7 @@ from torch.fx import Graph
 
 from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
+from lightning_zero.extrema import all_max
 from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.bandwidth import BandwidthTable, Samples, check_samples, seconds_between
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
@@ -127,8 +128,7 @@ def _agreed(gathers: Samples, speed: DeviceSpeed, group: dist.ProcessGroup) -> C
     dtypes = list(speed.flops_per_s)
     mine = [seconds for _, seconds in gathers] + [1 / speed.flops_per_s[dtype] for dtype in dtypes]
     slowest = torch.tensor([*mine, 1 / speed.bytes_per_s, speed.launch_s], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    *rest, per_byte, launch_s = slowest.tolist()
+    *rest, per_byte, launch_s = all_max(slowest, group).tolist()
     seconds, per_flop = rest[: len(gathers)], rest[len(gathers) :]
     return Costs(
         tuple((size, took) for (size, _), took in zip(gathers, seconds, strict=True)),

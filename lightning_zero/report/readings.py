@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.engine import Engine
 from lightning_zero.sharding.record import Role
 from lightning_zero.sharding.refusals import plainly
@@ -29,7 +30,7 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
         away = memory.on_host.nbytes if memory.on_host is not None else 0
         found["master_shard"] -= away
         found["master_shard_on_host"] = away
-        kept = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+        kept = tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
         states = [value for value in kept if isinstance(value, torch.Tensor)]
         states_away = [value for value in states if engine.optimizers.on_host and value.device.type == "cpu"]
         found["optimizer_state"] = _bytes(states) - _bytes(states_away)

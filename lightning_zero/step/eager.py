@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from lightning_zero.optim.segments import State
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
 from lightning_zero.step.substitute import Own, Shown
@@ -29,6 +32,7 @@ class EagerRunner:
         flat = layout.flat_groups(own.groups)
         for segment in layout.segments:
             segment.read_numbers(own.state)
+        layout.state.update(_of_no_parameter(own.state))
         return Shown(flat, layout.state, range(len(flat)))
 
     def end(self, layout: StepLayout, own: Own) -> None:
@@ -37,4 +41,10 @@ class EagerRunner:
             segment.state = layout.state[segment.param]
             segment.spread_counts()
             segment.give_out(own.state)
+        own.state.update(_of_no_parameter(layout.state))
         self._layouts.note(own.state)
+
+
+def _of_no_parameter(state: State) -> dict[Any, Any]:
+    """Return what an optimizer keeps once for all parameters, such as MADGRAD's step count."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}

@@ -179,7 +179,7 @@ class StepLayouts:
 
 def _values(state: State) -> list[Any]:
     """All that the optimizer keeps, parameter by parameter."""
-    return list(chain.from_iterable(map(dict.values, state.values())))
+    return list(chain.from_iterable(entries.values() for entries in state.values() if isinstance(entries, dict)))
 
 
 def _same(a: list[Any], b: list[Any]) -> bool:

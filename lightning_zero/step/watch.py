@@ -6,6 +6,7 @@ one, leaves a single number as a step count does.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,11 +19,12 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.formulas import has_rules
 from lightning_zero.optim.support import INSTEAD, is_of_torch
 from lightning_zero.sharding.reductions import BY_NAME, is_of_two
-from lightning_zero.sharding.rules import MEASURES, measure, words
+from lightning_zero.sharding.rules import measure, words
 from lightning_zero.step.layout import StepLayout
 
 if TYPE_CHECKING:
     from lightning_zero.optim.segments import Segment
+    from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["WATCHED", "Watch", "needs_watching"]
 
@@ -35,13 +37,47 @@ _HARMLESS = words("all any equal allclose item __float__ __int__ __bool__ is_non
 _TOGETHER = (BY_NAME.keys() - _HARMLESS) | words(
     "median nanmedian quantile nanquantile sort argsort topk kthvalue argmax argmin cumsum cumprod logsumexp "
     "softmax log_softmax normalize cosine_similarity dist renorm histc matmul mm bmm mv addmm addmv addr outer "
-    "inner einsum tensordot linear trace svd qr __matmul__ __rmatmul__"
+    "inner einsum tensordot linear trace svd qr __matmul__ __rmatmul__ diag tril triu flip roll"
 )
 
 
 def needs_watching(optimizer: torch.optim.Optimizer) -> bool:
     """Whether nobody knows that this optimizer treats elements one by one: it is neither torch's nor has a rule."""
     return not is_of_torch(optimizer) and not has_rules(optimizer, optimizer.param_groups)
+
+
+_SIZES = words("numel nelement nbytes __len__")
+_DIMENSIONS = words("dim ndim ndimension")
+
+
+def _takes_some(index: Any) -> bool:
+    """Return True if an index takes some of a dimension by their places, as no mask does."""
+    return isinstance(index, int | slice) and index != slice(None)
+
+
+class PieceShape(tuple[int, ...]):
+    """The shape of a piece: torch allocates by the piece's sizes, and Python code reads the full parameter's.
+
+    Args:
+        sizes: of the piece.
+        full: returns the full parameter's shape, or raises an error that names the optimizer.
+    """
+
+    def __new__(cls, sizes: torch.Size, full: Callable[[], torch.Size]) -> PieceShape:
+        return super().__new__(cls, sizes)
+
+    def __init__(self, sizes: torch.Size, full: Callable[[], torch.Size]) -> None:
+        self._full = full
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._full()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._full())
+
+    def numel(self) -> int:
+        """Return the number of the full parameter's elements."""
+        return self._full().numel()
 
 
 class Watch(TorchFunctionMode):
@@ -74,8 +110,13 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
-        if name in MEASURES and args and self._is_piece(args[0]):
-            return self._measured(name, func, args, kwargs)
+        if args and self._is_piece(args[0]):
+            if name in ("shape", "size"):
+                return self._shape(func, args, kwargs)
+            if name in _DIMENSIONS or name in _SIZES:
+                return self._measured(name, func, args, kwargs)
+            if name == "__getitem__" and any(map(_takes_some, args[1] if isinstance(args[1], tuple) else args[1:])):
+                self._refuse("takes a row, or a part of one, of a parameter, a gradient or state")
         together = name.rpartition("foreach_")[2] in _TOGETHER or name.startswith("linalg_")  # of lists, too
         if together and not is_of_two(name, args, kwargs) and any(map(self._is_piece, tree_leaves((args, kwargs)))):
             self._refuse(f"takes {name} of a parameter, a gradient or state")
@@ -87,7 +128,7 @@ class Watch(TorchFunctionMode):
             if any(map(self._is_piece, tree_leaves((args, kwargs)))):
                 error.add_note(
                     f"lightning_zero: in the step() of {self._optimizer} each rank has a flat part of every parameter. "
-                    "State that fits is made by torch.zeros_like(p), not by torch.zeros(p.shape)."
+                    "State that fits is made by torch.zeros_like(p)."
                 )
             raise
 
@@ -104,17 +145,32 @@ class Watch(TorchFunctionMode):
             return None
         return self._by_address.get(value.data_ptr()) or self._made.get(value)
 
-    def _measured(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        segment = self._segment(args[0])
-        alone = segment is not None and len(segment.members) == 1
-        if segment is None and args[0].numel() not in self._sizes:  # of the optimizer's own
+    def _shape(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if args[0].numel() not in self._sizes:  # of the optimizer's own
             return func(*args, **kwargs)
-        if name in ("dim", "ndim", "ndimension") and not alone:
-            return func(*args, **kwargs)  # parameters that are stepped together have as many
+        dim = args[1] if func is Tensor.size and len(args) > 1 else kwargs.get("dim")
+        if dim is None:
+            return PieceShape(func(*args, **kwargs), lambda: self._full_shape(args[0]))
+        return self._full_shape(args[0])[dim]
+
+    def _full_shape(self, piece: Tensor) -> torch.Size:
+        return self._layout(piece, "the shape").shape
+
+    def _measured(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        piece = args[0]
+        segment = self._segment(piece)
+        alone = segment is not None and len(segment.members) == 1
+        # Parameters that are stepped together have as many dimensions.
+        if piece.numel() not in self._sizes or (name in _DIMENSIONS and not alone):
+            return func(*args, **kwargs)
+        return measure(name, self._layout(piece, f"the {name}"), args, kwargs)
+
+    def _layout(self, piece: Tensor, what: str) -> ShardLayout:
+        segment = self._segment(piece)
         self.reads_shapes = True
-        if segment is not None and alone:
-            return measure(name, segment.members[0].layout, args, kwargs)
-        return self._refuse(f"asks for the {name} of a parameter, a gradient or state")
+        if segment is None or len(segment.members) > 1:
+            self._refuse(f"asks for {what} of a parameter, a gradient or state")
+        return segment.members[0].layout
 
     def _is_piece(self, value: Any) -> bool:
         # Of the module's own parameters, which are in sight, all ranks take norms together.

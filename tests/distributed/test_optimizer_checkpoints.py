@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import Rule, register_rule
+from tests.helpers import wrapping
 from tests.helpers.lion import Lion
 from tests.helpers.models import Batch, Case, build, make_batches
 from tests.helpers.oracle import assert_close_relative
@@ -104,9 +105,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "ASGD": functools.partial(torch.optim.ASGD, lr=0.05, lambd=0.1, t0=1),
     "Counting": functools.partial(Counting, lr=0.02),
     "Tabled": Tabled,
+    "Wrapping": functools.partial(wrapping.Wrapping, lr=0.02),
+    "Renaming": functools.partial(wrapping.Renaming, lr=0.02),
+    "Counting once": functools.partial(wrapping.Counting, lr=0.02),
 }
+WITHOUT_RULES = ("Counting", "Wrapping", "Renaming", "Counting once")
 KINDS = [
-    (model, name) for model in (ScalarsOnly, Mixed) for name in OPTIMIZERS if (model, name) != (ScalarsOnly, "Counting")
+    (model, name)
+    for model in (ScalarsOnly, Mixed)
+    for name in OPTIMIZERS
+    if not (model is ScalarsOnly and name in WITHOUT_RULES)
 ]  # a counter of an unknown optimizer is told by what it is for parameters with dimensions
 
 
@@ -181,5 +189,10 @@ def test_training_that_goes_on_equals_one_that_was_not_interrupted(
         assert_close_relative(_tensors(state), _tensors(expected_state), RTOL, atol=1e-6, what=what)
 
 
-def _tensors(state: dict[int, Any]) -> dict[int, Any]:
-    return {n: {k: v for k, v in entries.items() if isinstance(v, Tensor)} for n, entries in state.items()}
+def _tensors(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the tensors of nested dicts."""
+    return {
+        key: _tensors(value) if isinstance(value, dict) else value
+        for key, value in state.items()
+        if isinstance(value, dict | Tensor)
+    }

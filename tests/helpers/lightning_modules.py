@@ -53,6 +53,10 @@ OVERFLOW = 3  # the step with an infinite gradient
 
 
 class Overflows(Regression):
+    """Attributes: ``overflow`` is the rank, the place in its shard and the value of the gradient that overflows."""
+
+    overflow: tuple[int, int, float] = (0, 0, torch.inf)
+
     def __init__(self) -> None:
         super().__init__()
         self.scales: list[float] = []
@@ -66,10 +70,10 @@ class Overflows(Regression):
         if (
             self.trainer.global_step == OVERFLOW
             and len(self.scales) == OVERFLOW
-            and (not sharded or dist.get_rank() == 0)
+            and (not sharded or dist.get_rank() == self.overflow[0])
         ):
             with plainly():
-                next(iter(self.parameters())).grad.view(-1)[0] = torch.inf
+                next(iter(self.parameters())).grad.view(-1)[self.overflow[1]] = self.overflow[2]
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.scales.append(self.trainer.precision_plugin.scaler.get_scale())

@@ -13,8 +13,12 @@ from tests.helpers.trainer import check_captured, close, make_loader, make_train
 from tests.ranks.pool import Ranks
 
 
-def fit_with_scaler(kind: str, **options: Any) -> dict[str, Any]:
-    module = Overflows()
+class NotANumber(Overflows):
+    overflow = (1, 7, torch.nan)
+
+
+def fit_with_scaler(kind: str, make: Any = Overflows, **options: Any) -> dict[str, Any]:
+    module = make()
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3))
     trainer = make_trainer(kind, plugins=[plugin], gradient_clip_val=0.2, **options)
     trainer.fit(module, make_loader(kind, 8))
@@ -26,20 +30,25 @@ def fit_with_scaler(kind: str, **options: Any) -> dict[str, Any]:
     return {"state": state, "scales": module.scales, "steps": module.steps, "device decides": skips}
 
 
-def fit_both(kind: str, options: dict[str, Any]) -> list[dict[str, Any]]:
-    return [fit_with_scaler("ddp"), fit_with_scaler(kind, **options)]
+def fit_both(kind: str, make: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
+    return [fit_with_scaler("ddp", make), fit_with_scaler(kind, make, **options)]
 
 
 REPLICAS = {"ranks_per_host": 1, "replicate_over": "hosts"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("eager", {}), ("captured", {}), pytest.param("captured", REPLICAS, marks=pytest.mark.slow)],
-    ids=["eager", "captured", "replicas"],
+    ("kind", "make", "options"),
+    [
+        ("eager", NotANumber, {}),
+        ("captured", Overflows, {}),
+        ("captured", NotANumber, {}),
+        pytest.param("captured", Overflows, REPLICAS, marks=pytest.mark.slow),
+    ],
+    ids=["eager, NaN", "captured", "captured, NaN", "replicas"],
 )
-def test_an_overflow_skips_one_step_as_under_ddp(ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
-    for ddp, ours in ranks.run(2, fit_both, kind, options, deadline=120):
+def test_an_overflow_skips_one_step_as_under_ddp(ranks: Ranks, kind: str, make: Any, options: dict[str, Any]) -> None:
+    for ddp, ours in ranks.run(2, fit_both, kind, make, options, deadline=120):
         assert ddp["scales"][OVERFLOW] == ddp["scales"][OVERFLOW - 1] / 2
         assert ours["scales"] == ddp["scales"]
         assert ours["steps"] == ddp["steps"]

@@ -1,5 +1,6 @@
 """Optimizers see shards that look like parameters; those that need whole parameters are refused by name."""
 
+import math
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from tests.helpers.trainer import (
     make_trainer,
     seeded,
     train,
+    whole_state,
 )
+from tests.helpers.wrapping import Counting, Renaming, Wrapping
 from tests.ranks.pool import Ranks
 
 
@@ -173,8 +176,46 @@ def test_optimizers_that_need_whole_parameters_are_refused_by_name(ranks: Ranks)
         )
 
 
+class Resumed(Regression):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters(), lr=1e-3)
+
+
+FORMS = (Wrapping, Renaming, Counting)
+
+
+def _train_in_epochs(kind: str, epochs: int, before: str = "", after: str = "", **options: Any) -> list[Any]:
+    found = []
+    for make in FORMS:
+        module, trainer = Resumed(make), make_trainer(kind, max_epochs=epochs, **options)
+        trainer.fit(module, make_loader(kind, 3), ckpt_path=f"{before}-{make.__name__}" if before else None)
+        if after:
+            trainer.save_checkpoint(f"{after}-{make.__name__}")
+        found.append(whole_state(module))
+        close(module)
+    return found
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_optimizers_with_state_dicts_of_their_own_resume_at_another_world_size(
+    ranks: Ranks, tmp_path: Any, form: Any
+) -> None:
+    path = str(tmp_path / form)
+    ranks.run(2, _train_in_epochs, "eager", 1, after=path, state_dict_type=form)
+    [expected] = ranks.run(1, _train_in_epochs, "single", 2)
+    for found in ranks.run(3, _train_in_epochs, "eager", 2, path, state_dict_type=form):
+        assert_close_relative(found, expected, RTOL)
+    if form == "full":
+        [found] = ranks.run(1, _train_in_epochs, "single", 2, path)
+        assert_close_relative(found, expected, RTOL)
+
+
 class Scaled(torch.optim.Optimizer):
-    """By the norm of each gradient, or by the mean of each row, as their authors write them."""
+    """By the norm of each gradient, the mean or the length of each row, as their authors write them."""
 
     def __init__(self, params: Any, of: str) -> None:
         super().__init__(params, {"lr": 1e-2})
@@ -185,6 +226,10 @@ class Scaled(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for param in (param for group in self.param_groups for param in group["params"]):
             squared = param.grad.square()
+            if self.of == "length":
+                self.state[param].setdefault("average", torch.zeros(param.shape)).add_(param.grad)
+                param.sub_(1e-2 * self.state[param]["average"] / math.sqrt(param.shape[-1]))
+                continue
             size = squared.mean(-1, keepdim=True) if self.of == "rows" else param.grad.norm() ** 2
             average = self.state[param].get("average", torch.zeros_like(size))
             self.state[param]["average"] = average = 0.9 * average + 0.1 * size
@@ -203,7 +248,7 @@ class ByHand(Regression):
 
 def _by_hand() -> dict[str, str]:
     messages = {}
-    for of in ("norms", "rows"):
+    for of in ("norms", "rows", "length"):
         module = ByHand(of)
         with pytest.raises(MisconfigurationException) as refused:
             make_trainer("eager").fit(module, make_loader("eager"))
@@ -212,8 +257,41 @@ def _by_hand() -> dict[str, str]:
     return messages
 
 
+class Allocating(torch.optim.Optimizer):
+    """Looks at shapes only where they make no difference."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for param in (param for group in self.param_groups for param in group["params"]):
+            average = self.state[param].setdefault("average", torch.zeros(param.shape))
+            assert average.shape == param.grad.shape == param.size()
+            average.add_(param.grad.reshape(-1).view(param.shape))
+            rate = 1e-2 if len(param.shape) > 1 else 2e-2
+            param.sub_(average[...], alpha=rate)
+        return loss
+
+
+class Allocated(Regression):
+    def configure_optimizers(self) -> Any:
+        return Allocating(self.parameters())
+
+
+def _allocated() -> tuple[Any, Any]:
+    return train("eager", Allocated), train("ddp", Allocated)
+
+
+def test_steps_by_hand_may_allocate_by_shapes(ranks: Ranks) -> None:
+    for ours, ddp in ranks.run(2, _allocated):
+        assert_close_relative(ours, ddp, 2 * RTOL)
+
+
 def test_steps_by_hand_that_take_elements_together_are_refused(ranks: Ranks) -> None:
     for messages in ranks.run(2, _by_hand):
         assert messages["norms"].startswith("The step() of Scaled takes norm of a parameter")
         assert messages["rows"].startswith("The step() of Scaled takes mean of a parameter")
+        assert messages.pop("length").startswith("The step() of Scaled reads the size of a dimension")
         assert all("on_before_optimizer_step" in message for message in messages.values())

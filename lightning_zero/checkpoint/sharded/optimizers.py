@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.checkpoint.inventory import OptimizerInventory
+from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, nested
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
@@ -27,17 +27,16 @@ def by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: Sharde
         return {}  # Lightning's stand-in for no optimizer
     names, mesh = _names(optimizer, module), sharder.mesh
     held = OptimizerInventory(optimizer, sharder).held(packed)
-    state = {
-        names[number]: {
-            entry.key: entry.value
-            if entry.record is None
-            else ShardedValue(entry.record.layout, entry.value, mesh.shard_number, mesh.replica)
-            for entry in entries
-        }
-        for number, entries in held.items()
-    }
+
+    def value(entry: Entry) -> Any:
+        if entry.record is None:
+            return entry.value
+        return ShardedValue(entry.record.layout, entry.value, mesh.shard_number, mesh.replica)
+
+    state = {key: entries for key, entries in packed["state"].items() if key not in held}  # of no parameter
+    state |= {names[number]: nested(entries, map(value, entries)) for number, entries in held.items()}
     groups = [group | {"params": [names[number] for number in group["params"]]} for group in packed["param_groups"]]
-    return {"state": state, "param_groups": groups}
+    return {**packed, "state": state, "param_groups": groups}
 
 
 def is_by_name(state: Mapping[str, Any]) -> bool:
@@ -63,10 +62,9 @@ def by_number(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, module
             raise ValueError(_other_groups(position, own, state["param_groups"]))
         groups.append(found | {"params": list(range(begin, begin + len(own)))})
         begin += len(own)
-    return {
-        "state": {numbers[name]: dict(entries) for name, entries in state["state"].items() if name in numbers},
-        "param_groups": groups,
-    }
+    left = set(chain.from_iterable(saved)) - numbers.keys()
+    entries = {numbers.get(name, name): value for name, value in state["state"].items() if name not in left}
+    return {**state, "state": entries, "param_groups": groups}
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,10 +72,8 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     names = list(chain.from_iterable(group["params"] for group in state["param_groups"]))
     numbers = {name: number for number, name in enumerate(names)}
     groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {
-        "state": {numbers[name]: dict(state["state"][name]) for name in names if name in state["state"]},
-        "param_groups": groups,
-    }
+    entries = {numbers.get(name, name): value for name, value in state["state"].items()}
+    return {**state, "state": entries, "param_groups": groups}
 
 
 def _other_groups(position: int, own: list[str], saved: list[Mapping[str, Any]]) -> str:

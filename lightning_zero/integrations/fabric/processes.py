@@ -15,9 +15,8 @@ from lightning.fabric.utilities.types import ReduceOp
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.compat.lightning_private import reduce_value
 from lightning_zero.integrations.launchers import FabricLauncher, check_interactive
-from lightning_zero.integrations.processes import Processes
+from lightning_zero.integrations.processes import Processes, reduce_in_place
 
 __all__ = ["FabricProcesses"]
 
@@ -56,7 +55,7 @@ class FabricProcesses(Processes, ParallelStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         with self._waiting_in(group, "Fabric's all_reduce"):
-            return reduce_value(tensor, group, reduce_op=reduce_op)
+            return reduce_in_place(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

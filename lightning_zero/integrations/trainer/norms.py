@@ -37,7 +37,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
     Args:
         module: whose parameters' gradients are looked at.
-        norm_type: p, at least 1, or ``"inf"``.
+        norm_type: p, above 0, or ``"inf"``.
         group_separator: between a key's prefix and the parameter's name.
 
     Raises:
@@ -47,6 +47,8 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     if engine is None:
         return lightnings_grad_norm(module, norm_type, group_separator)
     p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type={norm_type!r} is no norm. Pass a positive number or 'inf'.")
     named = [(name, param, engine.sharder.find(param)) for name, param in module.named_parameters()]
     found = engine.optimizers.grad_norms(p)
     norms: dict[str, Any] = {

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_zero.compat.lightning_private import reduce_value
 from lightning_zero.integrations.launchers import TrainerLauncher, check_interactive
-from lightning_zero.integrations.processes import Processes
+from lightning_zero.integrations.processes import Processes, reduce_in_place
 
 __all__ = ["ProcessStrategy"]
 
@@ -77,4 +76,4 @@ class ProcessStrategy(Processes, ParallelStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         with self._waiting("the reduction of a logged value") if group is None else nullcontext():
-            return reduce_value(tensor, group, reduce_op=reduce_op)
+            return reduce_in_place(tensor, group, reduce_op)

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.full import shard_optimizer_state
 from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.formulas import state_names
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
 from tests.helpers.lion import Lion
+from tests.helpers.wrapping import Renaming, Stacking, Wrapping
 
 WORLD = 2
 
@@ -88,6 +90,55 @@ def test_moments_are_cut_and_counters_are_not(cls: Any, shapes: list[tuple[int, 
         assert list(found) == list(range(len(shapes)))
         for entries in found.values():
             assert {key for key, cut in entries.items() if cut} == CUT[cls]
+
+
+def test_what_a_state_dict_wraps_or_renames_is_cut() -> None:
+    sharder: Any = Sharder((7, 10), rank=1)
+    for cls, path in ((Wrapping, ("wrapped", "more", "exp_avg")), (Renaming, ("momentum",))):
+        optimizer, saved = stepped(cls, sharder), whole(cls, (7, 10))
+        inventory = OptimizerInventory(optimizer, sharder)
+        for found in (inventory.held(optimizer.state_dict()), inventory.saved(saved)):
+            assert [entry.path for entry in found[0] if entry.record is not None] == [path]
+        optimizer.load_state_dict(shard_optimizer_state(saved, optimizer, sharder))
+        part = optimizer.state[sharder.params[0]]["exp_avg"]
+        assert part.shape == sharder.records[0].layout.visible_shape
+
+
+class Grouped(NoRule):
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        return packed | {"param_groups": [group | {"slow": torch.zeros(64)} for group in packed["param_groups"]]}
+
+
+class ByName(NoRule):
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        return packed | {"state": {f"p{n}": entries for n, entries in packed["state"].items()}}
+
+
+class Inside(NoRule):
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": {}, "fast": super().state_dict()}
+
+
+class Ruled(Renaming):
+    _zero_rule = Lion.__dict__["_zero_rule"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (Stacking, r"'both' of shape \(2, 1, 64\) for 'p0'"),
+        (Ruled, r"'momentum' of shape \(1, 64\) for 'p0'"),
+        (Grouped, "'slow' with a tensor"),
+        (ByName, "'p0' with a tensor"),
+        (Inside, r"\{'slow', 'fast'\}"),
+    ],
+)
+def test_a_state_dict_that_no_rank_can_put_together_is_refused_by_name(cls: Any, words: str) -> None:
+    sharder: Any = Sharder((7, 10))
+    with pytest.raises(UnsupportedError, match=f"^The state_dict\\(\\) of {cls.__name__} .*{words}"):
+        held(stepped(cls, sharder), sharder)
 
 
 def test_an_entry_knows_how_it_is_cut() -> None:
