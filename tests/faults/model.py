@@ -89,6 +89,12 @@ class Trained(pl.LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
     def loss(self, batch: Tensor) -> Tensor:
         return self.scale * F.mse_loss(self(batch).float(), batch.float().mean(-1, keepdim=True))
 
