@@ -25,6 +25,7 @@ __all__ = ["Failures", "NamedAgain", "mark_shown"]
 
 TO_POST_S = 1.0  # for which a rank waits for the posts of the others; a traceback should be seen soon
 TO_HEAR_S = 5.0  # for which the rank that serves the store stays: the others end 3 s after they hear, and look each 0.5
+TO_CLAIM_S = 0.5  # for which a rank leaves the traceback to a lower rank
 POLL_S = 0.05
 STORE_TIMEOUT = timedelta(seconds=5)
 SHOWN = "_zero_shown"  # attribute of an exception: where its traceback is printed
@@ -91,7 +92,10 @@ class Failures:
             time.sleep(POLL_S)
         found = (rank for rank in self._ranks if self._has("of", rank))
         ranks = [rank for rank in found if self._store.get(self._key("of", rank)).decode() == digest]
-        first = int(self._store.compare_set(self._key("first", digest), "", str(self._rank)))
+        claim, deadline = self._key("first", digest), time.monotonic() + TO_CLAIM_S
+        while self._rank != ranks[0] and not self._store.check([claim]) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        first = int(self._store.compare_set(claim, "", str(self._rank)))
         if first == self._rank:
             self._store.set(self._key("ranks", digest), " ".join(map(str, ranks)))
         return first, [int(rank) for rank in self._store.get(self._key("ranks", digest)).split()]
