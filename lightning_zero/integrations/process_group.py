@@ -24,8 +24,9 @@ def check_size(asker: str, devices: int, nodes: int) -> None:
     """
     if not dist.is_initialized() or (size := dist.get_world_size()) == devices * nodes:
         return
-    asked = f"{asker}(devices={devices}{f', num_nodes={nodes}' if nodes > 1 else ''})"
-    fits = f"{asker}(devices={size})" if size % nodes else f"{asker}(devices={size // nodes}, num_nodes={nodes})"
+    asked, fits = _call(asker, devices, nodes), _call(asker, size, 1)
+    if size % nodes == 0:
+        fits = _call(asker, size // nodes, nodes)
     raise MisconfigurationException(
         f"{asked} asks for a process group of {_ranks(devices * nodes)}, but this process is already in one of "
         f"{_ranks(size)} ({dist.get_backend_config()}), which an earlier Trainer, Fabric or "
@@ -82,6 +83,10 @@ def _by_device(backends: str, device: torch.device) -> dict[str, str]:
     """Split ``"cpu:gloo,cuda:nccl"``; a single name is the backend for ``device``."""
     pairs = [pair.rpartition(":") for pair in backends.split(",") if pair]
     return {kind or device.type: backend for kind, _, backend in pairs}
+
+
+def _call(asker: str, devices: int, nodes: int) -> str:
+    return f"{asker}(devices={devices}{f', num_nodes={nodes}' if nodes > 1 else ''})"
 
 
 def _ranks(count: int) -> str:
