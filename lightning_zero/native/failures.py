@@ -24,7 +24,7 @@ from torch.distributed import Store
 __all__ = ["Failures", "NamedAgain", "mark_shown"]
 
 TO_POST_S = 1.0  # for which a rank waits for the posts of the others; a traceback should be seen soon
-TO_HEAR_S = 5.0  # for which the rank that serves the store stays: the others end 3 s after they hear, and look each 0.5
+TO_HEAR_S = 4.5  # for which the rank that serves the store stays: the others end 3 s after they hear, and look each 0.5
 TO_CLAIM_S = 0.5  # for which a rank leaves the traceback to a lower rank
 POLL_S = 0.05
 STORE_TIMEOUT = timedelta(seconds=5)

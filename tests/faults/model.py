@@ -73,6 +73,9 @@ class Trained(pl.LightningModule):
         if self.late and not hasattr(self, "net"):
             self.net = Net()
 
+    def prepare_data(self) -> None:
+        """Called only where it is there."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
