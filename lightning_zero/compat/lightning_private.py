@@ -39,6 +39,9 @@ SubprocessScriptLauncher = subprocess_script._SubprocessScriptLauncher
 # The same for Fabric. (lightning 2.6+)
 FabricScriptLauncher = fabric_script._SubprocessScriptLauncher
 
+# Bounds the threads of each process that computes on the CPU. (lightning 2.6+)
+bound_threads = distributed._set_num_threads_if_needed
+
 # Of what class the object is that Fabric asks what no_backward_sync() does; without one it warns. (lightning 2.6+)
 BackwardSyncControl = strategy._BackwardSyncControl
 
@@ -69,6 +72,10 @@ ATTRIBUTES = {
     "lightning.pytorch.strategies.ParallelStrategy._configure_launcher",
     # Where that launcher is kept. (lightning 2.6+)
     "lightning.pytorch.strategies.ParallelStrategy._launcher",
+    # Starts the other processes of a node; called by a launcher of ours. (lightning 2.6+)
+    "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher._call_children_scripts",
+    # The same of Fabric's. (lightning 2.6+)
+    "lightning.fabric.strategies.launchers.subprocess_script._SubprocessScriptLauncher._call_children_scripts",
     # Called by Fabric before processes are started, where a strategy has it. (lightning 2.6+)
     "lightning.fabric.strategies.DDPStrategy._set_world_ranks",
     # Where Fabric finds what no_backward_sync() does. (lightning 2.6+)

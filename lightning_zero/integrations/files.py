@@ -190,7 +190,9 @@ def load_file(
     Args:
         io: the strategy's.
         path: of the file, or its URL.
-        weights_only: as in ``torch.load``.
+        weights_only: as in ``torch.load``. By default ``False`` for ``http`` and ``https``, as Lightning takes it: such
+            a file is unpickled and may run code, so pass ``True`` for a server that is not trusted. Elsewhere torch
+            decides: by default it runs nothing.
         together: the ranks, which share the work of comparing; None: this one alone. With it, collective.
 
     Raises:

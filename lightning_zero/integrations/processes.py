@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_zero.compat.lightning_private import init_process_group, reduce_value
 from lightning_zero.extrema import all_max, all_min
+from lightning_zero.integrations.process_group import check_backend, check_rank, check_size
 from lightning_zero.native.startup import StartupWatch
 
 __all__ = ["Processes", "nccl_lets_errors_show", "reduce_in_place"]
@@ -56,6 +57,7 @@ class Processes:
     """One process for each device, in one process group. For a strategy, which has ranks, devices and a cluster's
     environment from Lightning, and calls :meth:`_begin_processes` when it is made."""
 
+    asker: str  # for messages: "Trainer" or "Fabric"
     accelerator: Any
     cluster_environment: Any
     parallel_devices: Any
@@ -101,6 +103,9 @@ class Processes:
         self.set_world_ranks()
         cluster = self.cluster_environment
         assert cluster is not None
+        check_size(self.asker, self.num_processes, self.num_nodes)
+        check_rank(self.asker, self.global_rank)
+        check_backend(self.asker, self._process_group_backend, self.root_device)
         if self.world_size > 1 and not torch.distributed.is_initialized():
             first = self.node_rank * self.num_processes
             neighbours = range(first, first + self.num_processes)

@@ -27,7 +27,15 @@ from typing import Any
 import torch
 
 from lightning_zero.errors import NativeBuildError
-from lightning_zero.native.cache import check_owner, default_cache, locked, make_private
+from lightning_zero.native.cache import (
+    check_owner,
+    check_parents,
+    default_cache,
+    locked,
+    make_private,
+    resolved,
+    unwritable,
+)
 from lightning_zero.native.commands import Commands
 
 __all__ = ["build", "is_built", "kernel_source", "source_directory"]
@@ -101,7 +109,7 @@ def build(
         Stopped: ``commands`` were stopped.
     """
     commands = commands or Commands()
-    cache = cache or default_cache()
+    cache = resolved(cache or default_cache())
     sources = source_directory()
     library = cache / _digest(sources) / "lightning_zero.so"
     if _is_there(library):
@@ -118,14 +126,16 @@ def build(
 def is_built() -> bool:
     """Whether :func:`build` has nothing to do; or will not do it, and say why."""
     try:
-        return _is_there(default_cache() / _digest(source_directory()) / "lightning_zero.so")
+        return _is_there(resolved(default_cache()) / _digest(source_directory()) / "lightning_zero.so")
     except NativeBuildError:
         return True
 
 
 def _is_there(library: Path) -> bool:
+    cache = library.parent.parent
     try:
-        for path in (library.parent.parent, library.parent, library):
+        check_parents(cache)
+        for path in (cache, library.parent, library):
             check_owner(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
@@ -143,7 +153,14 @@ def _command(compiler: str) -> list[str]:
 
 def _version(command: list[str]) -> str:
     try:
-        return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [*command, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=True,
+        ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise NativeBuildError(
             f"lightning_zero builds its C++ executor at first use, and the compiler {shlex.join(command)!r} does not "
@@ -175,7 +192,10 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
     include = torch_directory / "include"
     # Sources name each other by their rooms.
     includes = [f"-I{sources}", f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
-    temporary = Path(tempfile.mkdtemp(dir=library.parent, prefix="build-"))
+    try:
+        temporary = Path(tempfile.mkdtemp(dir=library.parent, prefix="build-"))
+    except OSError as error:
+        raise unwritable(library.parent, error) from error
     try:
         units = _units(sources, temporary)
         objects = [unit.with_suffix(".o") for unit in units]
@@ -197,6 +217,8 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
         (temporary / "built-by").write_text(f"{shlex.join(compiler)}\n{version}")
         os.replace(temporary / "built-by", library.parent / "built-by")
         os.replace(linked, library)
+    except OSError as error:  # such as a full disk
+        raise unwritable(library.parent, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     say("Built lightning_zero's C++ executor in %.0f s (%s).", time.monotonic() - start, library)
@@ -254,4 +276,12 @@ def _run(commands: Commands, command: list[str]) -> None:
             + "\n".join(errors or result.stderr.splitlines()[-20:])
             + "\nA C++20 compiler (g++ 10 or newer) and torch 2.11 to 2.13 are needed. The command was:\n"
             + shlex.join(command)
+        )
+    made = command[command.index("-o") + 1] if "-o" in command else None
+    if made is not None and not Path(made).is_file():
+        said = "\n".join((result.stdout + result.stderr).splitlines()[-20:])
+        raise NativeBuildError(
+            "Building lightning_zero's C++ executor failed: the compiler ended without an error, and made no "
+            f"{Path(made).name}. It printed:\n{said or '(nothing)'}\nSet CXX to a C++20 compiler (g++ 10 or newer), "
+            f"or unset it. The command was:\n{shlex.join(command)}"
         )

@@ -1,15 +1,18 @@
-"""Where built libraries lie: folders that nobody else can write, since what lies there is loaded and run; and the lock
-of one of them.
+"""The folders of built libraries, which are loaded and run: only this user and root may write there. And their lock.
 
-A cache that was filled ahead of time (in an image, on a shared file system) may be read-only, and belong to root.
+The path to the cache may go through links: it is resolved once, and every directory of the resolved path is checked, as
+OpenSSH does for keys. Inside the cache nothing is a link. A cache that was filled ahead of time (in an image, on a
+shared file system) may be read-only, and belong to root.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import grp
 import logging
 import os
+import pwd
 import stat
 import tempfile
 import time
@@ -20,12 +23,13 @@ from typing import Any, TextIO
 
 from lightning_zero.errors import NativeBuildError
 
-__all__ = ["check_owner", "default_cache", "locked", "make_private"]
+__all__ = ["check_owner", "check_parents", "default_cache", "locked", "make_private", "resolved", "unwritable"]
 
 log = logging.getLogger(__name__)
 
 INSTEAD = "Set LIGHTNING_ZERO_CACHE to a writable directory of your own."
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+UNMAPPED = Path("/proc/sys/kernel/overflowuid")  # who owns what belongs to a user outside this user namespace
 
 
 def default_cache() -> Path:
@@ -33,12 +37,30 @@ def default_cache() -> Path:
     user has no name, among temporary files."""
     explicit = os.environ.get("LIGHTNING_ZERO_CACHE")
     if explicit:
-        return Path(explicit)
+        return _expanded(explicit)
     try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
     except RuntimeError:
         return _without_home()
     return caches / "lightning_zero"
+
+
+def resolved(cache: Path) -> Path:
+    """Return the absolute path without links and ``~``."""
+    try:
+        return _expanded(str(cache)).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise NativeBuildError(f"The build cache {cache} cannot be found ({error}). {INSTEAD}") from error
+
+
+def _expanded(cache: str) -> Path:
+    try:
+        return Path(cache).expanduser()
+    except RuntimeError as error:
+        raise NativeBuildError(
+            f"The build cache {cache!r} begins with a home directory that is not known ({error}). Set "
+            "LIGHTNING_ZERO_CACHE to an absolute path."
+        ) from error
 
 
 def _without_home() -> Path:
@@ -55,34 +77,44 @@ def _without_home() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a directory for this user alone; inside a cache that more users may read, one that they may read, too.
+    """Make an entry of the cache for this user alone; inside a cache that more users may read, one that they may read.
+
     Harmless when it is there.
+
+    Args:
+        folder: The entry; its parent is the cache, whose path is :func:`resolved`.
 
     Raises:
         NativeBuildError: it cannot be made, or is somebody else's to write.
     """
     cache = folder.parent
     try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
+        for parent in reversed(cache.parents):
+            if not parent.exists():
+                parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: others may not replace what is inside
         cache.mkdir(mode=stat.S_IRWXU, exist_ok=True)
+        check_parents(cache)
         check_owner(cache)
         folder.mkdir(mode=stat.S_IMODE(cache.stat().st_mode) & ~OTHERS_WRITE | stat.S_IRWXU, exist_ok=True)
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise unwritable(folder, error) from error
     check_owner(folder)
 
 
 def check_owner(path: Path) -> None:
-    """Refuses what somebody else could have written: it would run as this user.
+    """Refuse a part of the cache that somebody else could have written: it would run as this user.
 
     Raises:
-        NativeBuildError: the file or directory belongs to neither root nor this user, or others may write it.
+        NativeBuildError: the file or directory is a link, belongs to neither root nor this user, or others may write
+            it.
         FileNotFoundError: it is not there.
     """
-    try:
-        found = path.stat()
-    except PermissionError as error:
-        raise NativeBuildError(f"This user may not read the build cache {path} ({error}). {INSTEAD}") from error
+    found = _status(path)
+    if stat.S_ISLNK(found.st_mode):
+        raise NativeBuildError(
+            f"{path} of the build cache is a symbolic link, by which code from outside the cache would be loaded. "
+            "Delete it, and the library is built again. To keep the cache elsewhere, set LIGHTNING_ZERO_CACHE."
+        )
     if found.st_uid not in (0, os.geteuid()):
         raise NativeBuildError(
             f"{path} of the build cache belongs to another user (number {found.st_uid}; this process runs as "
@@ -94,6 +126,57 @@ def check_owner(path: Path) -> None:
             f"loaded. Delete it, or run `chmod -R go-w {path}` if you trust what it holds; or set LIGHTNING_ZERO_CACHE "
             "to a directory of your own."
         )
+
+
+def check_parents(cache: Path) -> None:
+    """Refuse a cache that somebody else could replace by another directory.
+
+    Args:
+        cache: Its path is :func:`resolved`.
+
+    Raises:
+        NativeBuildError: a directory above belongs to another user, or others may write it. Where only owners may
+            rename (the sticky bit, as in /tmp), and in a group of this user alone, all may write.
+        FileNotFoundError: one is not there.
+    """
+    for parent in cache.parents:
+        found = _status(parent)
+        if found.st_uid not in (0, os.geteuid(), _unmapped_user()):
+            raise NativeBuildError(
+                f"The build cache is in {parent}, which belongs to another user (number {found.st_uid}; this process "
+                f"runs as {os.geteuid()}), who could put other code there. {INSTEAD}"
+            )
+        open_to_all = found.st_mode & stat.S_IWOTH
+        open_to_group = found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
+        if (open_to_all or open_to_group) and not found.st_mode & stat.S_ISVTX:
+            raise NativeBuildError(
+                f"The build cache is in {parent}, which others can write ({stat.filemode(found.st_mode)}), who could "
+                f"put other code there. Run `chmod go-w {parent}`; or set LIGHTNING_ZERO_CACHE to a directory that "
+                "others can write neither itself nor above it."
+            )
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat(follow_symlinks=False)
+    except PermissionError as error:
+        raise NativeBuildError(f"This user may not read the build cache {path} ({error}). {INSTEAD}") from error
+
+
+def _is_private(group: int) -> bool:
+    """Return True for a group of this user's own, as distributions make one for each user."""
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+
+
+def _unmapped_user() -> int:
+    try:
+        return int(UNMAPPED.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 @contextmanager
@@ -115,11 +198,12 @@ def locked(
         NativeBuildError: the lock cannot be written, or the deadline passed.
     """
     try:
-        lock = open(folder / "lock", "w")  # noqa: SIM115 - closed below, which releases it
+        # Closed below, which releases it. Not through a link: opening empties a file.
+        lock = open(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w")  # noqa: SIM115
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise unwritable(folder, error) from error
     with lock:
-        _acquire(lock, deadline_s, say, check)
+        _acquire(lock, folder / "lock", deadline_s, say, check)
         try:
             yield
         finally:
@@ -128,11 +212,11 @@ def locked(
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def _unwritable(folder: Path, error: OSError) -> NativeBuildError:
+def unwritable(folder: Path, error: OSError) -> NativeBuildError:
     return NativeBuildError(f"Cannot write the build cache {folder} ({error}). {INSTEAD}")
 
 
-def _acquire(lock: TextIO, deadline_s: float, say: Callable[..., Any], check: Callable[[], None]) -> None:
+def _acquire(lock: TextIO, path: Path, deadline_s: float, say: Callable[..., Any], check: Callable[[], None]) -> None:
     start = time.monotonic()
     told = False
     while True:
@@ -142,16 +226,16 @@ def _acquire(lock: TextIO, deadline_s: float, say: Callable[..., Any], check: Ca
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                 # Waiting would not help: some network file systems have no locks.
-                say("%s cannot be locked (%s): several processes may build at once.", lock.name, error)
+                say("%s cannot be locked (%s): several processes may build at once.", path, error)
                 return
         waited = time.monotonic() - start
         if waited > deadline_s:
             raise NativeBuildError(
                 f"Another process has been building lightning_zero's C++ executor for {waited:.0f} s (it holds "
-                f"{lock.name}). End that process, or set LIGHTNING_ZERO_CACHE to another directory."
+                f"{path}). End that process, or set LIGHTNING_ZERO_CACHE to another directory."
             )
         if not told and waited > 2:
-            say("Waiting while another process builds the C++ executor (%s).", lock.name)
+            say("Waiting while another process builds the C++ executor (%s).", path)
             told = True
         check()
         time.sleep(0.1)

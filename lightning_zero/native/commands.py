@@ -39,7 +39,15 @@ class Commands:
             self.check()
             pipe = subprocess.PIPE
             # A group of its own: what it starts while it is being ended ends, too.
-            process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=0)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                errors="replace",
+                process_group=0,
+            )
             self._running.add(process.pid)
         try:
             out, err = process.communicate()

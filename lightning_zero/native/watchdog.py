@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import atexit
 import enum
-import sys
+import os
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from lightning_zero.errors import RankFailedError, RankMismatchError
 from lightning_zero.mesh import Mesh
+from lightning_zero.native.failures import Failures, mark_shown
 from lightning_zero.native.load import load
 
 __all__ = ["Lane", "Phase", "Watchdog"]
@@ -62,6 +62,7 @@ class Watchdog:
             self.native.watch_group(group.group_name)
         self._rank, self._world_size = mesh.rank, mesh.world_size
         self.failed = False  # whether an exception has ended the stage on this rank
+        self._failures = Failures(mesh.store("failures"), mesh.rank, mesh.world_size) if mesh.world_size > 1 else None
         self._library = torch.library.Library("lightning_zero", "FRAGMENT")
         name = f"on_end_{id(self)}"
         self._library.define(f"{name}(str kind, str text) -> ()")
@@ -126,32 +127,45 @@ class Watchdog:
     def begin(self) -> None:
         """A stage begins, on all ranks: what failed before is over."""
         self.failed = False
+        if self._failures is not None:
+            self._failures.begin()
         self.native.begin()
 
     def fail(self, error: BaseException) -> None:
-        """An exception ends what this rank does: it is shown at once, since the way out may be long, and the others
-        hear of it."""
+        """Tell the other ranks that an exception ends what this rank does, and show it, once for all that share it.
+
+        It is shown at once, since the way out may be long.
+        """
         self.failed = True
-        if self._world_size == 1 or self.native.verdict():
+        if self._failures is None:
             return
         broken = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
-        if broken and self._verdict_within(TO_HEAR_S):
-            return  # another rank was the first to end, and the watchdog has said so
+        if self.native.verdict() or (broken and self.verdict_comes()):
+            # Another rank was the first to end, and the watchdog has said so.
+            self._failures.hear()
+            if isinstance(error, RankFailedError):
+                mark_shown(error, "none, since another rank failed")
+            return
         text = str(error).strip().splitlines()
-        if not isinstance(error, KeyboardInterrupt):
-            print(f"[lightning_zero, rank {self._rank}] This rank failed first, or by itself:", file=sys.stderr)
-            traceback.print_exception(error)
-            sys.stderr.flush()
         self.native.fail(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
+        if isinstance(error, KeyboardInterrupt):
+            self._failures.hear()
+        else:
+            self._failures.show(error)
 
-    def _verdict_within(self, seconds: float) -> bool:
+    def verdict_comes(self) -> bool:
+        """Return True as soon as it is known which rank broke a connection; False if that takes too long."""
         self.native.hurry()
-        end = time.monotonic() + seconds
+        end = time.monotonic() + TO_HEAR_S
         while time.monotonic() < end:
             if self.native.verdict():
                 return True
             time.sleep(0.05)
         return False
+
+    def say(self, text: str) -> None:
+        """Print a line of this rank to stderr, which does not mix with lines of others."""
+        os.write(2, f"[lightning_zero, rank {self._rank}] {text}\n".encode())
 
     def check(self) -> None:
         """Raises what the watchdog has found, if this rank must not go on."""
@@ -161,6 +175,13 @@ class Watchdog:
         """This rank leaves; others do not wait for it any more."""
         self.native.close()
 
+    def leave(self) -> None:
+        """The process ends."""
+        serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if self._failures is not None and serves and self.failed and not self.native.verdict():
+            self._failures.wait_until_heard()
+        self.native.leave()
+
 
 def _raise(kind: str, text: str) -> None:
     raise (RankMismatchError if kind == "mismatch" else RankFailedError)(text)
@@ -169,4 +190,4 @@ def _raise(kind: str, text: str) -> None:
 def _close(reference: weakref.ref[Any]) -> None:
     watchdog = reference()
     if watchdog is not None:
-        watchdog.native.leave()
+        watchdog.leave()

@@ -97,5 +97,6 @@ def test_an_exception_in_a_users_loop_is_told_to_the_other_rank(ranks: Ranks, tm
                 os.killpg(process.pid, signal.SIGKILL)
     first, second = (output.read_text() for output in outputs)
     assert all(statuses), first + second
-    assert "[lightning_zero, rank 1] This rank failed first" in second, second
+    assert "[lightning_zero, rank 1] Rank 1 failed:" in second, second
+    assert second.count("Traceback (most recent call last)") == 1, second
     assert "RankFailedError: Rank 1 failed: ZeroDivisionError: this rank's own" in first, first

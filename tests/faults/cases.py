@@ -38,17 +38,32 @@ def _raises() -> Iterator[Case]:
     """An exception, everywhere; a rank that is just killed, everywhere."""
     quick_raise = {"first_forward", "backward", "in_step", "validation_step", "checkpoint_gather"}
     slow_raise = {"shard", "join"}
-    quick_kill = {"forward", "compiled_backward", "data_loader", "checkpoint_write", "build"}
+    quick_kill = {"forward", "compiled_backward", "data_loader", "checkpoint_write", "build", "on_fit_end"}
+    slow_kill = {"setup", "on_validation_end", "on_save_checkpoint", "teardown_hook", "on_test_end", "on_predict_end"}
     for name in POINTS:
         if name not in ("data_worker",):
-            # the others may have ended already, and well, when one fails to clean up
-            choices: dict[str, Any] = {"ends": "stops", "named": False} if name == "teardown" else {}
             # other ways to map memory, or to move weights, are tried before anything fails
-            falls_back = (
-                {"ends": "finishes", "named": False, "limit_s": 60.0} if name == "peer_memory_mapped" else choices
+            falls_back: dict[str, Any] = (
+                {"ends": "finishes", "named": False, "limit_s": 60.0} if name == "peer_memory_mapped" else {}
             )
             yield case("raise", name, quick=name in quick_raise, slow=name in slow_raise, **falls_back)
-            yield case("sigkill", name, quick=name in quick_kill, **choices)
+            yield case("sigkill", name, quick=name in quick_kill, slow=name in slow_kill)
+
+
+def _at_the_end() -> Iterator[Case]:
+    """Where no collective of the stage follows."""
+    for point in ("on_fit_end", "teardown_hook"):
+        for action in ("raise", "sigkill"):
+            yield case(action, point, ranks=(0,))
+            yield case(action, point, ranks=(2,), world=3)
+            yield case(action, point, how="lightning", slow=(action, point) == ("sigkill", "on_fit_end"))
+            yield case(action, point, ranks=(0,), how="lightning")
+            yield case(action, point, ranks=(3,), world=4, options={"ranks_per_host": 2})
+        yield case("raise", point, ranks=(0, 1, 2), world=3)
+        yield case("exit", point)
+        yield case("exit_at_once", point)
+        yield case("sleep", point, **GOES_ON)
+    yield case("sigkill", "on_fit_end", strategy="aot_eager", ranks=(0,), how="rank0")
 
 
 def _more() -> Iterator[Case]:
@@ -60,7 +75,9 @@ def _more() -> Iterator[Case]:
     yield case("sigkill", "compiled_forward", ranks=(0,), how="lightning")
     yield case("raise", "backward", ranks=(1,), world=3)
     yield case("sigkill", "forward", ranks=(2,), world=3)
-    yield case("raise", "forward", ranks=(0, 1))
+    yield case("raise", "forward", ranks=(0, 1, 2), world=3, quick=True)
+    yield case("raise", "on_before_optimizer_step", ranks=(0, 1), strategy="aot_eager")
+    yield case("raise", "forward", ranks=(0, 1), how="lightning")
     yield case("raise", "forward", strategy="zero3", accumulate=2, workers=1)
     for action in ("raise", "sigkill"):
         yield case(action, "compile", strategy="zero3_compile")
@@ -251,5 +268,5 @@ def _on_gpus() -> Iterator[Case]:
     yield case("skip", "replay", **by_collective, **not_at_once)
 
 
-CASES: tuple[Case, ...] = (*_raises(), *_more(), *_on_hosts())
+CASES: tuple[Case, ...] = (*_raises(), *_at_the_end(), *_more(), *_on_hosts())
 GPU_CASES: tuple[Case, ...] = tuple(_on_gpus())

@@ -73,6 +73,9 @@ class Trained(pl.LightningModule):
         if self.late and not hasattr(self, "net"):
             self.net = Net()
 
+    def prepare_data(self) -> None:
+        """Called only where it is there."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
@@ -88,6 +91,12 @@ class Trained(pl.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
         return self.scale * F.mse_loss(self(batch).float(), batch.float().mean(-1, keepdim=True))

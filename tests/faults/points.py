@@ -67,7 +67,7 @@ def _between(point: Point, injector: Injector) -> None:
     wrap(target, make)
 
 
-def _hook(point: Point, injector: Injector) -> None:
+def _in_backward(point: Point, injector: Injector) -> None:
     """Half way through the backward pass."""
     (target,) = point.targets
 
@@ -151,6 +151,39 @@ COMPILED = {"strategy": "aot_eager"}
 COPIED = COMPILED | {"precision": "bf16-mixed", "options": {"gather_transport": "copy", "reduce_transport": "copy"}}
 REPLAYED = COMPILED | {"emulate": True, "steps": 12}
 
+
+def _hook(name: str, step: int = 2, what: str = "", ranks: tuple[int, ...] | None = None, **training: Any) -> Point:
+    """One of the user's hooks; ``what`` tells it from a point of the same name."""
+    return Point(name + what, f"runs {name}()", (f"{MODEL}:Trained.{name}",), step, training=training, ranks=ranks)
+
+
+_HOOKS = (
+    _hook("prepare_data", -1, ranks=(0,)),
+    _hook("setup", -1),
+    _hook("configure_model", -1, late=True),
+    _hook("configure_optimizers", -1),
+    _hook("on_load_checkpoint", -1, resume=True),
+    _hook("on_fit_start", -1),
+    _hook("on_train_start", -1),
+    _hook("on_train_epoch_start", -1),
+    _hook("on_train_batch_start"),
+    _hook("on_before_backward"),
+    _hook("on_before_optimizer_step"),
+    _hook("on_validation_start"),
+    _hook("on_validation_epoch_end"),
+    _hook("on_validation_end"),
+    _hook("on_save_checkpoint"),
+    _hook("on_train_epoch_end"),
+    _hook("on_train_end"),
+    _hook("on_fit_end"),
+    _hook("teardown", what="_hook"),
+    _hook("on_test_start", then="test"),
+    _hook("test_step", then="test"),
+    _hook("on_test_end", then="test"),
+    _hook("predict_step", then="predict"),
+    _hook("on_predict_end", then="predict"),
+)
+
 _ALL = (
     Point("join", "joins the process group", ("lightning_zero.integrations.processes:init_process_group",), -1),
     Point(
@@ -232,7 +265,7 @@ _ALL = (
         training=COMPILED,
         install=partial(_in_graphs, backward=True),
     ),
-    Point("backward", "is half way through a backward", (f"{MODEL}:Block.forward",), install=_hook),
+    Point("backward", "is half way through a backward", (f"{MODEL}:Block.forward",), install=_in_backward),
     Point("reduce", "hands a gradient over", ("lightning_zero.native.load:_gather_backward",)),
     Point("end_backward", "has all gradients", (f"{CYCLE}.gradients_came",)),
     Point("gradient_hook", "runs a user's hook on a gradient", (f"{MODEL}:Trained.gradient_hook",)),
@@ -307,4 +340,4 @@ _ALL = (
     Point("teardown", "cleans up after the training", (f"{STRATEGY}.teardown",)),
 )
 
-POINTS: dict[str, Point] = {point.name: point for point in _ALL}
+POINTS: dict[str, Point] = {point.name: point for point in (*_ALL, *_HOOKS)}

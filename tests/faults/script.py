@@ -93,6 +93,8 @@ def main() -> None:
     trainer = trainer_of(orders)
     train, validation = loaders(training.steps, orders.world, training.workers, training.pause_s)
     trainer.fit(module, train, validation, ckpt_path=orders.checkpoint if training.resume else None)
+    if training.then:
+        getattr(trainer, training.then)(module, dataloaders=validation)
     injector.note("trained")
     print("trained", file=sys.stdout, flush=True)
 

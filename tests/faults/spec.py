@@ -44,6 +44,7 @@ class Training:
         catches: a batch for which there is no memory is tried again, half of it.
         timeout_s: of the strategy; ``None``: the default, 30 minutes.
         pause_s: how long each batch takes to load, on every rank.
+        then: ``"validate"``, ``"test"`` or ``"predict"``: this stage follows ``fit``.
     """
 
     strategy: str = "zero3"
@@ -63,6 +64,7 @@ class Training:
     catches: bool = False
     timeout_s: float | None = None
     pause_s: float = 0.0
+    then: str = ""
 
 
 @dataclass(frozen=True)

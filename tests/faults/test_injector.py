@@ -194,6 +194,28 @@ def test_judges(ranks: list[Rank], complaint: str) -> None:
     ]
 
 
+NAMED = "Planned: planned, at forward on rank 0 (traceback: printed by rank 1)\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "complaints"),
+    [
+        (NAMED, []),
+        (TRACE, ["ranks [0, 1] show one exception each"]),
+        ("Planned: planned, at forward on rank 0\n", ["rank 0: its own traceback is missing"]),
+    ],
+)
+def test_judges_that_ranks_show_one_exception_once(first: str, complaints: list[str]) -> None:
+    case = Case(Fault("raise", "forward", (0, 1)), Training())
+    assert judge(case, Outcome([ended(0, first), ended(1, TRACE)])) == complaints
+
+
+def test_judges_who_was_killed() -> None:
+    case = Case(Fault("sigkill", "forward"), Training())
+    killed = [ended(0, "Rank 1 is gone", code=-9), ended(1, "", code=-9)]
+    assert judge(case, Outcome(killed)) == ["rank 0 was killed by SIGKILL"]
+
+
 def test_judges_when_a_rank_was_named() -> None:
     case = Case(Fault("hang", "forward"), Training(), named_within_s=35)
     late = ended(0, "Rank 1 is missing", **{"names 1": 42.0})

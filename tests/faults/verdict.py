@@ -19,6 +19,9 @@ __all__ = ["Case", "about", "judge", "names", "shows", "watch"]
 LIMIT_S = 15.0
 AT_ONCE_S = 3.0  # until an exception's traceback is there; a machine may be busy
 
+TRACE = "Traceback (most recent call last)"
+ELSEWHERE = re.compile(r"\(traceback: printed by rank \d+\)")  # where several ranks share an exception
+
 # What the rank that fails prints itself. Who is killed prints nothing.
 TRACES = {
     "raise": r"Planned: planned",
@@ -107,12 +110,17 @@ def judge(case: Case, outcome: Outcome) -> list[str]:
             complaints.append(f"{who} ended with status 0")
         elif case.ends == "finishes" and rank.code != 0:
             complaints.append(f"{who} {rank.state}")
+        if rank.number not in case.fault.ranks and (rank.code or 0) < 0:
+            complaints.append(f"{who} {rank.state}")
         if rank.number in case.fault.ranks:
             complaints += [f"{who}: {words}" for words in _own(case, rank)]
         elif case.named and not any(names(failed).search(rank.text) for failed in case.fault.ranks):
             complaints.append(f"{who} does not name who failed")
         elif case.named and case.named_within_s is not None and min(rank.at.values(), default=0) > case.named_within_s:
             complaints.append(f"{who} names who failed after {min(rank.at.values()):.0f} s only")
+    shown = [rank.number for rank in outcome.ranks if rank.number in case.fault.ranks and TRACE in rank.printed["err"]]
+    if shows(case.fault.action) is not None and case.ends == "fails" and len(shown) > 1:
+        complaints.append(f"ranks {shown} show one exception each")
     if outcome.left:
         complaints.append(f"left behind: {', '.join(outcome.left)}")
     if outcome.memory:
@@ -124,8 +132,11 @@ def _own(case: Case, rank: Rank) -> list[str]:
     trace = shows(case.fault.action)
     if trace is None or case.ends == "finishes":
         return []
-    if not trace.search(rank.printed["err"]) or "Traceback" not in rank.printed["err"]:
+    printed = rank.printed["err"]
+    if not trace.search(printed) or not (TRACE in printed or ELSEWHERE.search(printed)):
         return ["its own traceback is missing"]
+    if TRACE not in printed:
+        return []
     seen = rank.at.get("trace", 0.0)
     return [f"its traceback came after {seen:.0f} s only"] if seen > AT_ONCE_S else []
 

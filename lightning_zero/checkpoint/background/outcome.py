@@ -1,10 +1,11 @@
 """How a save that goes on beside training ends, the same on every rank: threads of the ranks tell each other through
-the key-value store."""
+the key-value store, in texts that run nothing: what reaches that store may write to it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-import pickle
 import time
 from collections.abc import Callable, Sequence
 
@@ -65,7 +66,7 @@ class Outcome:
 
     def _part(self) -> None:
         """Rank 0 stays until the others know: with it ends the store."""
-        self._tell(f"knows {self._mesh.rank}", True)
+        self._tell(f"knows {self._mesh.rank}", None)
         if self._mesh.rank == 0:
             deadline = time.monotonic() + TO_PART_S
             others = [self._key(f"knows {rank}") for rank in range(1, self._mesh.world_size)]
@@ -91,16 +92,20 @@ class Outcome:
             self._store.delete_key(self._key(f"bytes {rank}"))
         return None
 
-    def _tell(self, who: object, what: object) -> None:
-        self._store.set(self._key(who), pickle.dumps(what))  # type: ignore[arg-type]
+    def _tell(self, who: object, told: Brief | str | None) -> None:
+        kind, text = ("brief", told.to_text()) if isinstance(told, Brief) else ("text", told)
+        self._store.set(self._key(who), json.dumps([kind, text]))
 
-    def _wait(self, who: object, longer_s: float = 0.0) -> object:
-        """What ranks have put there for each other: this program's own pickles."""
+    def _wait(self, who: object, longer_s: float = 0.0) -> Brief | str | None:
         while not self._store.check([self._key(who)]):
             if self._unmoved_s() > self._mesh.timeout_s + longer_s:
                 return self._standing(who)
             time.sleep(POLL_S)
-        return pickle.loads(self._store.get(self._key(who)))
+        try:
+            kind, text = json.loads(self._store.get(self._key(who)))
+            return Brief.from_text(text) if kind == "brief" else None if text is None else str(text)
+        except (ValueError, TypeError, RecursionError, CheckpointError) as error:
+            return f"what it has told cannot be read ({error})"
 
     def _unmoved_s(self) -> float:
         """For how long no rank has told of bytes, as far as this one has seen since it began to wait: several that are

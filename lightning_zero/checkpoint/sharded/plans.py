@@ -7,8 +7,9 @@ call :meth:`Plans.confirm`, or, where the save has failed for anybody, :meth:`Pl
 
 from __future__ import annotations
 
+import base64
+import json
 import pickle
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -16,12 +17,11 @@ from typing import Any
 
 from lightning_zero.checkpoint.sharded.hashed import FileSum, digest_of
 from lightning_zero.checkpoint.sharded.metadata import Keys, metadata_of
-from lightning_zero.checkpoint.sharded.writing import RankFiles, Written
+from lightning_zero.checkpoint.sharded.plan_text import packed_plan, unpacked_plan
+from lightning_zero.checkpoint.sharded.writing import RankFiles
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Brief", "Plans"]
-
-FAST = 1  # of zlib's levels: names and shapes repeat, so that more would gain little
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,28 @@ class Brief:
     digest: str
     plan: bytes | None
 
+    def to_text(self) -> str:
+        """Return it as JSON."""
+        sums = {name: (of.bytes, of.xxh3_128) for name, of in self.sums.items()}
+        plan = None if self.plan is None else base64.b64encode(self.plan).decode()
+        return json.dumps({"sums": sums, "digest": self.digest, "plan": plan})
+
+    @classmethod
+    def from_text(cls, text: str) -> Brief:
+        """
+        Raises:
+            CheckpointError: ``text`` is not one of :meth:`to_text`.
+        """
+        try:
+            read = json.loads(text)
+            sums = {name: FileSum(int(size), str(of)) for name, (size, of) in read["sums"].items()}
+            plan = None if read["plan"] is None else base64.b64decode(read["plan"], validate=True)
+            return cls(sums, str(read["digest"]), plan)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"What a rank has told of its files cannot be read ({type(error).__name__}: {error})."
+            ) from error
+
 
 class Plans:
     """Of one rank, over all saves of a training."""
@@ -51,7 +73,7 @@ class Plans:
 
     def brief(self, files: RankFiles) -> Brief:
         """What this rank tells rank 0 of its files."""
-        packed = zlib.compress(pickle.dumps(list(files.placed)), FAST)
+        packed = packed_plan(files.placed)
         digest = digest_of(packed)
         self._last = Brief(files.sums, digest, None if digest == self._confirmed else packed)
         return self._last
@@ -71,7 +93,7 @@ class Plans:
             # A text of a pickle has its length before it, so another one of the same length may take its place.
             if len(before) == len(save_id) and data.count(before.encode()) == 1:
                 return data.replace(before.encode(), save_id.encode())
-        placed: list[list[Written]] = [pickle.loads(zlib.decompress(plan)) for _, plan in self._got]
+        placed = [unpacked_plan(plan) for _, plan in self._got]
         data = pickle.dumps(metadata_of(chain.from_iterable(placed), paths, save_id))
         self._metadata = key, save_id, data
         return data

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_zero.integrations.launchers import FabricLauncher, check_interactive
 from lightning_zero.integrations.processes import Processes, reduce_in_place
+from lightning_zero.native.failures import NamedAgain
 
 __all__ = ["FabricProcesses"]
 
@@ -24,10 +25,12 @@ __all__ = ["FabricProcesses"]
 class FabricProcesses(Processes, ParallelStrategy):
     """One process for each device, in one process group."""
 
+    asker = "Fabric"
+
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, "Fabric")
+        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, self.asker)
         # Always: when processes are started from outside, the launcher is what compares `devices` with their number.
         self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -82,5 +85,5 @@ class _Announcer:
 def announce_exceptions(strategy: FabricProcesses) -> None:
     """From now on the strategy is told of an exception that ends this process."""
     if not isinstance(sys.excepthook, _Announcer):
-        sys.excepthook = _Announcer(sys.excepthook)
+        sys.excepthook = _Announcer(NamedAgain(sys.excepthook))
     sys.excepthook.strategies.add(strategy)

@@ -32,6 +32,8 @@ class ProcessStrategy(Processes, ParallelStrategy):
         report_stall_after_s: after how long a rank that waits for others to join says for which.
     """
 
+    asker = "Trainer"
+
     def __init__(
         self,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -60,7 +62,7 @@ class ProcessStrategy(Processes, ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, "Trainer")
+        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, self.asker)
         # Always: when processes are started from outside, the launcher is what compares `devices` with their number.
         self._launcher = TrainerLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 

@@ -44,6 +44,7 @@ from lightning_zero.integrations.trainer.precision import for_shards
 from lightning_zero.integrations.trainer.processes import ProcessStrategy
 from lightning_zero.integrations.trainer.saving import Saving
 from lightning_zero.integrations.trainer.sigterm import Start, ask_now, ask_on_cpu, has_noted, note_sigterm, show
+from lightning_zero.integrations.trainer.stage_end import meet_at_end
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.watchdog import Lane
@@ -78,6 +79,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self._prepared = False  # in this stage
         self._came, self._opening = None, False
         self._stop: EvaluationStop | None = None
+        self._stage = 0
         super().__init__(
             accelerator=arguments.accelerator,
             parallel_devices=arguments.parallel_devices,
@@ -129,7 +131,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             engine = (module is not None and engine_of(module)) or self._require_engine()
         # From here on, so that whatever keeps a rank away in one of the user's hooks is seen by the others.
         engine.cycle.begin_stage()
-        self._stop = EvaluationStop(engine.mesh, engine.checkpoints.together.begin_stage())
+        self._stage = engine.checkpoints.together.begin_stage()
+        self._stop = EvaluationStop(engine.mesh, self._stage)
         self._end_startup()
 
     @override
@@ -395,6 +398,11 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+    def end_stage(self) -> None:
+        """End ``fit`` or another stage on all ranks, after its last hook. Collective."""
+        if self._engine is not None:
+            meet_at_end(self._engine, self._stage, self._report_s)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._engine or 'not set up'})"

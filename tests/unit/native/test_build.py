@@ -1,5 +1,6 @@
 """Building the C++ executor, with stand-ins for the compiler: a real build takes most of a minute."""
 
+import errno
 import fcntl
 import importlib
 import logging
@@ -159,6 +160,31 @@ def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> No
         assert left_behind(tmp_path / "cache") == ["lock"]
     Compiler(tmp_path)  # repaired: the same name, the same version
     assert build(tmp_path / "cache", broken.path).read_text() == "whole\n"
+
+
+@pytest.mark.parametrize("body", ["exit 0", 'case "$target" in *.so) echo said;; *) echo > "$target";; esac'])
+def test_a_compiler_that_makes_nothing_is_an_error(tmp_path: Path, body: str) -> None:
+    silent = Compiler(tmp_path, body)
+    what = "unit" if body == "exit 0" else "lightning_zero.so"
+    said = r"\(nothing\)" if body == "exit 0" else "said"
+    with pytest.raises(NativeBuildError, match=rf"(?s)made no {what}.*printed:\n{said}\nSet CXX to a C\+\+20 compiler"):
+        build(tmp_path / "cache", silent.path)
+    assert left_behind(tmp_path / "cache") == ["lock"]
+
+
+def test_a_compiler_may_write_any_bytes(tmp_path: Path) -> None:
+    broken = Compiler(tmp_path, r"printf 'error: \377\n' >&2; exit 1")
+    with pytest.raises(NativeBuildError, match="error: \ufffd"):
+        build(tmp_path / "cache", broken.path)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(NativeBuildError, match=r"Cannot write the build cache.*No space left.*LIGHTNING_ZERO_CACHE"):
+        build(tmp_path / "cache", Compiler(tmp_path).path)
 
 
 def test_a_compile_error_is_shown_with_the_versions_and_the_command(

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import grp
 import importlib
 import logging
 import os
@@ -83,6 +84,111 @@ def test_nothing_is_built_in_a_folder_of_another_user(tmp_path: Path, monkeypatc
     assert not list(cache.iterdir())
 
 
+@pytest.mark.parametrize("what", ["an entry", "the library"])
+def test_a_link_inside_the_cache_is_refused(tmp_path: Path, what: str) -> None:
+    library = build(tmp_path / "cache", Compiler(tmp_path).path)
+    path = {"an entry": library.parent, "the library": library}[what]
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NativeBuildError, match=rf"{path} .*is a symbolic link.*Delete it.*set LIGHTNING_ZERO_CACHE"):
+        build(tmp_path / "cache", Compiler(tmp_path).path)
+
+
+def test_a_lock_that_is_a_link_empties_nothing(tmp_path: Path) -> None:
+    library = build(tmp_path / "cache", Compiler(tmp_path).path)
+    library.unlink()
+    (library.parent / "lock").unlink()
+    (tmp_path / "precious").write_text("kept")
+    (library.parent / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(NativeBuildError, match="Cannot write the build cache"):
+        build(tmp_path / "cache", Compiler(tmp_path).path)
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_a_cache_behind_a_link_is_the_one_that_the_link_names(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    library = build(tmp_path / "link" / "cache", Compiler(tmp_path).path)
+    assert library.is_relative_to(tmp_path.resolve() / "scratch" / "cache")
+    (tmp_path / "scratch").chmod(0o777)
+    with pytest.raises(NativeBuildError, match=r"scratch, which others can write"):
+        build(tmp_path / "link" / "cache", Compiler(tmp_path).path)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(NativeBuildError, match=r"loop .*Set LIGHTNING_ZERO_CACHE|Cannot write the build cache"):
+        build(tmp_path / "loop" / "cache", Compiler(tmp_path).path)
+
+
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "to be built"])
+def test_a_cache_that_others_could_replace_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_built: bool
+) -> None:
+    def unknown(group: int) -> None:
+        raise KeyError(group)
+
+    monkeypatch.setattr(grp, "getgrgid", unknown)  # root's group may have no other member
+    above, compiler = tmp_path / "above", Compiler(tmp_path)
+    cache = above / "between" / "cache"
+    (above / "between").mkdir(parents=True, mode=0o755)
+    if is_built:
+        build(cache, compiler.path)
+    for mode in (0o757, 0o775):
+        above.chmod(mode)
+        with pytest.raises(NativeBuildError, match=rf"in {above}, which others can write.*chmod go-w {above}.*CACHE"):
+            build(cache, compiler.path)
+    above.chmod(0o1777)  # as /tmp: only owners may rename
+    assert build(cache, compiler.path).exists()
+    above.chmod(0o755)
+    give_away(above, monkeypatch)
+    with pytest.raises(NativeBuildError, match=r"belongs to another user .*LIGHTNING_ZERO_CACHE to a writable"):
+        build(cache, compiler.path)
+
+
+def test_a_group_of_one_user_may_write_above_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some distributions give each user such a group, and a umask by which it may write."""
+    own = pwd.struct_passwd(("me", "x", os.geteuid(), 777, "", "/", "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: own)
+    monkeypatch.setattr(grp, "getgrgid", lambda group: grp.struct_group(("me", "x", group, members)))
+    above, real = tmp_path / "above", Path.stat
+
+    def stat_of(path: Path, **options: Any) -> os.stat_result:
+        found = real(path, **options)
+        return os.stat_result((*found[:5], 777, *found[6:10])) if path == above else found
+
+    monkeypatch.setattr(Path, "stat", stat_of)
+    above.mkdir()
+    above.chmod(0o775)
+    members = ["me"]
+    assert build(above / "cache", Compiler(tmp_path).path).exists()
+    members = ["me", "somebody"]
+    with pytest.raises(NativeBuildError, match="which others can write"):
+        build(above / "cache", Compiler(tmp_path).path)
+
+
+def test_whatever_the_umask_nobody_else_may_write_above_a_new_cache(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        library = build(tmp_path / "new" / "newer" / "cache", Compiler(tmp_path).path)
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "new") == mode(tmp_path / "new" / "newer") == 0o755
+    assert library.exists()
+
+
+def test_a_home_in_the_environment_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LIGHTNING_ZERO_CACHE", "~/x")
+    assert build(compiler=Compiler(tmp_path).path).is_relative_to(tmp_path / "home" / "x")
+    assert build(Path("~/y"), Compiler(tmp_path).path).is_relative_to(tmp_path / "home" / "y")
+    monkeypatch.delenv("LIGHTNING_ZERO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/z")
+    assert default_cache() == tmp_path / "home" / "z" / "lightning_zero"
+    monkeypatch.setenv("LIGHTNING_ZERO_CACHE", "~no-such-user/x")
+    with pytest.raises(NativeBuildError, match=r"'~no-such-user/x' begins with a home.*LIGHTNING_ZERO_CACHE"):
+        default_cache()
+    assert not (tmp_path / "~").exists()
+
+
 def test_what_belongs_to_root_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
     check_owner(Path("/usr"))
@@ -104,7 +210,7 @@ def test_a_cache_that_was_filled_ahead_of_time_may_be_read_only(
 
 
 def test_a_cache_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, **options: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "stat", refuse)

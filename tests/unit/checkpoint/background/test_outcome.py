@@ -1,5 +1,6 @@
 """How long ranks wait for each other's writers: as long as bytes move on one of them."""
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from lightning_zero.checkpoint import unseen
 from lightning_zero.checkpoint.background import outcome
 from lightning_zero.checkpoint.background.outcome import Outcome
+from lightning_zero.checkpoint.sharded.hashed import FileSum
 from lightning_zero.checkpoint.sharded.plans import Brief
 
 TIMEOUT_S = 0.4
+BRIEF = Brief({"__0_0.distcp": FileSum(3, "ab")}, "of the plan", b"plan")
 
 Write = Callable[[Outcome], None]
 
@@ -38,9 +41,10 @@ def _ends(
 
         def write() -> Brief:
             writes[rank](ours)
-            return Brief.__new__(Brief)
+            return BRIEF
 
         def make(briefs: Sequence[Brief]) -> None:
+            assert list(briefs) == [BRIEF] * len(writes)
             finish()
             made.append(len(briefs))
 
@@ -129,3 +133,26 @@ def test_it_may_take_longer_while_it_copies(tmp_path: Path) -> None:
     assert said == [None, None]
     assert made == [2]
     assert min(seconds) > 2 * TIMEOUT_S
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ran.append, (True,)
+
+
+ran: list[bool] = []
+
+
+@pytest.mark.parametrize(
+    "told", [pickle.dumps(_Runs()), b"\xff", b"[]", b'["brief", "{}"]', b'["brief", null]', b"[" * 100_000]
+)
+def test_what_others_put_into_the_store_runs_nothing(told: bytes) -> None:
+    store: Any = dist.HashStore()
+    mesh: Any = SimpleNamespace(rank=0, world_size=2, timeout_s=TIMEOUT_S)
+    save: Any = SimpleNamespace(save_id="x", what="save a checkpoint", folder=SimpleNamespace(discard=lambda: None))
+    store.set("x/1", told)
+    with patch.multiple(outcome, TO_PART_S=0.1):
+        said = Outcome(mesh, store, save).of(lambda: BRIEF, lambda briefs: None)
+    assert said is not None
+    assert said.startswith("Could not save a checkpoint: rank 1: what it has told cannot be read (")
+    assert not ran

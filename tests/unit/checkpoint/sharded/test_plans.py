@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import pytest
 from lightning_zero.checkpoint.sharded import saving
 from lightning_zero.checkpoint.sharded.contents import flattened, items_of
 from lightning_zero.checkpoint.sharded.metadata import metadata_of, read_metadata
+from lightning_zero.checkpoint.sharded.plan_text import packed_plan, unpacked_plan
 from lightning_zero.checkpoint.sharded.plans import Plans
 from lightning_zero.checkpoint.sharded.saving import paths_of, save_sharded
 from lightning_zero.checkpoint.sharded.writing import RankFiles, write_pieces
@@ -74,6 +76,30 @@ def test_after_a_save_that_has_failed_all_is_told_again() -> None:
         assert _read(found) == _read(wanted)
         for plan in plans:
             plan.forget() if number == 1 else plan.confirm()
+
+
+def test_a_plan_travels_as_text() -> None:
+    for rank in range(WORLD):
+        placed = _written(rank)[0].placed
+        assert unpacked_plan(packed_plan(placed)) == list(placed)
+        assert packed_plan(placed) == packed_plan(_written(rank)[0].placed)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"no json",
+        b"{}x",
+        b"[1]",
+        b"[[]]",
+        b'[[["a"], "f", 0, 1, [2], "float99", null]]',
+        b'[[["a"],"f",0,1,[2],"load",0]]',
+    ],
+)
+def test_a_plan_that_is_none_is_refused(text: bytes) -> None:
+    for packed in (zlib.compress(text), text):
+        with pytest.raises(CheckpointError, match="plan of its files cannot be read"):
+            unpacked_plan(packed)
 
 
 def test_ranks_that_are_not_of_one_mind_say_so_once() -> None:
