@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_zero.checkpoint.behind import WrittenBehind, lasting
+from lightning_zero.checkpoint.damaged import named_damage
 from lightning_zero.checkpoint.places import INCOMPLETE, beside, bring_back, make_folders, put_in_place, remove
 from lightning_zero.checkpoint.replaceable import refuse_other_folders
 from lightning_zero.errors import CheckpointError
@@ -80,7 +82,7 @@ def check_archive(path: Path, part: int = 0, parts: int = 1, read: Callable[[int
     Raises:
         CheckpointError: the file is damaged; says where.
     """
-    with open(path, "rb") as file:
+    with named_damage(path), open(path, "rb") as file:
         check_opened(file, str(path), part, parts, read)
 
 
@@ -95,6 +97,11 @@ def check_opened(file: Any, name: str, part: int, parts: int, read: Callable[[in
             entries = archive.infolist()
             if not entries or min(entry.header_offset for entry in entries):
                 raise zipfile.BadZipFile("something stands before its first part, or there is none")
+            names = Counter(entry.filename for entry in entries)
+            if len(names) < len(entries):
+                raise zipfile.BadZipFile(f"it has {names.most_common(1)[0][0][:80]!r} twice")
+            if any(entry.compress_type for entry in entries):  # torch writes none, and maps what stands there
+                raise zipfile.BadZipFile("it is compressed, which torch's files never are")
             summed = any(entry.CRC for entry in entries)
             for entry in _share(entries, part, parts) if summed else ():
                 with archive.open(entry) as contents:
