@@ -15,8 +15,17 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_zero.checkpoint.behind import WrittenBehind, lasting
+from lightning_zero.checkpoint.claim import PATIENCE_S, begun_at_once, claim, release, unclaimed
 from lightning_zero.checkpoint.damaged import named_damage
-from lightning_zero.checkpoint.places import INCOMPLETE, beside, bring_back, make_folders, put_in_place, remove
+from lightning_zero.checkpoint.places import (
+    INCOMPLETE,
+    beside,
+    bring_back,
+    make_folders,
+    put_in_place,
+    remove,
+    set_aside,
+)
 from lightning_zero.checkpoint.replaceable import refuse_other_folders
 from lightning_zero.errors import CheckpointError
 
@@ -43,11 +52,18 @@ def write_archive(
         CheckpointError: a folder of something else stands there, or somebody else saves there at the same time.
     """
     work = beside(path, INCOMPLETE)
-    bring_back(path)
-    refuse_other_folders(path)
-    make_folders(path.parent)
-    remove(work)
-    file = open(work, "xb", buffering=0)  # noqa: SIM115 - closed by what writes it
+    with unclaimed(work, path):
+        bring_back(path)
+        refuse_other_folders(path)
+        make_folders(path.parent)
+        set_aside(path, INCOMPLETE)
+    try:
+        file = open(work, "xb", buffering=0)  # noqa: SIM115 - closed by what writes it
+    except FileExistsError:
+        raise begun_at_once(path) from None
+    if not claim(file.fileno(), PATIENCE_S) or not _is_still(work, file.fileno()):
+        file.close()
+        raise begun_at_once(path)
     held = os.dup(file.fileno())  # nothing else is known by its number meanwhile
     try:
         with WrittenBehind(file, lasting(value), wrote) as behind:
@@ -64,6 +80,7 @@ def write_archive(
                 remove(work)
         raise
     finally:
+        release(held)
         os.close(held)
 
 

@@ -229,8 +229,8 @@ def _same(what: str, files: Sequence[Path], values: Sequence[Any]) -> Any:
     other = next((number for number, value in enumerate(values) if value != values[0]), None)
     if other is not None:
         raise CheckpointError(
-            f"{files[other]} and {files[0].name!r} are of different saves: {what} is {short(values[other])} in it, "
-            f"and {short(values[0])} there. Use another checkpoint."
+            f"{files[other]} and {files[0].name!r} are of different saves: {what} is {values[other]!s:.200} in "
+            f"it, and {values[0]!s:.200} there. Use another checkpoint."
         )
     return values[0]
 
