@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,17 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.behind import WrittenBehind, lasting
-from lightning_zero.checkpoint.places import INCOMPLETE, beside, bring_back, make_folders, put_in_place, remove
+from lightning_zero.checkpoint.claim import PATIENCE_S, begun_at_once, claim, release, unclaimed
+from lightning_zero.checkpoint.damaged import named_damage
+from lightning_zero.checkpoint.places import (
+    INCOMPLETE,
+    beside,
+    bring_back,
+    make_folders,
+    put_in_place,
+    remove,
+    set_aside,
+)
 from lightning_zero.checkpoint.replaceable import refuse_other_folders
 from lightning_zero.errors import CheckpointError
 
@@ -35,11 +46,18 @@ def write_archive(value: Any, path: Path, wrote: Callable[[int], None] = lambda 
         CheckpointError: a folder of something else stands there, or somebody else saves there at the same time.
     """
     work = beside(path, INCOMPLETE)
-    bring_back(path)
-    refuse_other_folders(path)
-    make_folders(path.parent)
-    remove(work)
-    file = open(work, "xb", buffering=0)  # noqa: SIM115 - closed by what writes it
+    with unclaimed(work, path):
+        bring_back(path)
+        refuse_other_folders(path)
+        make_folders(path.parent)
+        set_aside(path, INCOMPLETE)
+    try:
+        file = open(work, "xb", buffering=0)  # noqa: SIM115 - closed by what writes it
+    except FileExistsError:
+        raise begun_at_once(path) from None
+    if not claim(file.fileno(), PATIENCE_S) or not _is_still(work, file.fileno()):
+        file.close()
+        raise begun_at_once(path)
     held = os.dup(file.fileno())  # nothing else is known by its number meanwhile
     try:
         with WrittenBehind(file, lasting(value), wrote) as behind:
@@ -56,6 +74,7 @@ def write_archive(value: Any, path: Path, wrote: Callable[[int], None] = lambda 
                 remove(work)
         raise
     finally:
+        release(held)
         os.close(held)
 
 
@@ -74,7 +93,7 @@ def check_archive(path: Path, part: int = 0, parts: int = 1, read: Callable[[int
     Raises:
         CheckpointError: the file is damaged; says where.
     """
-    with open(path, "rb") as file:
+    with named_damage(path), open(path, "rb") as file:
         check_opened(file, str(path), part, parts, read)
 
 
@@ -89,6 +108,11 @@ def check_opened(file: Any, name: str, part: int, parts: int, read: Callable[[in
             entries = archive.infolist()
             if not entries or min(entry.header_offset for entry in entries):
                 raise zipfile.BadZipFile("something stands before its first part, or there is none")
+            names = Counter(entry.filename for entry in entries)
+            if len(names) < len(entries):
+                raise zipfile.BadZipFile(f"it has {names.most_common(1)[0][0][:80]!r} twice")
+            if any(entry.compress_type for entry in entries):  # torch writes none, and maps what stands there
+                raise zipfile.BadZipFile("it is compressed, which torch's files never are")
             summed = any(entry.CRC for entry in entries)
             for entry in _share(entries, part, parts) if summed else ():
                 with archive.open(entry) as contents:

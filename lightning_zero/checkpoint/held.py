@@ -7,6 +7,8 @@ import os
 import weakref
 from pathlib import Path
 
+from lightning_zero.checkpoint.claim import claim, release
+
 __all__ = ["HeldFolder"]
 
 
@@ -32,6 +34,15 @@ class HeldFolder:
         known = f"/proc/self/fd/{self._number}"
         if os.path.isdir(known):
             self.path = known
+
+    def claim(self, patience_s: float = 0.0) -> bool:
+        """Lock the folder, see :func:`~lightning_zero.checkpoint.claim.claim`."""
+        return self._number is None or claim(self._number, patience_s)
+
+    def release(self) -> None:
+        """Unlock it. Harmless when repeated."""
+        if self._number is not None:
+            release(self._number)
 
     def is_at(self, place: Path) -> bool:
         """Whether that name leads to it."""

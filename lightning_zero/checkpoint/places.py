@@ -14,6 +14,7 @@ from pathlib import Path
 
 __all__ = [
     "INCOMPLETE",
+    "REMOVED",
     "REPLACED",
     "beside",
     "bring_back",
@@ -21,13 +22,17 @@ __all__ = [
     "make_folders",
     "put_in_place",
     "remove",
+    "set_aside",
     "standing",
     "sync_folder",
 ]
 
 INCOMPLETE = ".incomplete"  # what is written
 COPIED_AT_ONCE = 16 << 20  # bytes of a copy that are in memory at a time
+CHANGED = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)  # by another save meanwhile
+TRIES = 10  # to remove a folder in which another save writes
 LONGEST, SOME = 255, 40  # bytes of a name, and characters of one, each up to four bytes
+REMOVED = ".removed"  # what a save has left that was killed, while the next one removes it
 REPLACED = ".replaced"  # what stood there before, where one rename cannot put something else in its place
 
 
@@ -180,6 +185,24 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def set_aside(path: Path, ending: str) -> None:
+    """Remove what stands next to ``path`` under its name with ``ending``. A folder is renamed first, at once: a save
+    that goes on in it finds that it is no longer there, and not that some of its files are missing."""
+    work, aside = beside(path, ending), beside(path, REMOVED)
+    for left in range(TRIES, 0, -1):  # another save may do the same, or write into what is removed
+        try:
+            remove(aside)
+            if _is_folder(work):
+                os.rename(work, aside)
+                remove(aside)
+            else:
+                remove(work)
+            return
+        except OSError as error:
+            if error.errno not in CHANGED or left == 1:
+                raise
 
 
 def _is_folder(path: Path) -> bool:

@@ -29,6 +29,7 @@ from lightning_zero.checkpoint.sharded.contents import bytes_of
 from lightning_zero.checkpoint.sharded.folder import full_path, remove_at
 from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
 from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.storages import check_storages
 from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Alone, Together
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO
@@ -218,6 +219,7 @@ def load_file(
     def read() -> None:
         if is_zipfile(place):
             found.append(torch.load(place, map_location="cpu", mmap=True, weights_only=weights_only))
+            check_storages(found, place, str(place))
             taken: list[Tensor] = []
             apply_to_collection(found, Tensor, taken.append)
             take_small(taken)
@@ -269,6 +271,7 @@ def _load_elsewhere(io: CheckpointIO, url: str, weights_only: bool | None, ranks
         content = named(url, lambda: file.content(weights_only))
         if content is None:
             content = named(url, lambda: io.load_checkpoint(url, weights_only=weights_only))
+            check_storages(content, file.ranges.opened(), url)
         # A Trainer's: what callbacks keep of it outlives the loading.
         if isinstance(content, dict) and "pytorch-lightning_version" in content:
             rest = {key: value for key, value in content.items() if key not in CUT}

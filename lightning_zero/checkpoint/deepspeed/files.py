@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_zero.checkpoint.damaged import named_damage
 from lightning_zero.checkpoint.sharded.folder import read_at
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.errors import CheckpointError
@@ -24,6 +25,7 @@ from lightning_zero.errors import CheckpointError
 __all__ = ["Files", "find_files", "is_deepspeeds"]
 
 LATEST, TAG = "latest", "checkpoint"
+LONGEST = 255  # bytes of a folder's name
 ENDING = "_model_states.pt"
 MODEL = re.compile(r"(?:(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -73,7 +75,8 @@ def find_files(path: str) -> Files:
             f"{path} is DeepSpeed's, whose files can only be read from a disk. Copy the folder to one."
         )
     home = _home(Path(place))
-    names = sorted(entry.name for entry in home.iterdir())
+    with named_damage(home):
+        names = sorted(entry.name for entry in home.iterdir())
     for pattern, kind in NOT_READ:
         if any(pattern.fullmatch(name) for name in names):
             raise CheckpointError(f"{path} is DeepSpeed's, of {kind}. {OTHERWISE}")
@@ -98,10 +101,13 @@ def _home(place: Path) -> Path:
     if _names_models(entry.name for entry in place.iterdir()):
         return place
     latest = place / LATEST
-    tag = latest.read_text().strip() if latest.is_file() else TAG
+    tag = TAG
+    if latest.is_file():
+        with open(latest, "rb") as file:
+            tag = file.read(LONGEST + 1).decode(errors="replace").strip()
     home = place / tag
-    if Path(tag).name != tag or not home.is_dir():
-        raise CheckpointError(f"{latest} speaks of a folder {tag!r}, which is not there. Use another checkpoint.")
+    if len(tag) > LONGEST or Path(tag).name != tag or tag in ("", "..") or not home.is_dir():
+        raise CheckpointError(f"{latest} speaks of a folder {tag[:80]!r}, which is not there. Use another checkpoint.")
     return home
 
 

@@ -46,16 +46,23 @@ def spans_of_pieces(shapes: Shapes, pieces: Sequence[Sequence[Pieces]], lengths:
         lengths: by rank and group: elements of a partition, which may be padded at its end.
 
     Raises:
-        ValueError: pieces do not add up to a parameter, or do not lie in the partition.
+        ValueError: pieces do not add up to a parameter, share elements, or do not lie in the partition.
     """
     found: Spans = {}
+    for rank, groups in enumerate(pieces):
+        if len(groups) != len(shapes):
+            raise ValueError(f"rank {rank} speaks of {len(groups)} groups of parameters, and there are {len(shapes)}")
+        for group, held in enumerate(groups):
+            _refuse_shared(held, f"of group {group} on rank {rank}")
     for group, named in enumerate(shapes):
         for name, shape in named.items():
             spans, begin = [], 0
-            for rank, held in enumerate(pieces):
-                start, count = held[group].get(name, (0, 0))
-                if start + count > lengths[rank][group]:
-                    raise ValueError(f"{name!r} ends at {start + count:,} of {lengths[rank][group]:,} on rank {rank}")
+            for rank, groups in enumerate(pieces):
+                start, count = groups[group].get(name, (0, 0))
+                if min(start, count) < 0 or start + count > lengths[rank][group]:
+                    raise ValueError(
+                        f"{name!r} has {count:,} elements from {start:,} on, of {lengths[rank][group]:,}, on rank {rank}"
+                    )
                 if count:
                     spans.append(Span(rank, start, begin, begin + count))
                 begin += count
@@ -63,6 +70,15 @@ def spans_of_pieces(shapes: Shapes, pieces: Sequence[Sequence[Pieces]], lengths:
                 raise ValueError(f"ranks have {begin:,} elements of {name!r}, which has {prod(shape):,}")
             found[name] = spans
     return found
+
+
+def _refuse_shared(pieces: Pieces, where: str) -> None:
+    """Raise if two parameters have the same elements of a partition."""
+    end, before = 0, ""
+    for name, (start, count) in sorted(pieces.items(), key=lambda piece: piece[1]):
+        if count and start < end:
+            raise ValueError(f"{before!r} and {name!r} have the same elements {where}")
+        end, before = (start + count, name) if count else (end, before)
 
 
 def spans_of_parameters(shapes: Shapes, lengths: Sequence[Sequence[int]]) -> Spans:

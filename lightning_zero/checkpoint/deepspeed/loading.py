@@ -6,14 +6,13 @@ version to version. :class:`StandIn` takes the place of each: it keeps what the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from lightning_zero.checkpoint.storages import check_storages, tensors_in
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.mapped import take_small
 
@@ -45,7 +44,9 @@ class StandIn:
 
     def __int__(self) -> int:
         """Of an enum's member."""
-        return int(self.made_of[0])
+        if len(self.made_of) != 1 or type(self.made_of[0]) is not int:
+            raise TypeError(f"{self.made_of!r:.80} is no number")
+        return self.made_of[0]
 
 
 def load_mapped(path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -67,6 +68,8 @@ def load_mapped(path: Path, weights_only: bool | None) -> dict[str, Any]:
         else:
             with safe_globals([(StandIn, name) for name in named if name.startswith(OURS)]):
                 found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing. Use another checkpoint.") from error
     except Exception as error:  # damage may show as anything, and so may code that somebody wants to be run
         if others and weights_only is not False:
             raise CheckpointError(
@@ -76,14 +79,6 @@ def load_mapped(path: Path, weights_only: bool | None) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, and is not DeepSpeed's. Use another checkpoint.")
-    take_small(_tensors(found))
+    check_storages(found, path, str(path))
+    take_small(tensors_in(found))
     return found
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple | StandIn):
-        parts = vars(value) if isinstance(value, StandIn) else value
-        for inner in parts.values() if isinstance(parts, Mapping) else parts:
-            yield from _tensors(inner)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_zero.checkpoint.archive import check_archive
+from lightning_zero.checkpoint.damaged import named_damage
 from lightning_zero.checkpoint.deepspeed.contents import Contents
 from lightning_zero.checkpoint.deepspeed.files import find_files
 from lightning_zero.checkpoint.opened import Opened
@@ -76,14 +77,16 @@ class DeepSpeedFolder(Opened):
     def content(self, weights_only: bool | None = None) -> dict[str, Any]:
         """See :meth:`Opened.content <lightning_zero.checkpoint.opened.Opened.content>`: as Lightning's full checkpoints
         are, but that the optimizer's parameters have names."""
-        found = Contents(self._files, weights_only)
-        content = {key: value for key, value in found.model.items() if key not in OWN}
-        content["state_dict"] = found.weights()
-        optimizer = found.optimizer()
+        with named_damage(self.path):
+            found = Contents(self._files, weights_only)
+            content = {key: value for key, value in found.model.items() if key not in OWN}
+            content["state_dict"] = found.weights()
+            optimizer = found.optimizer()
         return content if optimizer is None else content | {"optimizer_states": [optimizer]}
 
     @property
     def written_by(self) -> str:
         """DeepSpeed's version, and the stage."""
-        found = Contents(self._files, None)
+        with named_damage(self.path):
+            found = Contents(self._files, None)
         return f"DeepSpeed {found.version}, ZeRO-{found.stage}"

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.boxes import Box, boxes
-from lightning_zero.checkpoint.sharded.metadata import Keys
+from lightning_zero.checkpoint.sharded.paths import MOST_LEVELS, Keys
 from lightning_zero.checkpoint.sharded.values import ShardedValue
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece, packed
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = ["bytes_of", "flattened", "items_of", "nested"]
+__all__ = ["bytes_of", "flattened", "items_of"]
 
 PIECE_BYTES = 64 << 20  # so that another world size need not read much more than its part
 
@@ -26,10 +26,16 @@ def flattened(state: Mapping[str, Any]) -> dict[str, tuple[Keys, Any]]:
     tuples: dicts with other keys are kept whole, as one object.
 
     Raises:
-        ValueError: two things would have the same name; or what is sharded stands where it cannot be named.
+        ValueError: two things would have the same name; containers are nested too deeply; or what is sharded stands
+            where it cannot be named.
     """
     found: dict[str, tuple[Keys, Any]] = {}
     for path, value in _leaves((), state):
+        if len(path) > MOST_LEVELS:
+            raise ValueError(
+                f"In the checkpoint, containers are nested in more than {MOST_LEVELS} levels at "
+                f"{'.'.join(map(str, path[:3]))!r}. Sharded checkpoints hold no more: save it as one flat dict."
+            )
         name = ".".join(map(str, path))
         if name in found:
             raise ValueError(f"Two entries of the checkpoint have the same name when it is flattened: {name!r}.")
@@ -93,29 +99,6 @@ def bytes_of(state: Mapping[str, Any], rank: int) -> int:
 
     add(state)
     return sum(sizes.values())
-
-
-def nested(entries: Mapping[Keys, Any]) -> dict[str, Any]:
-    """The inverse of :func:`flattened`, of what stands at each path."""
-    root: dict[str, Any] = {}
-    for path, value in entries.items():
-        place: Any = root
-        for key, following in zip(path, path[1:], strict=False):
-            empty: Any = [] if isinstance(following, int) else {}
-            place = _step(place, key, empty)
-        _step(place, path[-1], value)
-    return root
-
-
-def _step(place: Any, key: str | int, value: Any) -> Any:
-    if isinstance(place, dict):
-        return place.setdefault(key, value)
-    assert isinstance(key, int), f"{key!r} for a list"
-    while len(place) <= key:
-        place.append(None)
-    if place[key] is None:
-        place[key] = value
-    return place[key]
 
 
 def items_of(state: Mapping[str, tuple[Keys, Any]], rank: int) -> Iterator[Piece | Blob]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_zero.checkpoint.claim import PATIENCE_S, begun_at_once, unclaimed
 from lightning_zero.checkpoint.exactly import copy_file, remove_tree
 from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.lateness import ask_again
@@ -27,6 +29,7 @@ from lightning_zero.checkpoint.places import (
     make_folders,
     put_in_place,
     remove,
+    set_aside,
     standing,
     sync_folder,
 )
@@ -104,30 +107,58 @@ class LocalFolder:
         self._path = path
         self._work = beside(path, INCOMPLETE)
         self._begun: HeldFolder | None = None  # by this rank
+        self._held: HeldFolder | None = None  # also if another rank has begun
 
     def begin(self, token: str) -> None:
-        bring_back(self._path)
-        refuse_other_folders(self._path)
-        remove(self._work)
+        with unclaimed(self._work, self._path):
+            bring_back(self._path)
+            refuse_other_folders(self._path)
+            set_aside(self._path, INCOMPLETE)
         make_folders(self._path.parent)
-        self._work.mkdir()
-        self._begun = HeldFolder(self._work)
-        (self._work / TOKEN).write_text(token)
+        try:
+            self._work.mkdir()
+        except FileExistsError:
+            raise begun_at_once(self._path) from None
+        held = HeldFolder(self._work)
+        if not held.claim(PATIENCE_S) or not held.is_at(self._work):
+            raise begun_at_once(self._path)
+        self._held = self._begun = held
+        with self._in_folder():
+            (self._place / TOKEN).write_text(token)
 
     def sees(self, token: str) -> bool:
+        if self._begun is not None:
+            self._look()
+        held = HeldFolder(self._work)
         with suppress(OSError):
-            return (self._work / TOKEN).read_text() == token
+            if (Path(held.path) / TOKEN).read_text() == token:
+                self._held = self._held or held
+                return True
         ask_again(self._path.parent)
         return False
 
     def create(self, name: str) -> BinaryIO:
-        return open(self._work / name, "xb", buffering=0)
+        with self._in_folder():
+            return open(self._place / name, "xb", buffering=0)
+
+    @property
+    def _place(self) -> Path:
+        """Leads to the folder of this save, and never to that of another one under its name."""
+        return self._work if self._held is None else Path(self._held.path)
+
+    @contextmanager
+    def _in_folder(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:  # the folder itself is gone
+            raise _another_save(self._path) from error
 
     def link(self, name: str, file: Path, may_copy: bool) -> bool:
         """Another name for a file that is complete and that nobody changes any more, or a copy; False where neither
         may be."""
         try:
-            os.link(file, self._work / name)
+            with self._in_folder():
+                os.link(file, self._place / name)
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
@@ -140,14 +171,23 @@ class LocalFolder:
 
     def commit(self) -> None:
         self._look()
-        (self._work / TOKEN).unlink()
-        sync_folder(self._work)
+        with self._in_folder():
+            (self._place / TOKEN).unlink()
+            sync_folder(self._work)
         self._look()
         put_in_place(self._work, self._path)
+        self._release()
 
     def discard(self) -> None:
-        if self._is_ours():
-            remove(self._work)
+        try:
+            if self._is_ours():
+                remove(self._work)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._begun is not None:
+            self._begun.release()
 
     def _is_ours(self) -> bool:
         return self._begun is not None and self._begun.is_at(self._work)
@@ -187,11 +227,13 @@ class RemoteFolder:
         for work in (f"{self._path}{INCOMPLETE}", self._path):
             with suppress(OSError):
                 if self._fs.cat_file(f"{work}/{TOKEN}") == token.encode():
-                    self._work = work
+                    self._work, self._token = work, token
                     return True
         return False
 
     def create(self, name: str) -> BinaryIO:
+        if self._token is not None and not self._is_ours():  # else this one's files would come among another's
+            raise _another_save(self._path)
         file: BinaryIO = self._fs.open(f"{self._work}/{name}", "wb")
         return file
 

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 
 import torch
 
+from lightning_zero.checkpoint.damaged import parsed_json
 from lightning_zero.checkpoint.sharded.hashed import FileSum, digest_of
 from lightning_zero.errors import CheckpointError
 from lightning_zero.version import __version__
@@ -59,10 +60,10 @@ class Manifest:
             CheckpointError: it is damaged, of a later format, or names files outside of its folder.
         """
         try:
-            body = json.loads(data)
+            body = parsed_json(data)
             told = body.pop("xxh3_128")
             whole = told == digest_of(_canonical(body))
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             whole = False
         if not whole:
             raise CheckpointError(f"{where} is damaged: its own checksum does not fit. Use another checkpoint.")
@@ -79,7 +80,11 @@ class Manifest:
             found = cls(files=files, **body)
         except (AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(f"{where} does not say what format {told} does: {error}.") from error
-        for name in files:
+        if not isinstance(found.world_size, int) or not isinstance(found.save_id, str):
+            raise CheckpointError(f"{where} does not say by how many ranks, and in which save, it was written.")
+        for name, wanted in files.items():
+            if not isinstance(wanted.bytes, int) or not isinstance(wanted.xxh3_128, str):
+                raise CheckpointError(f"{where} does not say how long {name!r} is, and what its checksum is.")
             if not name or PurePosixPath(name).name != name or name in (".", "..") or "\\" in name:
                 raise CheckpointError(
                     f"{where} names {name!r}, which is not a file of its folder. It was not written by us."

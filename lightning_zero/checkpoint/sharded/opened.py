@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -17,6 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from lightning_zero.checkpoint.archive import check_opened
+from lightning_zero.checkpoint.damaged import named_damage
 from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.lateness import ask_again
 from lightning_zero.checkpoint.locating import located
@@ -24,15 +26,16 @@ from lightning_zero.checkpoint.opened import Opened
 from lightning_zero.checkpoint.ranges import LocalRanges, Placed
 from lightning_zero.checkpoint.remote_ranges import RemoteRanges
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.contents import nested
 from lightning_zero.checkpoint.sharded.folder import read_at
 from lightning_zero.checkpoint.sharded.hashed import sum_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
-from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys, read_metadata
+from lightning_zero.checkpoint.sharded.metadata import METADATA, read_metadata
+from lightning_zero.checkpoint.sharded.paths import Keys, nested
 from lightning_zero.checkpoint.sharded.piece import PieceElsewhere
 from lightning_zero.checkpoint.sharded.raw import lies_plainly, start_of
 from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
 from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.storages import check_storages
 from lightning_zero.checkpoint.window import Window
 from lightning_zero.errors import CheckpointError
 
@@ -160,7 +163,7 @@ class OpenedFolder(Opened):
 
     def check(self, names: Iterable[str], read: Callable[[int], None] = lambda count: None) -> None:
         if self.manifest is None:
-            self._check_extents(set(names))
+            self._check_pieces(set(names), read)
             return
         for name in names:
             wanted = self.manifest.files.get(name)
@@ -185,8 +188,27 @@ class OpenedFolder(Opened):
                     "when it was saved. Use another checkpoint."
                 )
 
+    def _check_pieces(self, names: set[str], read: Callable[[int], None]) -> None:
+        """Compare what somebody else wrote with ``.metadata``, and each piece with the checksums that ``torch.save``
+        has put into it."""
+        self._check_extents(names)
+        done: set[tuple[str, int]] = set()
+        for key, entry in self.metadata.state_dict_metadata.items():
+            chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
+            for chunk in chunks:
+                info = self._info(MetadataIndex(key, None if chunk is None else chunk.offsets))
+                if info.relative_path not in names or (info.relative_path, info.offset) in done:
+                    continue
+                done.add((info.relative_path, info.offset))
+                with self._opened_piece(info) as part:
+                    check_opened(part, self._named(info.relative_path), 0, 1, read)
+                if isinstance(entry, TensorStorageMetadata) and chunk is not None:
+                    sizes, dtype = torch.Size(chunk.sizes), entry.properties.dtype
+                    if self._start(info, sizes, dtype) is None:
+                        self._load_tensor(info, key, sizes, dtype)
+
     def _check_extents(self, names: set[str]) -> None:
-        """Whether files are as long as ``.metadata`` says: all that can be known of what somebody else wrote."""
+        """Raise if files are shorter than ``.metadata`` says."""
         ends: dict[str, int] = {}
         for info in self.metadata.storage_data.values():
             if info.relative_path not in names:
@@ -197,14 +219,21 @@ class OpenedFolder(Opened):
                 raise CheckpointError(f"{self._named(name)} is missing. Use another checkpoint.")
             size = int(self._fs.size(f"{self._place}/{name}"))
             if size < end:
-                raise CheckpointError(
-                    f"{self._named(name)} is damaged: it has {size:,} bytes, and its {METADATA!r} speaks of {end:,}. "
-                    "Use another checkpoint."
-                )
+                raise self._short(name, size, end)
+
+    def _short(self, name: str, size: int, end: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self._named(name)} is damaged: it has {size:,} bytes, and its {METADATA!r} speaks of {end:,}. Use another "
+            "checkpoint."
+        )
 
     # -- what is in them
 
     def content(self, weights_only: bool | None = None) -> dict[str, Any]:
+        with named_damage(self.path):
+            return self._content(weights_only)
+
+    def _content(self, weights_only: bool | None) -> dict[str, Any]:
         rest = self.rest(weights_only)
         if not isinstance(rest, dict):
             raise CheckpointError(
@@ -225,7 +254,11 @@ class OpenedFolder(Opened):
             return None
         with self.open(REST) as file:
             try:
-                return torch.load(file, map_location="cpu", weights_only=weights_only is not False)
+                found = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
+                check_storages(found, file, self._named(REST))
+                return found
+            except CheckpointError:
+                raise
             except Exception as error:  # damage may show as anything, and so may code that somebody wants to be run
                 raise CheckpointError(f"{self._named(REST)} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -265,7 +298,7 @@ class OpenedFolder(Opened):
 
     def _info(self, index: MetadataIndex) -> Any:
         info = self.metadata.storage_data.get(index)
-        if info is None or PurePosixPath(info.relative_path).name != info.relative_path:
+        if info is None:
             raise CheckpointError(f"{self._named(METADATA)} does not say in which file {index.fqn!r} lies.")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
@@ -329,7 +362,11 @@ class OpenedFolder(Opened):
         name = self._named(info.relative_path)
         with self._whole_piece(info) as part:
             try:
-                return torch.load(part, map_location="cpu", weights_only=weights_only is not False)
+                found = torch.load(part, map_location="cpu", weights_only=weights_only is not False)
+                check_storages(found, part, name)
+                return found
+            except CheckpointError:
+                raise
             except Exception as error:  # damage may show as anything
                 why = f"{type(error).__name__}: {error}"
                 if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in why:
@@ -352,10 +389,12 @@ class OpenedFolder(Opened):
     def _whole_piece(self, info: Any) -> Iterator[Any]:
         """To read all of it, in as few requests as can be."""
         ranges = None if self.place is not None else self._ranges_of(info.relative_path)
-        if ranges is None:
+        if not isinstance(ranges, RemoteRanges):
             with self._opened_piece(info) as part:
                 yield part
             return
+        if info.offset + info.length > ranges.size:
+            raise self._short(info.relative_path, ranges.size, info.offset + info.length)
         data = bytearray(info.length)
         ranges.read(info.offset, memoryview(data))
         yield BytesIO(data)

@@ -16,7 +16,8 @@ from itertools import chain
 from typing import Any
 
 from lightning_zero.checkpoint.sharded.hashed import FileSum, digest_of
-from lightning_zero.checkpoint.sharded.metadata import Keys, metadata_of
+from lightning_zero.checkpoint.sharded.metadata import metadata_of
+from lightning_zero.checkpoint.sharded.paths import Keys
 from lightning_zero.checkpoint.sharded.plan_text import packed_plan, unpacked_plan
 from lightning_zero.checkpoint.sharded.writing import RankFiles
 from lightning_zero.errors import CheckpointError

@@ -14,7 +14,8 @@ from lightning_zero.checkpoint.sharded.contents import flattened, items_of
 from lightning_zero.checkpoint.sharded.folder import Folder, folder_at, full_path
 from lightning_zero.checkpoint.sharded.hashed import FileSum, HashedFile
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
-from lightning_zero.checkpoint.sharded.metadata import METADATA, Keys
+from lightning_zero.checkpoint.sharded.metadata import METADATA
+from lightning_zero.checkpoint.sharded.paths import Keys
 from lightning_zero.checkpoint.sharded.plans import Brief, Plans
 from lightning_zero.checkpoint.sharded.writing import packed, write_pieces
 from lightning_zero.checkpoint.together import Together

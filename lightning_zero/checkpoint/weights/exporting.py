@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.claim import begun_at_once
+from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.places import INCOMPLETE, beside, make_folders, remove, sync_folder
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.checkpoint.weights.files import INDEX, Part, plan_files
@@ -64,7 +66,8 @@ def export(
     """
     files = plan_files({key: weight.bytes for key, weight in weights.items()}, most)
     what = f"export weights to {folder}"
-    together.first(what, lambda: make_folders(folder))
+    claimed: list[HeldFolder] = []
+    together.first(what, lambda: claimed.append(_claimed(folder)))
     ends: list[Future[None]] = []
     try:
         with ThreadPoolExecutor(1, "lightning_zero-export") as thread:
@@ -82,7 +85,18 @@ def export(
     finally:
         for part in files[together.rank :: together.world_size]:  # nobody else knows when they are no longer written
             remove(beside(folder / part.name, INCOMPLETE))
+        for held in claimed:
+            held.release()
     return [part.name for part in files]
+
+
+def _claimed(folder: Path) -> HeldFolder:
+    """Make the folder, and hold it against other exports into it."""
+    make_folders(folder)
+    held = HeldFolder(folder)
+    if not held.claim():
+        raise begun_at_once(folder)
+    return held
 
 
 def _gathered(part: Part, weights: Mapping[str, Weight], here: bool) -> tuple[dict[str, Tensor], Exception | None]:

@@ -6,7 +6,6 @@ in which file each tensor lies.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from lightning_zero.checkpoint.damaged import named_damage, parsed_json
 from lightning_zero.checkpoint.ranges import LocalRanges, Placed
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.values import SavedValue
@@ -54,13 +54,14 @@ def saved_values(path: str | Path) -> dict[str, SavedValue]:
     found: dict[str, SavedValue] = {}
     for file, wanted in _files(Path(path)).items():
         try:
-            opened, lies = safe_open(file, "pt"), _Lies(file)
-            held = set(opened.keys())
-            for key in sorted(held) if wanted is None else wanted:
-                if key not in held:
-                    raise CheckpointError(f"{file} lacks {key!r}, which the index beside it says is there.")
-                found[key] = _value(opened, lies, file, key)
-        except (SafetensorError, OSError) as error:
+            with named_damage(file):
+                opened, lies = safe_open(file, "pt"), _Lies(file)
+                held = set(opened.keys())
+                for key in sorted(held) if wanted is None else wanted:
+                    if key not in held:
+                        raise CheckpointError(f"{file} lacks {key!r}, which the index beside it says is there.")
+                    found[key] = _value(opened, lies, file, key)
+        except (SafetensorError, FileNotFoundError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
     return found
 
@@ -80,13 +81,13 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     if path.suffix != ".json":
         return {path: None}
     try:
-        where: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        where: dict[str, str] = parsed_json(path.read_bytes())["weight_map"]
         files: dict[Path, list[str] | None] = {}
         for key, name in where.items():
-            if Path(name).name != name:
+            if not name or Path(name).name != name or name == "..":
                 raise CheckpointError(f"{path} names {name!r}, which is not a file of its folder.")
             files.setdefault(path.with_name(name), []).append(key)  # type: ignore[union-attr]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors: {error}.") from error
     return files
 
@@ -98,7 +99,7 @@ class _Lies:
     def __init__(self, file: Path) -> None:
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            self._said = json.loads(opened.read(length))
+            self._said = parsed_json(opened.read(length))
         self._ranges, self._begin = LocalRanges(file), 8 + length
 
     def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Placed:

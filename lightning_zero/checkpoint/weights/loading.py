@@ -47,8 +47,14 @@ def load_into(
     values: dict[str, SavedValue] = {}
     for key, value in saved_values(path).items():
         name = key if rename is None else rename(key)
-        if name is not None:
-            values[name] = value
+        if name is None:
+            continue
+        if name in values:
+            raise ValueError(
+                f"rename= makes {name!r} of {key!r} and of another key in {path}. Return a name of its own for each, "
+                "or None to leave one out."
+            )
+        values[name] = value
     have = dict(_named(module))
     misfits = [
         f"{key!r}: {tuple(value.shape)} in the files, {shape} in the module"

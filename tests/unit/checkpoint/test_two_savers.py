@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.places import INCOMPLETE, beside, remove
 from lightning_zero.checkpoint.sharded.folder import RemoteFolder, folder_at
 from lightning_zero.checkpoint.sharded.saving import save_sharded
+from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.weights.exporting import Weight, export
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import read_whole
 from tests.helpers.elsewhere import stored
@@ -30,6 +39,7 @@ def _folder(path: Path, seed: float) -> None:
 
 
 def _begin_folder(path: Path) -> None:
+    """As one that is killed a moment later."""
     folder_at(path).begin("another save")
     (beside(path, INCOMPLETE) / "__0_0.distcp").write_bytes(b"half")
 
@@ -77,8 +87,10 @@ def test_another_one_comes_at_any_point(tmp_path: Path, kind: str, whole: bool) 
         home.mkdir()
         SAVES[kind](path, 1.0)
 
-        def meanwhile(path: Path = path) -> None:
-            SAVES[kind](path, 3.0) if whole else BEGINS[kind](path)
+        others: list[Exception | None] = []
+
+        def meanwhile(path: Path = path, others: list[Exception | None] = others) -> None:
+            others.append(_tried(lambda: SAVES[kind](path, 3.0) if whole else BEGINS[kind](path)))
 
         point, error = _points(home, lambda path=path: SAVES[kind](path, 2.0), at, meanwhile)
         if not point:
@@ -86,27 +98,105 @@ def test_another_one_comes_at_any_point(tmp_path: Path, kind: str, whole: bool) 
         if point.startswith(TAKEN_UNSEEN):
             continue
         found = seed_of(path)
-        assert found in ((1.0, 2.0, 3.0) if whole else (1.0, 2.0)), point
-        assert whole or found == (2.0 if error is None else 1.0), point
-        ends.add((found, error is None))
+        [other] = others
+        assert error is None or other is None, f"{point}: both have failed: {error}; {other}"
+        if whole:
+            assert found in [seed for seed, end in ((2.0, error), (3.0, other)) if end is None], point
+        else:
+            assert found == (2.0 if error is None else 1.0), point
+        for end in (error, other):
+            assert end is None or re.search(r"another save to \S*x\.ckpt", str(end)), point
+        ends.add((found, error is None, other is None))
         SAVES[kind](path, 4.0)
         assert seed_of(path) == 4.0, point
     else:
         pytest.fail("never came to an end")
     assert at > 16
-    assert (3.0 if whole else 1.0, False) in ends, "nobody was ever told"
+    if whole or kind == "sharded":
+        assert (2.0, True, False) in ends, "no other one is ever refused"
 
 
-def test_the_one_that_was_too_late_leaves_the_other_alone(tmp_path: Path) -> None:
-    """Of one folder: the second begins when the first has written everything."""
+def _tried(attempt: Callable[[], object]) -> Exception | None:
+    try:
+        attempt()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def test_a_second_one_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     first = folder_at(path)
     first.begin("one")
-    _begin_folder(path)
-    with pytest.raises(CheckpointError, match=r"another save to .*x\.ckpt has begun meanwhile"):
-        first.commit()
+    for save in SAVES.values():
+        with pytest.raises(CheckpointError, match=r"another save to .*x\.ckpt goes on at the same time"):
+            save(path, 2.0)
     first.discard()
-    assert (tmp_path / "x.ckpt.incomplete" / "__0_0.distcp").exists()
+    _folder(path, 2.0)
+    assert seed_of(path) == 2.0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that has none."""
+
+    def fails(number: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+
+
+def test_the_one_that_was_too_late_leaves_the_other_alone(tmp_path: Path, no_locks: None) -> None:
+    """Of one folder: the second begins when the first has written some of its files."""
+    path = tmp_path / "x.ckpt"
+    first = folder_at(path)
+    first.begin("one")
+    first.create("__0_0.distcp").close()
+    _begin_folder(path)
+    for attempt in (lambda: first.create("__0_1.distcp"), lambda: first.sees("one"), first.commit):
+        with pytest.raises(CheckpointError, match=r"another save to .*x\.ckpt has begun meanwhile"):
+            attempt()
+    first.discard()
+    assert sorted(entry.name for entry in beside(path, INCOMPLETE).iterdir()) == [".save_id", "__0_0.distcp"]
+    assert (beside(path, INCOMPLETE) / "__0_0.distcp").read_bytes() == b"half"
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("kind", SAVES)
+def test_of_two_at_the_same_time_one_wins(
+    tmp_path: Path, request: pytest.FixtureRequest, kind: str, locks: bool
+) -> None:
+    if not locks:
+        request.getfixturevalue("no_locks")
+    path, start = tmp_path / "x.ckpt", threading.Barrier(2)
+
+    def save(seed: float) -> Exception | None:
+        start.wait()
+        return _tried(lambda: SAVES[kind](path, seed))
+
+    with ThreadPoolExecutor(2) as threads:
+        for number in range(30):
+            seeds = [2.0 * number + 1, 2.0 * number + 2]
+            ends = list(threads.map(save, seeds))
+            whole = seed_of(path)
+            if locks:  # without them each may find that the other has taken its place
+                assert None in ends, f"both have failed: {ends}"
+                assert whole in [seed for seed, end in zip(seeds, ends, strict=True) if end is None]
+            for end in ends:
+                assert end is None or "another save to " in str(end), end
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+def test_two_exports_into_one_folder(tmp_path: Path) -> None:
+    held = HeldFolder(tmp_path)
+    assert held.claim()
+    weights = {"w": Weight(12, lambda: torch.ones(3), lambda value: value.clone())}
+    with pytest.raises(CheckpointError, match="goes on at the same time"):
+        export(weights, tmp_path, 100, Alone(), {})
+    assert list(tmp_path.iterdir()) == []
+    held.release()
+    assert export(weights, tmp_path, 100, Alone(), {}) == ["model.safetensors"]
 
 
 @pytest.fixture
@@ -121,8 +211,9 @@ def test_in_an_object_store(store: None) -> None:
     first, second = RemoteFolder(fs, "/bucket/x.ckpt"), RemoteFolder(fs, "/bucket/x.ckpt")
     first.begin("one")
     second.begin("other")
-    with pytest.raises(CheckpointError, match="another save"):
-        first.commit()
+    for attempt in (lambda: first.create("__0_0.distcp"), first.commit):
+        with pytest.raises(CheckpointError, match="another save"):
+            attempt()
     first.discard()
     assert second.sees("other")
     second.discard()

@@ -12,7 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_zero.checkpoint.sharded.contents import flattened, nested
+from lightning_zero.checkpoint.sharded.contents import flattened
+from lightning_zero.checkpoint.sharded.paths import nested
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Alone
