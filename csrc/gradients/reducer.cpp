@@ -342,6 +342,7 @@ void Reducer::finish() {
 }
 
 void Reducer::abort() {
+  held_.clear();
   if (!backward_.goes_on())
     return;
   transports_.interrupt();  // peers may have been interrupted elsewhere
@@ -350,7 +351,6 @@ void Reducer::abort() {
   backward_.tasks.clear();
   backward_.next_launch = 0;
   over_copies::have_arrived(context_);
-  held_.clear();
   deferred_.abort();
   context_.count("aborted_backwards");
 }

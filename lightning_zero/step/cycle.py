@@ -204,8 +204,8 @@ class StepCycle:
     def accumulating(self) -> Iterator[None]:
         """May surround forward and backward of a micro-batch after which others come before the optimizer steps. With
         ``stage=1`` its gradients stay whole on their ranks until the last one's backward; with several hosts and
-        ``reduce_across="step"``, on their hosts; unless there are hooks of ``register_post_accumulate_grad_hook``, which
-        would see only a part of each. On every rank alike.
+        ``reduce_across="step"``, on their hosts; unless a hook of ``register_post_accumulate_grad_hook`` would see
+        only a part of each. On every rank alike.
 
         Raises:
             UnsupportedError: gradients lie over compute copies, which the next micro-batch needs.
