@@ -54,9 +54,10 @@ void ShardTable::remove(const at::Tensor& shard) {
   refs_.erase(shard.const_data_ptr());
 }
 
-bool ShardTable::contains(const void* address) {
+std::optional<ParamRef> ShardTable::find(const void* address) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return refs_.count(address) > 0;
+  const auto it = refs_.find(address);
+  return it == refs_.end() ? std::nullopt : std::optional(it->second);
 }
 
 ParamRef ShardTable::find(const at::Tensor& shard, const char* op) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -127,7 +128,7 @@ class ShardTable {
   static ShardTable& instance();
   void add(const at::Tensor& shard, ParamRef ref);
   void remove(const at::Tensor& shard);
-  bool contains(const void* address);
+  std::optional<ParamRef> find(const void* address);
   // Throws an error that tells the user what may have replaced the shard.
   ParamRef find(const at::Tensor& shard, const char* op);
 

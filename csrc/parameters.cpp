@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "gradients/held.h"
 #include "gradients/reducer.h"
 #include "weights/weights.h"
 
@@ -58,19 +59,7 @@ void Parameters::drop(int64_t index) {
 
 void Parameters::guard_gradient(int64_t index) {
   Lock lock(context_.mutex);
-  const auto& record = context_.at(index);
-  // The parameter owns the hook, so it must not be owned by it.
-  const auto* impl = record.param.unsafeGetTensorImpl();
-  record.param.register_hook([impl, name = record.name](const at::Tensor& grad) {
-    TORCH_CHECK_VALUE(
-        !grad.defined() || !ShardTable::instance().contains(impl->data()),
-        "lightning_zero: the training step computed with this rank's shard of ", name,
-        ", as self.parameters() and self.named_parameters() return it, so each rank would get "
-        "another result. Read whole weights "
-        "from their modules (self.layer.weight), or use the optimizer's weight_decay for a "
-        "penalty on all of them. If a function that you compiled (torch.compile) reads its weights or calls "
-        "its module, leave torch.compile out there.");
-  });
+  surround_hooks(context_.at(index));
 }
 
 bool Parameters::is_of_whole_host(const std::vector<at::Tensor>& tensors) const {

@@ -27,7 +27,9 @@ class Parameters {
   void move(int64_t index, at::Tensor shard);
   // Nobody reads it any more: it was tied to another while the model was built.
   void drop(int64_t index);
-  // Backward raises when autograd brings this shard a gradient: something was computed with the shard itself.
+  // Puts hooks of ours around the user's, see [Note: hooks on gradients]: backward raises if autograd brings
+  // this shard a gradient. Again after the first of the user's hooks, which torch puts in place of all
+  // others.
   void guard_gradient(int64_t index);
 
   // Without memory: it is to lie elsewhere, and nothing holds that where it lay. Between steps.

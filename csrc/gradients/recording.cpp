@@ -172,6 +172,11 @@ void GradientRecording::before_replay(const Recorded& graph) {
   const auto& layout = reducer_.layout();
   for (const auto i : std::set<int64_t>(graph.arrivals.begin(), graph.arrivals.end())) {
     auto& record = context_.at(i);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !compat::has_hooks(record.param), "lightning_zero: register_hook() was called on ", record.name,
+        " between a forward, which was replayed as a graph, and its backward, which would not run the hook. "
+        "Call it before the forward, as in on_train_start() or on_train_batch_start(), or pass "
+        "cuda_graph_model=False in Tuning(...) to the strategy.");
     if ((graph.deferred || graph.taking) && !record.deferred.filled)
       record.deferred.memory.zero_();
     if (graph.deferred)

@@ -107,6 +107,60 @@ void Reducer::reduce(int64_t index, const at::Tensor& grad, bool borrow) {
               grad.sizes(), " but the parameter has shape ", at::IntArrayRef(record.shape), ".");
   if (compat::current_backward() >= 0 && !is_wanted(record))
     return;
+  if (compat::has_hooks(record.param))
+    hold(record, grad);
+  else
+    take(record, grad, borrow);
+}
+
+void Reducer::hold(const ParamRecord& record, const at::Tensor& grad) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!backward_.recorded_adding, "a hook sees the gradient of ", record.name);
+  join();
+  surround_hooks(record);  // of those to come: the user's may be newer than ours
+  held_.add(record, grad, compat::current_backward());
+}
+
+at::Tensor Reducer::take_held(int64_t index) {
+  Lock lock(context_.mutex);
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  return held_.take(context_.at(index), compat::current_backward());
+}
+
+void Reducer::reduce_hooked(int64_t index, const at::Tensor& grad) {
+  Lock lock(context_.mutex);
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  auto& record = context_.at(index);
+  take(record, grad.permute(record.order), /*borrow=*/false);
+}
+
+void Reducer::run_hooks() {
+  at::NoGradGuard no_grad;
+  const int task = compat::current_backward();
+  while (true) {
+    std::optional<int64_t> index;
+    at::Tensor param;
+    {
+      Lock lock(context_.mutex);
+      index = held_.next(task);
+      if (!index)
+        return;
+      surround_hooks(context_.at(*index));
+      // Or what hooks bring would begin another round, after the one that ends now.
+      auto& tasks = backward_.tasks;
+      if (tasks.empty())
+        begin();
+      if (std::find(tasks.begin(), tasks.end(), task) == tasks.end())
+        tasks.push_back(task);
+      param = context_.at(*index).param;
+    }
+    const auto left = compat::run_hooks(param);  // without the lock, as autograd does
+    if (left.defined())
+      reduce_hooked(*index, left);  // its hooks were removed meanwhile
+  }
+}
+
+void Reducer::take(ParamRecord& record, const at::Tensor& grad, bool borrow) {
+  const auto index = record.index;
   join();
   const auto position = layout_.place(index, backward_.next_launch);
   if (position.bucket < 0 && !record.trainable())
@@ -217,6 +271,7 @@ Agreement::Agreed Reducer::agree() {
 }
 
 void Reducer::end_backward() {
+  run_hooks();
   {
     Lock lock(context_.mutex);
     at::NoGradGuard no_grad;
@@ -287,6 +342,7 @@ void Reducer::finish() {
 }
 
 void Reducer::abort() {
+  held_.clear();
   if (!backward_.goes_on())
     return;
   transports_.interrupt();  // peers may have been interrupted elsewhere
@@ -314,6 +370,7 @@ void Reducer::add_counters(std::map<std::string, int64_t>& counters) const {
 void Reducer::close() {
   layout_.close();
   pools_.clear();
+  held_.clear();
   attached_.close();
 }
 

@@ -21,6 +21,7 @@
 #include "context.h"
 #include "gradients/agreement.h"
 #include "gradients/attached.h"
+#include "gradients/held.h"
 #include "gradients/layout.h"
 #include "transport/transports.h"
 
@@ -48,6 +49,10 @@ class Reducer {
   // `borrow`: the caller leaves the gradient's memory alone until it calls release().
   void reduce(int64_t index, const at::Tensor& grad, bool borrow = false);
   void release(int64_t index);
+
+  // -- hooks, see [Note: hooks on gradients]
+  at::Tensor take_held(int64_t index);                          // before the user's
+  void reduce_hooked(int64_t index, const at::Tensor& grad);  // after them; in the parameter's shape
 
   // Here a compiled graph's backward begins, or ends; see [Note: segments of a backward]. Whether a gradient
   // has come since the last mark.
@@ -81,6 +86,9 @@ class Reducer {
  private:
   std::unique_ptr<BufferPool> make_pool(at::ScalarType dtype) const;
   void begin();  // at the first gradient since the last end, or at an end without one
+  void take(ParamRecord& record, const at::Tensor& grad, bool borrow);
+  void hold(const ParamRecord& record, const at::Tensor& grad);
+  void run_hooks();  // of what autograd has not visited
   void open(ReduceBucket& bucket, bool adding);
   void launch(size_t number, bool late = false);
   void launch_all();
@@ -100,6 +108,7 @@ class Reducer {
   PoolStats pool_stats_;
   Agreement agreement_;
   Backward backward_;
+  HeldGradients held_;
   DeferredGradients deferred_;
   AttachedGradients attached_;
   int64_t backwards_ = 0;

@@ -4,11 +4,16 @@
 #include <ATen/core/stack.h>
 #include <c10/core/impl/COW.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include <algorithm>
+#include <memory>
 
 namespace lightning_zero::compat {
 
@@ -34,6 +39,47 @@ Wanted wanted(const at::Tensor& leaf) {
 
 void at_end_of_backward(std::function<void()> callback) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
+}
+
+namespace {
+
+struct OwnHook : torch::autograd::FunctionPreHook {
+  explicit OwnHook(Hook run) : run(std::move(run)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
+    return {run(grads.at(0))};
+  }
+  Hook run;
+};
+
+bool is_own(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
+  return dynamic_cast<OwnHook*>(hook.get()) != nullptr;
+}
+
+}  // namespace
+
+bool has_hooks(const at::Tensor& leaf) {
+  if (torch::autograd::impl::get_autograd_meta(leaf) == nullptr)
+    return false;
+  const auto& hooks = torch::autograd::impl::hooks(leaf);
+  return !std::all_of(hooks.begin(), hooks.end(), is_own);
+}
+
+void surround_hooks(const at::Tensor& leaf, Hook first, Hook last) {
+  torch::autograd::impl::materialize_autograd_meta(leaf);
+  auto& hooks = torch::autograd::impl::hooks(leaf);
+  const bool others = has_hooks(leaf);
+  if (!hooks.empty() && is_own(hooks.front()) && (!others || is_own(hooks.back())))
+    return;
+  std::erase_if(hooks, is_own);
+  hooks.insert(hooks.begin(), std::make_unique<OwnHook>(std::move(first)));
+  if (others)
+    hooks.push_back(std::make_unique<OwnHook>(std::move(last)));
+}
+
+at::Tensor run_hooks(const at::Tensor& leaf) {
+  torch::autograd::variable_list grads(1);
+  for (const auto& hook : torch::autograd::impl::hooks(leaf)) grads = (*hook)(grads);
+  return grads.at(0);
 }
 
 namespace {

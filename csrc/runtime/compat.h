@@ -30,6 +30,16 @@ enum class Wanted { NO, TO_ACCUMULATE, TO_RETURN };
 Wanted wanted(const at::Tensor& leaf);
 // Called when it ends without an exception; destroyed in any case.
 void at_end_of_backward(std::function<void()> callback);
+// Takes the gradient of a leaf, undefined if there is none, and returns the one that the next hook gets.
+using Hook = std::function<at::Tensor(const at::Tensor&)>;
+// Return true if the leaf has hooks besides those of surround_hooks().
+bool has_hooks(const at::Tensor& leaf);
+// Runs `first` before all other hooks of the leaf, and `last` after them, if there are others. Harmless when
+// repeated. Autograd calls hooks once per backward, after the last gradient of the leaf, even an undefined
+// one. The leaf owns them, so they must not own the leaf.
+void surround_hooks(const at::Tensor& leaf, Hook first, Hook last);
+// Runs all of them as autograd does for an undefined gradient. Returns what the last one does.
+at::Tensor run_hooks(const at::Tensor& leaf);
 
 // -- the dispatcher
 

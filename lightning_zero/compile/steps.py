@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 from lightning_zero.compile.context import small_weight_bytes
@@ -12,6 +12,7 @@ from lightning_zero.compile.session import CompileSession
 from lightning_zero.config.text import gib
 from lightning_zero.offload.saved import SavedOnHost
 from lightning_zero.sharding.peers import Peers
+from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 
 __all__ = ["CompiledSteps"]
@@ -36,6 +37,7 @@ class CompiledSteps:
         self.sharder = sharder
         self.peers = peers
         self._eager_reads = -1  # in the last step; -1 where nobody knows
+        self._told_of_hooks = False
         self._told_of: float | None = None  # the amount of activations that more has left than
 
     def allocate(self) -> None:
@@ -125,6 +127,21 @@ class CompiledSteps:
         self.session.budget.optimizer_steps()
         if not self._first_pass:
             self.session.budget.cache.optimizer_steps(self.session.config.memory, self.session.compiled)
+
+    def hooks_found(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
+        """Run what computes these parameters' gradients instead of replaying it. Parameters that get their first hook
+        after the forward of a step stay among them: the next such hook would come too late for a replayed forward."""
+        self._replays.see_gradients({id(record.param) for record in hooked}, forward_ran)
+        if not hooked or self._told_of_hooks:
+            return
+        self._told_of_hooks = True
+        names = [repr(record.name) for record in hooked]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        replayed = "; compiled code that reads these is not replayed as a CUDA graph" if self._replays.enabled else ""
+        self.session.progress.report(
+            f"Gradient hooks (register_hook): whole gradients wait for them before they are reduced{replayed}. "
+            f"(parameters={', '.join(names[:4])}{more})"
+        )
 
     def backward_begins(self) -> None:
         """A forward is over, and its backward comes."""

@@ -6,9 +6,11 @@ In a forward it is a plain tensor, which costs nothing and surprises nobody's co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, disabled_torch_function
 from lightning_zero.errors import UnsupportedError
@@ -77,6 +79,16 @@ class GatheredWeight(Tensor):
         with DisableTorchFunctionSubclass():
             self._zero_param.requires_grad_(requires_grad)
         return self
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:  # type: ignore[override]
+        """Register the hook on the parameter."""
+        with DisableTorchFunctionSubclass():
+            return self._zero_param.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:  # type: ignore[override]
+        """Register the hook on the parameter."""
+        with DisableTorchFunctionSubclass():
+            return self._zero_param.register_post_accumulate_grad_hook(hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = self.detach().clone()

@@ -70,6 +70,8 @@ class Materialiser:
             new = module._parameters[key]
             if old is not None and new is not None and new is not old:
                 new.__dict__.update(old.__dict__)
+                new._backward_hooks = old._backward_hooks
+                new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
                 self._replaced[id(old)] = (old, new)
         return [(key, param) for key, param in module._parameters.items() if param is not None]
 

@@ -89,8 +89,12 @@ class WeightView:
     def shown(self, weight: Tensor, param: nn.Parameter) -> Tensor:
         """What eager code is given for ``param``, whose gathered weight this is."""
         if self._parameters:  # `head.weight = embedding.weight` must see a Parameter
-            return _Whole(weight.detach(), param.requires_grad)
+            whole = _Whole(weight.detach(), param.requires_grad)
+            for name in ("register_hook", "register_post_accumulate_grad_hook"):
+                whole.__dict__[name] = getattr(param, name)
+            return whole
         if self._forward and torch.is_grad_enabled():
+            weight.__dict__["register_hook"] = param.register_hook  # which outlives this read, as in a plain module
             return weight
         return GatheredWeight.of(weight, param, self)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.hooks import GradientHooks
 from lightning_zero.sharding.over_copies import refuse_micro_batches
+from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 
 __all__ = ["CompiledPart", "State", "StepCycle", "UnderWay"]
@@ -62,6 +63,9 @@ class CompiledPart(Protocol):
 
     def stepped(self) -> None:
         """An optimizer steps now. Harmless when repeated."""
+
+    def hooks_found(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
+        """Hooks see the gradients of these parameters, and of no others. ``forward_ran``: their backward is next."""
 
     def backward_begins(self) -> None:
         """A forward is over, and its backward comes."""
@@ -162,7 +166,7 @@ class StepCycle:
             self._executor.begin_epoch()
             self._compiled.prepare()
             self.beside_forward()
-            self._hooks.adopt()
+            self._find_hooks(forward_ran=False)
             self._buffers.before_forward()
             self._sharder.view.begin_forward()
             with self._compiled.surround():
@@ -173,14 +177,14 @@ class StepCycle:
             self.state, self._inside = State.IDLE, False
 
     def before_backward(self) -> None:
-        """Should come before each backward where users have put hooks on gradients and accumulate them.
+        """Should come before each backward.
 
         Raises:
             RuntimeError: while an optimizer steps.
         """
         self._refuse(State.BACKWARD, "before_backward()")
         self._enter(State.BACKWARD, Phase.BACKWARD)
-        self._hooks.before_backward()
+        self._find_hooks(forward_ran=True)
         self._buffers.notice()
         self._compiled.backward_begins()
         self.beside_backward()
@@ -188,7 +192,7 @@ class StepCycle:
     def gradients_came(self) -> None:
         """At the end of each backward, announced or not; called by the executor."""
         self._sharder.view.end_forward()  # users' hooks come next
-        self._hooks.run(self._executor.gradients.attached())
+        self._hooks.run_later(self._executor.gradients.attached())
 
     def after_backward(self) -> None:
         """Should come after each backward: weights that forward read win over what is then written to
@@ -200,8 +204,8 @@ class StepCycle:
     def accumulating(self) -> Iterator[None]:
         """May surround forward and backward of a micro-batch after which others come before the optimizer steps. With
         ``stage=1`` its gradients stay whole on their ranks until the last one's backward; with several hosts and
-        ``reduce_across="step"``, on their hosts; unless users have put hooks on gradients, who would see only a part of
-        each. On every rank alike.
+        ``reduce_across="step"``, on their hosts; unless a hook of ``register_post_accumulate_grad_hook`` would see
+        only a part of each. On every rank alike.
 
         Raises:
             UnsupportedError: gradients lie over compute copies, which the next micro-batch needs.
@@ -210,7 +214,7 @@ class StepCycle:
         refuse_micro_batches(self._sharder.memory.over_copies)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True
-        if not self._executor.defers or self._hooks.any():
+        if not self._executor.defers or self._hooks.any_later():
             yield
             return
         self._sharder.memory.allocate_gradients()
@@ -288,6 +292,12 @@ class StepCycle:
         self._sharder.access.settle()
 
     # --
+
+    def _find_hooks(self, forward_ran: bool) -> None:
+        before = self._hooks.hooked
+        self._hooks.find()
+        if before or self._hooks.hooked:
+            self._compiled.hooks_found(self._hooks.hooked.values(), forward_ran)
 
     def _enter(self, state: State, phase: Phase) -> None:
         self.state = state

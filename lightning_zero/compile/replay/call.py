@@ -71,6 +71,10 @@ class Call:
         # memory.
         if replays is None or not replays.enabled or not replays.here() or graph_task_id() != -1:
             return self._compiled(*args)
+        if replays.shows_gradients(args):
+            self._runs.clear()
+            self.drop()
+            return self._compiled(*args)
         epoch, backwards = replays.executor.weights.epoch(), replays.executor.gradients.backwards()
         first, self._epoch = epoch != self._epoch, epoch
         self._backwards_before, self._backwards = self._backwards, backwards

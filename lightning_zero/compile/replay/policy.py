@@ -68,6 +68,8 @@ class Replays:
         self._report = report
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._pairs: weakref.WeakSet[Pair] = weakref.WeakSet()
+        self._seen: set[int] = set()  # ids of parameters whose gradients hooks see,
+        self._seen_late: set[int] = set()  # and of those that got a hook between forward and backward
         self._stepped = -1, -1  # epoch of weights, and how many backwards had ended then
         self.in_step = False
         weakref.finalize(self, _end, self._calls, self._pairs).atexit = False
@@ -165,6 +167,16 @@ class Replays:
     def here(self) -> bool:
         """Whether what is called now belongs to a training step."""
         return (torch.is_grad_enabled() or self.in_step) and not torch.is_inference_mode_enabled()
+
+    def see_gradients(self, params: set[int], forward_ran: bool) -> None:
+        """Hooks see the gradients of the parameters with these ids, and of no others."""
+        if forward_ran:
+            self._seen_late |= params - self._seen
+        self._seen = params | self._seen_late
+
+    def shows_gradients(self, args: Iterable[object]) -> bool:
+        """Return True if hooks see the gradient of one of these: a replay would not run them."""
+        return bool(self._seen) and any(id(arg) in self._seen for arg in args)
 
     def adding(self, epoch: int, backwards: int) -> bool:
         """Whether a backward has brought gradients since the optimizer stepped, to which the next one adds; by the
