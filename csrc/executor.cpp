@@ -39,7 +39,10 @@ Executor::Executor(const Communicators::Names& groups, const std::string& device
       gradients_(context_, transports_, communicators_.control(), [this] { begin_round(); }),
       activations_(context_),
       graphs_(context_, communicators_, transports_, weights_, gradients_),
-      parameters_(context_, *this, weights_, gradients_) {}
+      parameters_(context_, *this, weights_, gradients_) {
+  gradients_.before_end(
+      [this](bool brought) { brought ? weights_.log().end_backward() : weights_.repeat_gathers(); });
+}
 
 Executor::~Executor() {
   try {
@@ -93,6 +96,7 @@ void Executor::take_device_turns(const at::Tensor& code, std::vector<at::Tensor>
 void Executor::begin_epoch() {
   Lock lock(context_.mutex);
   weights_.access().begin_step(transports_.next_step());
+  weights_.log().begin_step();
   transports_.begin_step(gradients_.backward().goes_on());
 }
 

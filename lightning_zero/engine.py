@@ -243,7 +243,8 @@ class Engine(NotCopied):
     def __repr__(self) -> str:
         live = self.sharder.live
         total = sum(record.layout.numel for record in live)
-        compiled = sorted(self.session.calls.modules) if self.session.calls else []
+        calls = self.session.calls
+        compiled = sorted(set(calls.modules) - set(calls.given_up)) if calls else []
         return (
             f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} "
             f"elements; {self.sharder.memory.shards}; compiled: {compiled or 'nothing'})"

@@ -90,6 +90,7 @@ void bind_parts(torch::Library& m) {
       ("segment", &Reducer::segment)                                                     //
       ("say_at_agreement", agreement, &Agreement::say, {arg("yes")})                     //
       ("was_said", agreement, &Agreement::was_said)                                      //
+      ("end_without", &Reducer::end_without_gradients)                                   //
       ("release_buffers", &Reducer::release_buffers)                                     //
       ("defer", deferred, &DeferredGradients::defer, {arg("on"), arg("whole") = false})  //
       ("defers", deferred, &DeferredGradients::is_on)                                    //

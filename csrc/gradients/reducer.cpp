@@ -279,6 +279,7 @@ void Reducer::end_backward() {
     // after it. Other ranks may have gradients.
     if (backward_.tasks.empty())
       begin();
+    before_end_(!backward_.arrivals.empty());
     if (!deferred_.is_whole())
       launch_all();
     end(/*learning=*/true);
@@ -287,6 +288,11 @@ void Reducer::end_backward() {
   // Without the lock: hooks are Python, and may gather.
   if (!end_op_.empty())
     compat::call(end_op_);
+}
+
+void Reducer::end_without_gradients() {
+  TORCH_CHECK(!backward_.goes_on(), "lightning_zero: a backward pass goes on, and brings gradients.");
+  end_backward();
 }
 
 void Reducer::end(bool learning) {

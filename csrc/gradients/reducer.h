@@ -61,8 +61,12 @@ class Reducer {
   int64_t segment();
 
   void end_backward();
+  // A backward has reached no weight on this rank, but may have on others: ends as theirs do.
+  void end_without_gradients();
   // Name of an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
   void on_end(std::string op) { end_op_ = std::move(op); }
+  // Called at the end of each backward: `brought`: gradients, on this rank. Before ranks agree.
+  void before_end(std::function<void(bool brought)> callback) { before_end_ = std::move(callback); }
   void abort();            // drops what an interrupted backward left
   void release_buffers();  // bucket memory; legal outside backward
 
@@ -102,6 +106,7 @@ class Reducer {
   Context& context_;
   Transports& transports_;
   std::function<void()> begun_;
+  std::function<void(bool)> before_end_;
   std::string end_op_;
   BucketLayout layout_;
   BufferPools pools_;

@@ -18,6 +18,7 @@ void WeightRecording::begin() {
   over_copies::note_reads(context_);
   weights_.resident().begin_recording();
   weights_.copies().recording = true;
+  gathered_before_ = weights_.log().size();
   if (auto* exchange = weights_.exchange())
     exchange->begin_recording();
 }
@@ -31,8 +32,11 @@ std::string WeightRecording::finish() const {
 WeightRecording::Recorded WeightRecording::end() {
   weights_.copies().recording = false;
   auto* exchange = weights_.exchange();
+  auto gathers = weights_.log().take_from(gathered_before_);
+  if (!has_streams(context_.device))
+    weights_.log().append(gathers);  // what a CPU records takes place
   return {weights_.resident().end_recording(), exchange ? exchange->end_recording() : Exchange::Recorded{},
-          over_copies::reads(context_)};
+          over_copies::reads(context_), std::move(gathers)};
 }
 
 bool WeightRecording::fits(const Recorded& graph, std::set<int64_t>& gathered) const {
@@ -43,6 +47,7 @@ bool WeightRecording::fits(const Recorded& graph, std::set<int64_t>& gathered) c
 
 void WeightRecording::before_replay(const Recorded& graph) {
   weights_.sync_peers();
+  weights_.log().append(graph.gathers);
   for (const auto index : graph.read) over_copies::check(context_.at(index));
   if (auto* exchange = weights_.exchange())
     exchange->before_replay(graph.exchange);

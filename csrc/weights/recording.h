@@ -19,6 +19,7 @@ class WeightRecording {
     ResidentWeights::Recorded resident;
     Exchange::Recorded exchange;
     std::vector<int64_t> read;  // copies over which gradients come
+    GatherLog::Entries gathers;
   };
 
   // Why none can begin now; empty when it can.
@@ -40,6 +41,7 @@ class WeightRecording {
  private:
   Context& context_;
   Weights& weights_;
+  size_t gathered_before_ = 0;  // see GatherLog
 };
 
 }  // namespace lightning_zero

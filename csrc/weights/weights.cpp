@@ -38,6 +38,7 @@ at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType 
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     std::vector<at::Tensor> sources;
     if (!resident_.read(record, dtype, flat)) {
+      note(tracked ? GatherLog::Kind::EAGER : GatherLog::Kind::SINGLE, dtype, {&record});
       if (tracked && !access_.takes_turns())
         context_.note_read(index);
       gatherer_.gather(record, dtype, flat, sources).wait(context_.device);
@@ -55,6 +56,7 @@ at::Tensor Weights::gather_start(int64_t index, at::IntArrayRef shape, at::Scala
   Lock lock(context_.mutex);
   sync_edits_if_any();
   auto& record = context_.at(index);
+  note(GatherLog::Kind::SINGLE, dtype, {&record});
   at::Tensor flat;
   std::vector<at::Tensor> sources{record.shard};
   auto pending = gatherer_.gather(record, dtype, flat, sources);
@@ -73,6 +75,7 @@ at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, in
   context_.count("gathers", static_cast<int64_t>(shards.size()));
   context_.count("gather_bytes", numel * static_cast<int64_t>(c10::elementSize(dtype)));
   context_.count("gather_groups");
+  note(GatherLog::Kind::GROUP, dtype, records, numel);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   if (auto waiting = first_.take(records, dtype, numel); waiting.defined())
     return waiting;
@@ -85,6 +88,12 @@ at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, in
 void Weights::resident_start(at::TensorList resident, at::TensorList shards) {
   Lock lock(context_.mutex);
   sync_edits_if_any();
+  if (!access_.takes_turns()) {
+    std::vector<ParamRecord*> records;
+    for (const auto& shard : shards)
+      records.push_back(&context_.at(ShardTable::instance().find(shard, "resident_start").index));
+    note(GatherLog::Kind::RESIDENT, at::kFloat, records);
+  }
   resident_.start(resident, shards);
 }
 
@@ -101,6 +110,7 @@ void Weights::check_plan(const std::string& digest, const std::string& plan) {
   if (!access_.is_shared())
     return;
   sync_edits_if_any();
+  note(GatherLog::Kind::GRAPH, at::kFloat, {});
   first_.begin_graph();
   access_.let_read(/*everything=*/false);
 }
@@ -150,6 +160,56 @@ bool Weights::sync_peers(bool ahead) {
   else
     access_.let_read(/*everything=*/false, /*wait=*/true);
   return true;
+}
+
+// ---- a rank without gradients
+
+void Weights::note(GatherLog::Kind kind, at::ScalarType dtype, const std::vector<ParamRecord*>& records,
+                   int64_t numel) {
+  if (access_.takes_turns() || context_.size == 1)
+    return;  // a gather needs no other rank
+  GatherLog::Entry entry{kind, dtype, {}, numel};
+  for (const auto* record : records) entry.indices.push_back(record->index);
+  log_.note(std::move(entry));
+}
+
+void Weights::repeat_gathers() {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  for (const auto& entry : log_.missing()) repeat(entry);
+  log_.end_without();
+}
+
+void Weights::repeat(const GatherLog::Entry& entry) {
+  std::vector<ParamRecord*> records;
+  std::vector<at::Tensor> sources;
+  for (const auto index : entry.indices) records.push_back(&context_.at(index));
+  switch (entry.kind) {
+    case GatherLog::Kind::EAGER:
+      context_.note_read(entry.indices.front());
+      [[fallthrough]];
+    case GatherLog::Kind::SINGLE: {
+      at::Tensor flat;
+      gatherer_.gather(*records.front(), entry.dtype, flat, sources).wait(context_.device);
+      return;
+    }
+    case GatherLog::Kind::GROUP:
+      start(gatherer_, {std::move(records), entry.dtype, entry.numel}, sources)
+          .pending.wait(context_.device);
+      return;
+    case GatherLog::Kind::RESIDENT: {
+      std::vector<at::Tensor> resident, shards;
+      for (const auto* record : records) {
+        resident.push_back(record->resident.memory);
+        shards.push_back(record->shard);
+      }
+      resident_.start(resident, shards);
+      resident_.wait(shards);
+      return;
+    }
+    case GatherLog::Kind::GRAPH:
+      access_.let_read(/*everything=*/false);
+      return;
+  }
 }
 
 void Weights::close() {

@@ -16,6 +16,7 @@
 #include "weights/compute_copies.h"
 #include "weights/edits.h"
 #include "weights/first_groups.h"
+#include "weights/gather_log.h"
 #include "weights/gatherer.h"
 #include "weights/host_shards.h"
 #include "weights/resident.h"
@@ -55,6 +56,11 @@ class Weights {
   // once more before its replay, see Access::let_read_ahead(). Whether it was done.
   bool sync_peers(bool ahead = false);
 
+  // A backward ends that has brought no gradient on this rank: gathers what its peers gather, see
+  // [Note: a rank without gradients].
+  void repeat_gathers();
+  GatherLog& log() { return log_; }
+
   // Name of an op `(str digest, str plan) -> ()` that is called before a graph with a plan not seen before
   // runs; it may raise.
   void on_new_plan(std::string op) { new_plan_op_ = std::move(op); }
@@ -71,6 +77,9 @@ class Weights {
 
  private:
   void sync_edits_if_any();
+  void note(GatherLog::Kind kind, at::ScalarType dtype, const std::vector<ParamRecord*>& records,
+            int64_t numel = 0);
+  void repeat(const GatherLog::Entry& entry);
 
   Context& context_;
   ComputeCopies copies_;
@@ -80,6 +89,7 @@ class Weights {
   FirstGroups first_;
   ResidentWeights resident_;
   Edits edits_;
+  GatherLog log_;
   std::string new_plan_op_;
   std::set<std::string> plans_;  // digests of those that all ranks are known to have
 };

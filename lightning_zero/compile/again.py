@@ -6,7 +6,7 @@ import re
 
 from lightning_zero.compat.compiler import metrics_context
 
-__all__ = ["why_again"]
+__all__ = ["first_guard", "why_again"]
 
 LONGEST = 300  # characters: guards over symbols can go on for pages
 
@@ -17,6 +17,11 @@ def why_again() -> str | None:
     reason = metrics_context()._metrics.get("recompile_reason")
     if not reason or "BACKEND_MATCH" in reason:
         return None
+    return first_guard(reason)
+
+
+def first_guard(reason: str) -> str:
+    """Return the first guard of what Dynamo says of a recompilation."""
     lines = re.sub(r"^\d+/\d+(_\d+)?: ?", "", reason).splitlines()
-    guard = lines[0] if lines else "Dynamo does not say which guard failed"
+    guard = re.sub(r" {2,}", "  ", lines[0]) if lines else "Dynamo does not say which guard failed"
     return guard if len(guard) <= LONGEST else f"{guard[:LONGEST]} ..."

@@ -16,19 +16,24 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.compat.attributes import ChangingInts
 from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keeps_graph
 from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.fakes import weights_made_at_once
 from lightning_zero.compat.guards import values_read_once
+from lightning_zero.compat.limits import LimitHit, limits_noticed
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compat.unwritten import written_when_called
 from lightning_zero.compile import input_gradients
+from lightning_zero.compile.again import first_guard
 from lightning_zero.compile.by_hand import refusal_of
 from lightning_zero.compile.garbage import only_young_searched
 from lightning_zero.compile.hooks import Hooks, guarding_hooks, told_apart_by_hooks
@@ -81,6 +86,8 @@ class CompiledCalls:
     Attributes:
         modules: those that are compiled, by name.
         eager: why others are not, that would be.
+        given_up: those of ``modules`` that torch does not compile any more, and why; calls run eagerly, unless they
+            are like one that was compiled.
     """
 
     def __init__(
@@ -99,8 +106,10 @@ class CompiledCalls:
         self._report = report
         self._outermost: str | None = None  # of the modules that a watched step is in
         self._see_input_gradients: set[str] = set()
+        self._ints = ChangingInts()
         self.modules: dict[str, nn.Module] = {}
         self.eager: dict[str, str] = {}
+        self.given_up: dict[str, str] = {}
         self.notes = CallNotes(amount=amount or PassAmount())
         # Since some module has got a hook, or lost one, after it was compiled; or since there are some from the start.
         self._guards_hooks = False
@@ -188,6 +197,21 @@ class CompiledCalls:
             module._compiled_call_impl = None
         self._report(f"Not compiling {self._show(name, module)}: {why}, which compiled code does not support.")
 
+    def _give_up(self, name: str, module: nn.Module, code: CodeType, hit: LimitHit) -> None:
+        if name in self.given_up:
+            return
+        guard = first_guard(hit.guard)
+        self.given_up[name] = f"torch compiled it {hit.value} times, and no more ({guard})"
+        part = "" if hit.code.startswith(f"{code.co_name!r} ") else f", as far as it is the code of {hit.code},"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            log.warning(
+                "%s%s runs eagerly from now on: torch has compiled it %d times, its limit "
+                "(torch._dynamo.config.%s). The guard that failed last: %s. Keep a value that changes in each step in a "
+                "tensor (register_buffer, or an argument that is a tensor), change it outside of forward, or decorate "
+                "the method that reads it with torch.compiler.disable. To compile more often, raise that limit.",
+                self._show(name, module), part, hit.value, hit.limit, guard,
+            )  # fmt: skip
+
     @staticmethod
     def _show(name: str, module: nn.Module) -> str:
         return f"{name!r} ({type(module).__name__})" if name else f"the whole {type(module).__name__}"
@@ -239,7 +263,10 @@ class CompiledCalls:
     def compile(self, name: str, module: nn.Module) -> None:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
         are."""
-        compiled = torch.compile(self._plain_call(module), **self._arguments)
+        self.given_up.pop(name, None)
+        plain = self._plain_call(module)
+        compiled = torch.compile(plain, **self._arguments)
+        give_up = partial(self._give_up, name, module, plain.__code__)
         notes, shown, first = self.notes, self._show(name, module), True
         hooks = Hooks(module)
         asking = [] if name in self._see_input_gradients else input_gradients.asking(hooks.all)
@@ -259,8 +286,9 @@ class CompiledCalls:
             leave_out = asking and not torch.compiler.is_compiling()
             leaving_out = input_gradients.left_out(asking) if leave_out else nullcontext()
             guarding = guarding_hooks() if self._guards_hooks else nullcontext()
-            at_once = weights_made_at_once(ShardParameter)
-            with guarding, leaving_out, leaves_of_nobody(), layers_traced_once(), at_once:
+            at_once, ints = weights_made_at_once(ShardParameter), self._ints.are_inputs()
+            noticing = nullcontext() if torch.compiler.is_compiling() else limits_noticed(give_up)
+            with guarding, leaving_out, leaves_of_nobody(), layers_traced_once(), at_once, ints, noticing:
                 if not first:
                     return run(*args, **kwargs)
                 first = False
@@ -288,6 +316,7 @@ class CompiledCalls:
             module._compiled_call_impl = None
         self.modules.clear()
         self.eager.clear()
+        self.given_up.clear()
 
     def _plain_call(self, module: nn.Module) -> Any:
         # An outer frame of ours: Dynamo does not compile the frames of torch.nn's own modules when they come first.

@@ -92,7 +92,7 @@ class CompiledSteps:
     @contextmanager
     def surround(self) -> Iterator[None]:
         """Around each forward of a training step. The first one runs eagerly and shows what to compile."""
-        first, reads = self.session.discovers, self._count_eager_reads()
+        first, (eager, gathers) = self.session.discovers, self._count_reads()
         saves = self._first_saves() if first else None
         with ExitStack() as stack:
             stack.enter_context(self.session.step())
@@ -107,7 +107,9 @@ class CompiledSteps:
         if first:
             self.session.first_step_showed(self.sharder.view.last_read)
             self._tell_what_left(saves)
-        self._eager_reads = self._count_eager_reads() - reads
+        eager_now, gathers_now = self._count_reads()
+        if gathers_now != gathers:  # this rank may have left the forward out, and the next one is as those before
+            self._eager_reads = eager_now - eager
 
     def _first_saves(self) -> SavedOnHost | None:
         """Packs what an eager forward saves that shows what to compile."""
@@ -161,5 +163,7 @@ class CompiledSteps:
         self.sharder.executor.activations.reset()
         self._eager_reads = -1
 
-    def _count_eager_reads(self) -> int:
-        return self.sharder.executor.counters().get("eager_gathers", 0)
+    def _count_reads(self) -> tuple[int, int]:
+        """Return how many weights eager code has read, and how many have been gathered for any code."""
+        counters = self.sharder.executor.counters()
+        return counters.get("eager_gathers", 0), counters.get("gathers", 0)

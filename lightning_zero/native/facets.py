@@ -150,6 +150,10 @@ class Gradients(Protocol):
     def backwards(self) -> int:
         """How many backward passes have ended."""
 
+    def end_without(self) -> None:
+        """End a backward pass that has reached no weight on this rank, as the other ranks end theirs: the gradients of
+        this rank count as zero. Collective. Legal outside a backward."""
+
     def mark(self) -> bool:
         """A compiled graph's backward begins, or ends: its gradients are sent by themselves. Whether gradients have
         come since the last mark."""

@@ -43,9 +43,9 @@ def _compiled(engine: Engine) -> str:
     calls = engine.session.calls
     if calls is None or not engine.config.compiled.enabled:
         return "nothing compiled: compile=False"
-    names = [repr(name) if name else "the whole module" for name in calls.modules]
+    names = [repr(name) if name else "the whole module" for name in calls.modules if name not in calls.given_up]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    eager = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in calls.eager.items()]
+    eager = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in (calls.eager | calls.given_up).items()]
     return "; ".join([f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}", *eager])
 
 

@@ -108,6 +108,7 @@ class StepCycle:
         self.before_accumulating: Callable[[], None] = lambda: None
         self._inside = False  # of train_step
         self._step: UnderWay | None = None  # that began last
+        self._lacks_backward = False  # a training step began, or an optimizer stepped, and none has ended since
         self._executor = executor
         self._watchdog = watchdog
         self._sharder = sharder
@@ -138,6 +139,7 @@ class StepCycle:
     def reset(self) -> None:
         """After an exception: drops half-done work and gathered weights. Not collective."""
         self.state, self._inside, self._step = State.IDLE, False, None
+        self._lacks_backward = False
         self._compiled.reset()
         self._executor.gradients.abort()
         self._sharder.access.settle()
@@ -159,7 +161,7 @@ class StepCycle:
         """
         self._refuse(State.FORWARD, "train_step()", inside="Leave the training step first, then begin the next one")
         self._enter(State.FORWARD, Phase.FORWARD)
-        self._inside = True
+        self._inside = self._lacks_backward = True
         try:
             self._compiled.allocate()
             self._sharder.memory.allocate_gradients()
@@ -188,17 +190,35 @@ class StepCycle:
         self._buffers.notice()
         self._compiled.backward_begins()
         self.beside_backward()
+        self._lacks_backward = True
 
     def gradients_came(self) -> None:
         """At the end of each backward, announced or not; called by the executor."""
+        self._lacks_backward = False
         self._sharder.view.end_forward()  # users' hooks come next
         self._hooks.run_later(self._executor.gradients.attached())
 
     def after_backward(self) -> None:
         """Should come after each backward: weights that forward read win over what is then written to
         ``param.data``."""
+        self.end_backward()
         self._enter(State.IDLE, Phase.BETWEEN)
         self._sharder.access.before_reading()
+
+    def end_backward(self) -> None:
+        """End the backward that other ranks may have made since the training step began, if this rank made none.
+
+        A loss that reaches no weight, or a step without a loss, brings no gradient on this rank. Its gradients count as
+        zero: this rank takes part in the collectives of the other ranks' backward. Do nothing if a backward has ended.
+        Must be called before this rank uses gradients or enters another collective.
+        """
+        if not self._lacks_backward:
+            return
+        self._lacks_backward = False
+        if self._executor.world_size == 1:
+            return
+        self._enter(State.BACKWARD, Phase.BACKWARD)
+        self._executor.gradients.end_without()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -216,18 +236,21 @@ class StepCycle:
         self.accumulates = True
         if not self._executor.defers or self._hooks.any_later():
             yield
+            self.end_backward()
             return
         self._sharder.memory.allocate_gradients()
         self._sharder.memory.allocate_deferred_gradients(whole)
         gradients.defer(True, whole)
         try:
             yield
+            self.end_backward()
         finally:
             gradients.defer(False)
 
     def gradients_are_final(self) -> None:
         """Before anything is made of gradients: what waits to be reduced is reduced now. Collective; harmless where
         nothing waits, as behind the backward of a last micro-batch."""
+        self.end_backward()
         self._executor.gradients.reduce_deferred()
 
     def end_accumulation(self) -> None:
@@ -264,6 +287,7 @@ class StepCycle:
         if step is not self._step and self._step is not None and self._step.under_way:
             return  # it was refused, and the other one goes on
         self._step = None
+        self._lacks_backward = self._inside
         self._enter(State.IDLE, Phase.BETWEEN)
         if changed:
             self._sharder.access.may_have_changed()

@@ -264,6 +264,7 @@ class OptimizerSteps:
             def announced() -> Any:
                 self.end(optimizer)
                 result = closure()
+                self._cycle.end_backward()
                 self._cycle.before_step(stepping=True)
                 return result
 

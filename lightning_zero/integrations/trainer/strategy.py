@@ -310,7 +310,11 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             gc.collect()
         self._show_start(lines)
         with self.precision_plugin.train_step_context(), self._require_engine().train_step():
-            return self.lightning_module.training_step(*args, **kwargs)
+            output = self.lightning_module.training_step(*args, **kwargs)
+        if output is None and self.lightning_module.automatic_optimization and self.world_size > 1:
+            # Lightning refuses None on several ranks, since DDP would hang. Here the rank counts as zero.
+            return torch.zeros((), device=self.root_device, requires_grad=True)
+        return output
 
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:

@@ -1,5 +1,6 @@
 """Which calls a step shows, which of them are compiled, and why others are not."""
 
+import copy
 import functools
 import logging
 from collections.abc import Callable
@@ -298,3 +299,61 @@ def test_what_is_logged_once_breaks_no_graph(monkeypatch: pytest.MonkeyPatch, ca
     assert caplog.text.count("there is a default") == 1
     assert "Unexpected exception" not in caplog.text, "torch has something to say of its settings"
     assert type(torch._dynamo.config.ignore_logging_functions) is set
+
+
+class Counter(nn.Module):
+    """Counts its calls, and scales what it returns by the count."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.number, self.calls = number, 0
+        self.said = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls + self.number + len(self.said)
+
+
+class Counters(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Counter(number) for number in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("make", [Counter, Counters])
+def test_an_int_of_a_module_that_changes_is_compiled_twice(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    net = make()
+    plain = copy.deepcopy(net)
+    calls = Calls(net)
+    calls.shown(lambda net: net(X))
+    plain(X)
+    for _ in range(12):
+        with calls.step(first=False):
+            assert torch.equal(net(X), plain(X))
+    assert calls.backend.graphs == 2
+    assert [m.calls for m in net.modules() if isinstance(m, Counter)] == [13] * (3 if make is Counters else 1)
+    assert not calls.given_up
+
+
+def test_code_that_torch_compiles_no_more_is_named_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    calls = Calls(Counter())
+    calls.shown(lambda net: net(X))
+    limit = torch._dynamo.config.recompile_limit
+    with caplog.at_level(logging.WARNING):
+        for step in range(limit + 3):
+            calls.net.said = "x" * step
+            with calls.step(first=False):
+                calls.net(X)
+    (record,) = [record for record in caplog.records if "lightning_zero" in record.name]
+    assert f"the whole Counter runs eagerly from now on: torch has compiled it {limit} times" in record.getMessage()
+    assert "said" in record.getMessage()
+    assert "torch.compiler.disable" in record.getMessage()
+    assert not any("torch._dynamo hit" in record.getMessage() for record in caplog.records)
+    assert list(calls.given_up) == [""]
+    calls.restore()
+    assert not calls.given_up

@@ -1,0 +1,66 @@
+"""Int attributes of modules that change from call to call, which torch compiles anew for each value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import builder
+
+__all__ = ["ChangingInts"]
+
+
+class ChangingInts:
+    """Make an int attribute of a module an input of its graph once it has changed.
+
+    Dynamo takes ints of modules for constants, and compiles code again for each value of a counter, up to its limit. Its
+    setting ``allow_unspec_int_on_nn_module`` is about all modules that share code: layer numbers and sizes would become
+    symbols, too. Here an attribute counts as changed if the same module had another value at an earlier compilation.
+    """
+
+    def __init__(self) -> None:
+        self._values: MutableMapping[nn.Module, dict[str, int]] = WeakKeyDictionary()
+        self._changed: MutableMapping[nn.Module, set[str]] = WeakKeyDictionary()
+
+    @contextmanager
+    def are_inputs(self) -> Iterator[None]:
+        """Inside, Dynamo compiles so."""
+        # Decides whether an int is a constant. (torch 2.11+)
+        plain = builder.is_int_specialization_case
+
+        def is_constant(value: Any, source: Any) -> bool:
+            return plain(value, source) and not self._has_changed(value, source)
+
+        builder.is_int_specialization_case = is_constant  # not patch.object: this is done at each call
+        try:
+            yield
+        finally:
+            builder.is_int_specialization_case = plain
+
+    def _has_changed(self, value: Any, source: Any) -> bool:
+        if type(value) is not int or not source.guard_source.is_unspecialized_nn_module():
+            return False
+        owner, name = _owner(source)
+        if not isinstance(owner, nn.Module) or name.startswith("_zero_"):
+            return False
+        before = self._values.setdefault(owner, {}).setdefault(name, value)
+        if before != value:
+            self._changed.setdefault(owner, set()).add(name)
+        return name in self._changed.get(owner, ())
+
+
+def _owner(source: Any) -> tuple[Any, str]:
+    """Return the object that ``source`` reads an attribute of, and the attribute's name; None for other sources."""
+    base, name = getattr(source, "base", None), getattr(source, "member", None)
+    if name is None and getattr(base, "member", None) == "__dict__":
+        base, name = base.base, getattr(source, "index", None)
+    if base is None or not isinstance(name, str):
+        return None, ""
+    try:
+        return InstructionTranslator.current_tx().output.resolve_source_value(base), name
+    except (AttributeError, KeyError, IndexError, NotImplementedError):
+        return None, ""
