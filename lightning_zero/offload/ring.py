@@ -66,7 +66,8 @@ class Ring:
         last: all that was to leave so far; None before there was anything.
         leaving: the loads of the pass that left last, if it is made again, and when those that it had in buffers have
             left, by number, in their order. Holds no load: state that an optimizer has dropped is to be gone.
-        current: the pass whose loads the buffers have.
+        coming: events of the copies in that compute has not waited for, by load, of the pass that has the buffers. Not
+            the pass: as a cycle the two would keep buffers, and state, until Python's garbage collector runs.
     """
 
     def __init__(
@@ -80,14 +81,15 @@ class Ring:
         self.stamp = stamp
         self.lanes = lanes or lanes_of(device)
         self.last: Event = None
-        self.current: Pass | None = None
+        self.coming: dict[int, Event] = {}
         self.most = self.slot_bytes = 0
         self.resize(nbytes)
 
     def resize(self, nbytes: int) -> None:
         """Other buffers, of so many bytes, from the next pass on. Not while one is under way."""
-        if self.current is not None:
-            self.current.join()  # what came ahead: nobody else may get that memory before it has
+        if self.coming:  # what came ahead: nobody else may get that memory before it has
+            self.lanes.wait(next(reversed(self.coming.values())))
+            self.coming.clear()
         if self.last is not None:
             self.lanes.wait(self.last)
         before = self.slot_bytes
@@ -95,7 +97,7 @@ class Ring:
         self.most = self.most if self.slot_bytes == before else 0  # the same state is cut into other loads
         self.slots = self._allowed = max(nbytes // self.slot_bytes, LEAST_SLOTS)
         self.leaving: tuple[Callable[[], Sequence[Load] | None], dict[int, Event]] = _nothing, {}
-        self.current = None
+        self.coming = {}
         self._memory: Tensor | None = None
 
     @property
@@ -158,7 +160,7 @@ class Pass:
 
     def ahead(self) -> None:
         """The first loads come, each once its buffer, and it itself, has left."""
-        self._ring.current = self
+        self._ring.coming = self._came
         self._ring.most = max(self._ring.most, len(self._loads))
         if any(self._loads):
             # With deterministic algorithms torch fills new memory, on compute: behind `now` that would meet copies.
@@ -176,7 +178,7 @@ class Pass:
     @property
     def is_good(self) -> bool:
         """Whether what has come ahead is still there, and what it was brought from has not been written to since."""
-        return self._ring.current is self and self._versions == self._look()
+        return self._ring.coming is self._came and self._versions == self._look()
 
     def _look(self) -> list[Any]:
         coming = self._loads[: self._ring.slots]

@@ -1,21 +1,26 @@
 """`offload=("optimizer", "parameters")`: whatever happens to master weights, training is the same to the last bit."""
 
+import gc
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.errors import HostMemoryError, UnsupportedError
 from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.ring import Ring
 from tests.helpers.masters import (
     ANEW,
     AWAY,
     BF16,
     LEAVE,
+    OPTIMIZERS,
     Mixed,
     away_names,
     check,
@@ -80,6 +85,54 @@ def test_a_plan_that_needs_it_is_the_same_as_by_hand(
         for what in ("record", "params", "state"):
             torch.testing.assert_close(plan[what], by_hand[what], rtol=0, atol=0)
         assert (plenty["away"], plenty["offload"]) == ([], ()), "where there is room nothing moves"
+
+
+def rings_of_two_plans(**options: Any) -> list[int]:
+    """Bytes of the device that rings hold after each step, of which the last follows a plan that offloads activations, too."""
+    made, allocated = [], Ring.allocated
+
+    def noted(ring: Ring) -> Tensor:
+        is_new, memory = ring.nbytes == 0, allocated(ring)
+        if is_new:
+            made.append((StorageWeakRef(memory.untyped_storage()), memory.nbytes))
+        return memory
+
+    held: list[int] = []
+    model = Mixed()
+    gc.disable()
+    try:
+        with (
+            patch.object(Ring, "allocated", noted),
+            engine_for(model, "aot_eager", compute_dtype=BF16, **AWAY, **options) as engine,
+        ):
+            with engine.shards_in_sight():
+                optimizer = OPTIMIZERS["AdamW"](model)
+            engine.optimizers.arrange([optimizer])
+            for step in range(5):
+                if step == 4:
+                    more = replace(engine.config, offload=(*AWAY["offload"], "activations"))
+                    engine.optimizers.configure(more)
+                with engine.train_step(), torch.autocast("cpu", BF16, cache_enabled=False):
+                    loss = model(torch.arange(12)).float().square().mean()
+                engine.cycle.before_backward()
+                loss.backward()
+                engine.cycle.after_backward()
+                with engine.optimizers.stepping(optimizer, clip=0.2):
+                    optimizer.step()
+                optimizer.zero_grad()
+                held.append(sum(nbytes for storage, nbytes in made if not storage.expired()))
+    finally:
+        gc.enable()
+    return held
+
+
+@pytest.mark.parametrize("options", [{}, CAPTURED], ids=["own", "captured"])
+def test_a_later_plan_holds_one_ring_and_not_that_of_the_plan_before_as_well(
+    ranks: Ranks, options: dict[str, Any]
+) -> None:
+    [held] = ranks.run(1, rings_of_two_plans, **options)
+    assert min(held) > 0
+    assert held == held[:1] * 5
 
 
 def with_other_options_later() -> list[Any]:

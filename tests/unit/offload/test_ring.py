@@ -1,9 +1,11 @@
 """Loads pass through a ring unharmed, in whatever order copies and compute get on; and no wait is there in vain."""
 
+import gc
 import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.offload.ring import LEAST_SLOTS, Load, Loads, Pass, Ring
 from tests.helpers.lanes import ORDERS, DelayedLanes, Event
@@ -108,10 +110,30 @@ def test_what_is_on_its_way_out_does_not_hold_what_its_owner_has_dropped() -> No
     through = Pass(ring, loads)
     through.ahead()
     through.leave(range(LOADS))
-    ring.current, gone = None, weakref.ref(loads)
+    gone = weakref.ref(loads)
     del through, loads
     assert gone() is None
     Pass(ring, host()).ahead()
+
+
+def test_buffers_are_gone_with_what_they_served() -> None:
+    """And not only once Python looks for cycles: until then a device would hold the buffers of an earlier plan as well."""
+    gc.disable()
+    try:
+        ring, loads = Ring(CPU, SMALL), host()
+        through = Pass(ring, loads)
+        for _ in range(2):
+            through.ahead()
+            for number in range(LOADS):
+                step(through.open(number))
+                through.close(number)
+            through.leave()
+        through.ahead()
+        gone = StorageWeakRef(ring.allocated().untyped_storage())
+        del ring, through
+        assert gone.expired()
+    finally:
+        gc.enable()
 
 
 def test_copies_in_wait_for_what_fills_the_new_buffers() -> None:
