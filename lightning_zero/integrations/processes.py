@@ -44,7 +44,7 @@ def nccl_lets_errors_show() -> Iterator[None]:
 
 def reduce_in_place(tensor: Tensor, group: Any, reduce_op: ReduceOp | str | None) -> Tensor:
     """Reduce a value over ranks as Lightning's strategies do, but keep a NaN in maxima and minima. Collective."""
-    ranks = _group.WORLD if group is None else group
+    ranks: Any = _group.WORLD if group is None else group
     if dist.is_initialized() and tensor.is_floating_point():
         if reduce_op in ("max", "MAX", dist.ReduceOp.MAX):
             return tensor.copy_(all_max(tensor, ranks))

@@ -38,6 +38,7 @@ _WHOLE = {
     "Muon": "orthogonalises whole matrices",
     "Dion": "orthogonalises whole matrices",
     "Adafactor": "keeps row and column statistics of whole matrices",
+    "AdaFactor": "keeps row and column statistics of whole matrices",
     "CAME": "keeps row and column statistics of whole matrices",
     "SM3": "keeps row and column statistics of whole matrices",
     "Shampoo": "preconditions with whole matrices",
@@ -59,7 +60,7 @@ _WHOLE = {
     "SparseAdam": "steps the rows that sparse gradients name",
 }
 # Families: anywhere in the name, as in SingleDeviceMuonWithAuxAdam.
-_FAMILIES = ("GaLore", "Muon", "Shampoo", "Adafactor", "DAdapt")
+_FAMILIES = ("GaLore", "Muon", "Shampoo", "Adafactor", "AdaFactor", "DAdapt")
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:

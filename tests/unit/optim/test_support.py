@@ -29,7 +29,13 @@ def named(name: str, base: type = Elementwise) -> Optimizer:
 
 REASONS = {
     "orthogonalises whole matrices": ["Muon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam", "NorMuon", "Dion"],
-    "keeps row and column statistics of whole matrices": ["Adafactor", "AdafactorScheduled", "CAME", "SM3"],
+    "keeps row and column statistics of whole matrices": [
+        "Adafactor",
+        "AdafactorScheduled",
+        "AdaFactor",
+        "CAME",
+        "SM3",
+    ],
     "preconditions with whole matrices": ["Shampoo", "DistributedShampoo", "ShampooV2", "SOAP", "KFAC", "PSGD"],
     "projects whole matrices": ["GaLore", "GaLoreAdamW", "GaLoreAdamW8bit"],
     "scales by the norm of whole parameters": ["LAMB", "Lamb", "LARS"],
@@ -75,3 +81,34 @@ ACCEPTED: list[Callable[..., Optimizer]] = [
 @pytest.mark.parametrize("make", ACCEPTED, ids=lambda make: make.__name__)
 def test_an_optimizer_that_treats_elements_one_by_one_is_accepted(make: Callable[..., Optimizer]) -> None:
     check_optimizer(make([nn.Parameter(torch.zeros(3, 3))]))
+
+
+class Lookahead(Elementwise):
+    """Steps by another optimizer, as many wrappers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.fast = torch.optim.SGD(self.param_groups, lr=0.1)
+
+
+class NotInitialized(Elementwise):
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
+class InTwoParts(Elementwise):
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": {}, "slow": {}}
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (Lookahead, "by another optimizer that it holds .SGD.*Return the SGD itself"),
+        (NotInitialized, r"has not called .*Call super\(\).__init__"),
+        (InTwoParts, r"is \{'fast', 'slow'\}, and not 'state'"),
+    ],
+)
+def test_an_optimizer_that_no_checkpoint_could_hold_is_refused_before_training(cls: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{cls.__name__} .*{words}"):
+        check_optimizer(cls([nn.Parameter(torch.zeros(3, 3))]))

@@ -408,3 +408,21 @@ def test_a_layout_is_laid_out_only_once_per_change() -> None:
     with patch("lightning_zero.step.layouts.cut", side_effect=AssertionError("laid out again")):
         for _ in range(3):
             bench.step(clip=CLIP)
+
+
+class Listing(torch.optim.SGD):
+    """Keeps tensors in a list, as a preconditioner for each dimension."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["sums"] = [param.detach().clone()]
+        return super().step(closure)
+
+
+def test_a_list_of_tensors_in_the_state_is_refused() -> None:
+    bench = Bench(lambda params: Listing(params, lr=0.1))
+    bench.bring()
+    bench.stepper.begin()
+    with pytest.raises(UnsupportedError, match=r"a state 'sums' for 'p\d' that is a list with a tensor of shape"):
+        bench.optimizer.step()
