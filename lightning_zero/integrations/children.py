@@ -18,7 +18,7 @@ POLL_S = 0.2
 # For which a process may end by itself once another rank has failed: its watchdog takes 3 s to raise, and 4 s more to
 # end what does not raise.
 TO_END_S = 8.0
-# The same after Ctrl-C, when the user waits; the process that has started them takes up to 6 s more.
+# The same after Ctrl-C, once they know of it; the process that has started them ends 6 s after that, in any case.
 TO_END_INTERRUPTED_S = 5.0
 
 
