@@ -19,7 +19,7 @@ POLL_S = 0.2
 # end what does not raise.
 TO_END_S = 8.0
 # The same after Ctrl-C, once they know of it; the process that has started them ends 6 s after that, in any case.
-TO_END_INTERRUPTED_S = 5.0
+TO_END_INTERRUPTED_S = 5.8
 
 
 class ChildWatch(threading.Thread):
