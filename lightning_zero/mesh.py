@@ -223,7 +223,10 @@ class Mesh:
         return self.control_group.barrier(options)
 
     def gathered(self, value: Any) -> list[Any]:
-        """What each rank gives here, in their order: anything that can be pickled. Collective, on the CPU."""
+        """What each rank gives here, in their order: anything that can be pickled. Collective, on the CPU.
+
+        Each rank unpickles what the others send, so other ranks are trusted, as in all collectives of objects.
+        """
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control_group)
         return values

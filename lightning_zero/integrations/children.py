@@ -18,8 +18,6 @@ POLL_S = 0.2
 # For which a process may end by itself once another rank has failed: its watchdog takes 3 s to raise, and 4 s more to
 # end what does not raise.
 TO_END_S = 8.0
-# The same after Ctrl-C, when the user waits; the process that has started them takes up to 6 s more.
-TO_END_INTERRUPTED_S = 5.0
 
 
 class ChildWatch(threading.Thread):
@@ -63,7 +61,7 @@ class ChildWatch(threading.Thread):
         os._exit(1)
 
 
-def end_gently(children: Sequence[subprocess.Popen[bytes]], to_end_s: float = TO_END_INTERRUPTED_S) -> None:
+def end_gently(children: Sequence[subprocess.Popen[bytes]], to_end_s: float = TO_END_S) -> None:
     """Wait until these processes, whose watchdogs know of a failure, have ended; then kill what is left."""
     deadline = time.monotonic() + to_end_s
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:

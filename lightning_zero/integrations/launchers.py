@@ -79,10 +79,12 @@ class TrainerLauncher(_Launcher, SubprocessScriptLauncher):
     """The Trainer's."""
 
     asker = "Trainer"
+    _strategy: Any = None  # of the Trainer that has started the processes
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Call ``function``, e.g. the Trainer's ``fit``, in each process, and wait until it has ended on all ranks."""
         self._start()
+        self._strategy = None if trainer is None else trainer.strategy
         result = function(*args, **kwargs)
         if trainer is not None:
             trainer.strategy.end_stage()
@@ -91,6 +93,8 @@ class TrainerLauncher(_Launcher, SubprocessScriptLauncher):
     def kill(self, signum: Any) -> None:
         """Pass a signal on. The Trainer sends SIGKILL after Ctrl-C, when the others are about to end by themselves."""
         if signum == signal.SIGKILL:
+            if self._strategy is not None:
+                self._strategy.leave()
             end_gently(self.procs)
         else:
             super().kill(signum)

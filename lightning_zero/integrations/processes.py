@@ -150,6 +150,7 @@ class Processes:
         return nullcontext()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object of rank ``src``, which the others unpickle: other ranks are trusted. Collective."""
         if not torch.distributed.is_initialized():
             return obj
         objects = [obj]

@@ -408,5 +408,10 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if self._engine is not None:
             meet_at_end(self._engine, self._stage, self._report_s)
 
+    def leave(self) -> None:
+        """End this process within a few seconds after a failure, whatever it still waits for."""
+        if self._engine is not None:
+            self._engine.watchdog.leave()
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._engine or 'not set up'})"
