@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorStorageMetadata,
 )
 
 from lightning_zero.checkpoint.deepspeed.loading import load_mapped

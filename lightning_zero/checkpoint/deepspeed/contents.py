@@ -86,7 +86,8 @@ class Contents:
             counts = set(count) if isinstance(count, list | tuple) else {count}
             if counts - {ranks}:
                 raise CheckpointError(
-                    f"{path} was saved by {next(iter(counts - {ranks}))} ranks, and there are files of {ranks}. Some are missing or of "
+                    f"{path} was saved by {next(iter(counts - {ranks}))} ranks, and there are files of {ranks}. "
+                    "Some are missing or of "
                     "another save; or parts were kept on fewer ranks (MiCS, experts), which is not read here."
                 )
         if self.stage == 3 and len(self._models) != ranks:

@@ -226,8 +226,8 @@ class OpenedFolder(Opened):
 
     def _short(self, name: str, size: int, end: int) -> CheckpointError:
         return CheckpointError(
-            f"{self._named(name)} is damaged: it has {size:,} bytes, and its {METADATA!r} speaks of {end:,}. Use another "
-            "checkpoint."
+            f"{self._named(name)} is damaged: it has {size:,} bytes, and its {METADATA!r} speaks of {end:,}. Use "
+            "another checkpoint."
         )
 
     # -- what is in them

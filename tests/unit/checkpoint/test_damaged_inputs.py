@@ -27,10 +27,9 @@ def _process() -> dict[str, Any]:
     """What a file might have changed: attributes of the classes and functions that metadata name."""
     known = [*vars(metadata).values(), *vars(filesystem).values(), torch.serialization._get_layout, torch.Size]
     known += list(metadata._MEM_FORMAT_ENCODING)
-    held = {
+    return {
         f"{one!r}": dict(vars(one)) for one in known if hasattr(one, "__dict__") and callable(one) or one in known[-3:]
     }
-    return held
 
 
 def _outcome(kind: str, path: Path, wanted: dict[str, Tensor]) -> str:
@@ -60,7 +59,8 @@ def _tried(kind: str, home: Path, every: int) -> dict[str, str]:
         if (took := time.monotonic() - begin) > SOON_S:
             found[name] = f"slow: {took:.1f} s"
         assert _process() == before, name
-        assert modules <= set(sys.modules) and (kind != "dcp" or modules == set(sys.modules)), name
+        assert modules <= set(sys.modules), name
+        assert kind != "dcp" or modules == set(sys.modules), name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return found
 
