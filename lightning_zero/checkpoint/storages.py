@@ -36,7 +36,11 @@ def check_storages(value: Any, file: Any, name: str) -> None:
         held = Counter(entry.file_size for entry in archive.infolist() if "/data/" in entry.filename)
     used: dict[int, int] = {}
     for tensor in tensors_in(value):
-        if tensor.device.type == "cpu" and is_strided(tensor) and type(tensor).untyped_storage is Tensor.untyped_storage:
+        if (
+            tensor.device.type == "cpu"
+            and is_strided(tensor)
+            and type(tensor).untyped_storage is Tensor.untyped_storage
+        ):
             storage = tensor.untyped_storage()
             used[storage.data_ptr()] = storage.nbytes()
     for count, number in Counter(size for size in used.values() if size).items():

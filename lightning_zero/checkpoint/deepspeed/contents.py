@@ -28,6 +28,7 @@ __all__ = ["Contents"]
 
 MOST_DIMS = 64  # of a tensor: torch's own kernels take no more
 MOST_ELEMENTS = 1 << 60  # of a tensor, whose bytes are counted in 64 bits
+PLAIN = (int, float, complex, bool, type(None))  # values that an optimizer keeps once, and not for each element
 STATE = "optimizer_state_dict"
 OFFLOADED = "the optimizer's state was on an NVMe disk, which is not in the checkpoint. Load it under DeepSpeed with "
 OFFLOADED += 'offload_optimizer={"device": "cpu"}, and save it again'
@@ -85,7 +86,8 @@ class Contents:
             counts = set(count) if isinstance(count, list | tuple) else {count}
             if counts - {ranks}:
                 raise CheckpointError(
-                    f"{path} was saved by {next(iter(counts - {ranks}))} ranks, and there are files of {ranks}. Some are missing or of "
+                    f"{path} was saved by {next(iter(counts - {ranks}))} ranks, and there are files of {ranks}. "
+                    "Some are missing or of "
                     "another save; or parts were kept on fewer ranks (MiCS, experts), which is not read here."
                 )
         if self.stage == 3 and len(self._models) != ranks:
@@ -195,6 +197,9 @@ class Contents:
         for key in held[0]:
             values = [entries[key] for entries in held]
             if key == "step" or not isinstance(values[0], Tensor) or not values[0].dim():
+                other = next((rank for rank, value in enumerate(values) if not isinstance(_number(value), PLAIN)), None)
+                if other is not None:
+                    raise CheckpointError(f"{self._files.optim[other]} holds {short(values[other])} as {key!r}.")
                 _same(repr(key), self._files.optim, [_number(value) for value in values])
                 made[key] = values[0]
                 continue

@@ -61,7 +61,8 @@ def spans_of_pieces(shapes: Shapes, pieces: Sequence[Sequence[Pieces]], lengths:
                 start, count = groups[group].get(name, (0, 0))
                 if min(start, count) < 0 or start + count > lengths[rank][group]:
                     raise ValueError(
-                        f"{name!r} has {count:,} elements from {start:,} on, of {lengths[rank][group]:,}, on rank {rank}"
+                        f"{name!r} has {count:,} elements from {start:,} on, of {lengths[rank][group]:,}, on "
+                        f"rank {rank}"
                     )
                 if count:
                     spans.append(Span(rank, start, begin, begin + count))

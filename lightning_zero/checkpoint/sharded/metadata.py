@@ -247,10 +247,7 @@ def _wrongs_of_tensor(key: str, entry: TensorStorageMetadata) -> Iterator[str]:
 def _is_sizes(value: Any) -> bool:
     if not isinstance(value, (tuple, list)):
         return False
-    for one in value:  # a loop: this is called several times for each part of a tensor
-        if type(one) is not int or not 0 <= one < MOST_BYTES:
-            return False
-    return True
+    return all(type(one) is int and 0 <= one < MOST_BYTES for one in value)
 
 
 def _is_large(shape: Sequence[int], dtype: torch.dtype) -> bool:

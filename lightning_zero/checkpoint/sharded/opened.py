@@ -192,6 +192,9 @@ class OpenedFolder(Opened):
         """Compare what somebody else wrote with ``.metadata``, and each piece with the checksums that ``torch.save``
         has put into it."""
         self._check_extents(names)
+        if REST in names:
+            with named_damage(self._named(REST)), self.open(REST) as file:
+                check_opened(file, self._named(REST), 0, 1, read)
         done: set[tuple[str, int]] = set()
         for key, entry in self.metadata.state_dict_metadata.items():
             chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
@@ -223,8 +226,8 @@ class OpenedFolder(Opened):
 
     def _short(self, name: str, size: int, end: int) -> CheckpointError:
         return CheckpointError(
-            f"{self._named(name)} is damaged: it has {size:,} bytes, and its {METADATA!r} speaks of {end:,}. Use another "
-            "checkpoint."
+            f"{self._named(name)} is damaged: it has {size:,} bytes, and its {METADATA!r} speaks of {end:,}. Use "
+            "another checkpoint."
         )
 
     # -- what is in them

@@ -313,7 +313,7 @@ class _Machine:
         cls = self._known.classes.get(callee.name) if type(callee) is _Name else None
         if cls is None or arguments != ():
             raise pickle.UnpicklingError(f"it makes an object of a {type(callee).__name__}")
-        made = object.__new__(cls)
+        made: Any = object.__new__(cls)
         self._blank[id(made)] = made
         self._stack.append(made)
 
