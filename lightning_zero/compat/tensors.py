@@ -72,7 +72,7 @@ ATTRIBUTES = {
     "torch.Tensor._version",
     # What a view is a view of; a saved view of a weight is made again from it. (torch 2.11+)
     "torch.Tensor._base",
-    # Hooks of register_hook, which run on reduced gradients, and so are taken away from autograd. (torch 2.11+)
+    # Hooks of register_hook: whether a parameter has any; and None takes away those of C++, too. (torch 2.11+)
     "torch.Tensor._backward_hooks",
     # The same for register_post_accumulate_grad_hook. (torch 2.11+)
     "torch.Tensor._post_accumulate_grad_hooks",

@@ -29,7 +29,8 @@ class Parameters(Protocol):
         """No module reads this parameter any more."""
 
     def guard_gradient(self, index: int) -> None:
-        """From now on backward raises ``ValueError`` when autograd itself brings this shard a gradient."""
+        """Make backward raise ``ValueError`` if autograd brings this shard a gradient, and hand this rank's whole
+        gradient to hooks of ``register_hook``. Again after the first of these, which takes ours away."""
 
     def set_grad(self, index: int, grad: Tensor | None) -> None:
         """Gives a parameter its 1-D part of the gradient arena, of the shard's size and dtype, or the memory of its

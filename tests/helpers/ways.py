@@ -260,7 +260,7 @@ WAYS = {
     "anomalies looked for": Way(arguments=lambda: {"detect_anomaly": True}),
     "losses scaled": Way(Overflows, lambda: {"precision": "16-mixed", "gradient_clip_val": 0.2}, emulated=False),
     "gradients read": Way(LooksAtGradients),
-    "gradients hooked": Way(ScalesItsGradients),
+    "gradients hooked": Way(ScalesItsGradients, replays=0),
     "graph retained": Way(RetainsItsGraph, replays=0, emulated=False),
     "activations checkpointed": Way(Checkpointed),
     "checkpointed by the reentrant way": Way(CheckpointedReentrantly, ddp=False),  # DDP refuses it

@@ -177,7 +177,7 @@ class HookedLater(Regression):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         def clamp(grad: Tensor) -> Tensor:
-            self.seen.append(batch_idx)
+            self.seen.append(self.global_step)
             return grad.clamp(-0.01, 0.01)
 
         if batch_idx == 8:
