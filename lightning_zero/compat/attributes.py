@@ -17,9 +17,10 @@ __all__ = ["ChangingInts"]
 class ChangingInts:
     """Make an int attribute of a module an input of its graph once it has changed.
 
-    Dynamo takes ints of modules for constants, and compiles code again for each value of a counter, up to its limit. Its
-    setting ``allow_unspec_int_on_nn_module`` is about all modules that share code: layer numbers and sizes would become
-    symbols, too. Here an attribute counts as changed if the same module had another value at an earlier compilation.
+    Dynamo takes ints of modules for constants, and compiles code again for each value of a counter, up to its limit.
+    Its setting ``allow_unspec_int_on_nn_module`` is about all modules that share code: layer numbers and sizes would
+    become symbols, too. Here an attribute counts as changed if the same module had another value at an earlier
+    compilation.
     """
 
     def __init__(self) -> None:

@@ -206,9 +206,10 @@ class CompiledCalls:
         if not dist.is_initialized() or dist.get_rank() == 0:
             log.warning(
                 "%s%s runs eagerly from now on: torch has compiled it %d times, its limit "
-                "(torch._dynamo.config.%s). The guard that failed last: %s. Keep a value that changes in each step in a "
-                "tensor (register_buffer, or an argument that is a tensor), change it outside of forward, or decorate "
-                "the method that reads it with torch.compiler.disable. To compile more often, raise that limit.",
+                "(torch._dynamo.config.%s). The guard that failed last: %s. Keep a value that changes in each step in "
+                "a tensor (register_buffer, or an argument that is a tensor), change it outside of forward, or "
+                "decorate the method that reads it with torch.compiler.disable. To compile more often, raise that "
+                "limit.",
                 self._show(name, module), part, hit.value, hit.limit, guard,
             )  # fmt: skip
 

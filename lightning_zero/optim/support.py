@@ -169,5 +169,7 @@ def check_members(groups: list[dict[str, Any]], name: str, find: Callable[[Tenso
                     f"Parameter {position} of group {number} in {name} (shape "
                     f"{tuple(param.shape)}) does not belong to the model, so its gradients would not be reduced over "
                     "ranks. Register it as a parameter of the LightningModule, and create "
-                    "optimizers from self.parameters() inside configure_optimizers()."
+                    "optimizers from self.parameters() inside configure_optimizers(). A layer that was replaced or "
+                    "grown after the model was sharded is not sharded: let trainer.fit() end, call "
+                    "lightning_zero.unshard(model) on every rank, replace the layer, and fit again."
                 )

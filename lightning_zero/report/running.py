@@ -45,7 +45,8 @@ def _compiled(engine: Engine) -> str:
         return "nothing compiled: compile=False"
     names = [repr(name) if name else "the whole module" for name in calls.modules if name not in calls.given_up]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    eager = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in (calls.eager | calls.given_up).items()]
+    reasons = calls.eager | calls.given_up
+    eager = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in reasons.items()]
     return "; ".join([f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}", *eager])
 
 

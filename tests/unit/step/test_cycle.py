@@ -33,6 +33,7 @@ class Parts(Calls):
     """An executor, whose parts note in one log."""
 
     weights = gradients = property(lambda self: self)
+    world_size = 1
 
 
 class Compiled(Calls):
@@ -222,6 +223,25 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
 )
 def test_when_edits_reach_shards_and_shards_are_written(event: str, calls: list[str]) -> None:
     assert Bench().run(event).log == calls
+
+
+@pytest.mark.parametrize(
+    ("events", "times"),
+    [
+        (("forward", "backward", *STEP_A), 0),
+        (("forward", *STEP_A), 1),
+        (("forward", "before_backward", "after_backward", *STEP_A), 1),
+        (("forward", "end_backward", "end_backward", *STEP_A), 1),
+        (("forward", "backward", "forward", "gradients_are_final", *STEP_A), 1),
+        (("forward backward, begin_a, made_a, end_a, begin_b, made_b, end_b",), 1),
+        (("forward", "reset", *STEP_A), 0),
+        ((*STEP_A, *STEP_B, "after_backward"), 0),
+    ],
+)
+def test_a_rank_without_a_backward_ends_one_with_the_others(events: tuple[str, ...], times: int) -> None:
+    bench = Bench()
+    bench.cycle._executor.__dict__["world_size"] = 2
+    assert bench.run(*events).log.count("end_without") == times
 
 
 def test_copies_are_void_after_a_step_and_only_then() -> None:
