@@ -107,6 +107,16 @@ void Executor::abort_backward() {
   gradients_.abort();
 }
 
+int64_t Executor::epoch() const {
+  Lock lock(context_.mutex);
+  return context_.epoch;
+}
+
+void Executor::reset_counters() {
+  Lock lock(context_.mutex);
+  context_.counters.clear();
+}
+
 std::map<std::string, int64_t> Executor::counters() const {
   Lock lock(context_.mutex);
   auto all = context_.counters;

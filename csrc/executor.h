@@ -45,7 +45,7 @@ class Executor : public c10::intrusive_ptr_target {
   Activations& activations() { return activations_; }
   Recorder& graphs() { return graphs_; }
   Transports& transports() { return transports_; }
-  int64_t epoch() const { return context_.epoch; }  // changes when shards may have
+  int64_t epoch() const;  // changes when shards may have
 
   // See Transports. Legal outside backward.
   void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
@@ -64,7 +64,7 @@ class Executor : public c10::intrusive_ptr_target {
 
   // What there is to count is said in native/executor.py.
   std::map<std::string, int64_t> counters() const;
-  void reset_counters() { context_.counters.clear(); }
+  void reset_counters();
   int64_t size() const { return context_.size; }
   int64_t rank() const { return context_.rank; }
   void close();

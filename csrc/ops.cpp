@@ -7,7 +7,16 @@
 
 namespace {
 
+using lightning_zero::Executor;
 using lightning_zero::ShardTable;
+
+// The executor of a list of shards; `others`: tensors that come with them, one for each.
+Executor& executor_of(at::TensorList shards, const char* op, std::optional<size_t> others = std::nullopt) {
+  TORCH_CHECK_VALUE(!shards.empty(), "lightning_zero::", op, " got no shards.");
+  TORCH_CHECK_VALUE(!others || *others == shards.size(), "lightning_zero::", op, " got ", shards.size(),
+                    " shards, but ", others.value_or(0), " tensors or numbers that belong to them.");
+  return *ShardTable::instance().find(shards[0], op).executor;
+}
 
 // `resident`: memory in which passes may let the weight stay; not used here.
 at::Tensor gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
@@ -30,18 +39,15 @@ at::Tensor gather_start(const at::Tensor& shard, at::IntArrayRef shape, at::Scal
 
 // Several weights in one launch and one tensor, each padded to ranks times its shard.
 at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
-  auto [executor, index] = ShardTable::instance().find(shards[0], "gather_group");
-  return executor->weights().gather_group(shards, dtype, numel);
+  return executor_of(shards, "gather_group").weights().gather_group(shards, dtype, numel);
 }
 
 void resident_start(at::TensorList resident, at::TensorList shards) {
-  auto [executor, index] = ShardTable::instance().find(shards[0], "resident_start");
-  executor->weights().resident_start(resident, shards);
+  executor_of(shards, "resident_start", resident.size()).weights().resident_start(resident, shards);
 }
 
 void resident_wait(at::TensorList resident, at::TensorList shards) {
-  auto [executor, index] = ShardTable::instance().find(shards[0], "resident_wait");
-  executor->weights().resident().wait(shards);
+  executor_of(shards, "resident_wait").weights().resident().wait(shards);
 }
 
 void reduce_add(const at::Tensor& grad, const at::Tensor& shard) {
@@ -51,25 +57,26 @@ void reduce_add(const at::Tensor& grad, const at::Tensor& shard) {
 
 // Several gradients at once: one call of the host for a block of the model.
 void reduce_group(at::TensorList grads, at::TensorList shards) {
-  auto [executor, first] = ShardTable::instance().find(shards[0], "reduce_group");
+  auto& executor = executor_of(shards, "reduce_group", grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
-    executor->gradients().reduce(ShardTable::instance().find(shards[i], "reduce_group").index, grads[i]);
+    executor.gradients().reduce(ShardTable::instance().find(shards[i], "reduce_group").index, grads[i]);
   }
 }
 
 // Gradients whose memory is left alone until reduce_release, where `borrow` is not 0.
 void reduce_borrow(at::TensorList grads, at::TensorList shards, at::IntArrayRef borrow) {
-  auto [executor, first] = ShardTable::instance().find(shards[0], "reduce_borrow");
+  auto& executor = executor_of(shards, "reduce_borrow", grads.size());
+  executor_of(shards, "reduce_borrow", borrow.size());
   for (size_t i = 0; i < grads.size(); ++i) {
-    executor->gradients().reduce(ShardTable::instance().find(shards[i], "reduce_borrow").index, grads[i],
-                                 borrow[i] != 0);
+    executor.gradients().reduce(ShardTable::instance().find(shards[i], "reduce_borrow").index, grads[i],
+                                borrow[i] != 0);
   }
 }
 
 void reduce_release(at::TensorList grads, at::TensorList shards) {
-  auto [executor, first] = ShardTable::instance().find(shards[0], "reduce_release");
+  auto& executor = executor_of(shards, "reduce_release");
   for (const auto& shard : shards)
-    executor->gradients().release(ShardTable::instance().find(shard, "reduce_release").index);
+    executor.gradients().release(ShardTable::instance().find(shard, "reduce_release").index);
 }
 
 void check_plan(const at::Tensor& shard, std::string_view digest, std::string_view plan) {

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "gradients/held.h"
@@ -62,8 +63,12 @@ void Parameters::guard_gradient(int64_t index) {
   surround_hooks(context_.at(index));
 }
 
-bool Parameters::is_of_whole_host(const std::vector<at::Tensor>& tensors) const {
-  return static_cast<int64_t>(tensors.size()) == context_.inside.size;
+bool Parameters::is_of_whole_host(const std::vector<at::Tensor>& tensors, int64_t numel) const {
+  return static_cast<int64_t>(tensors.size()) == context_.inside.size &&
+         std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+           return tensor.is_contiguous() && tensor.numel() >= numel &&
+                  tensor.scalar_type() == tensors[0].scalar_type();
+         });
 }
 
 void Parameters::add_compute_copy_memory(at::Tensor copies, at::Tensor shards) {
@@ -73,8 +78,9 @@ void Parameters::add_compute_copy_memory(at::Tensor copies, at::Tensor shards) {
 
 void Parameters::set_peers(int64_t index, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
-  TORCH_INTERNAL_ASSERT(is_of_whole_host(peers));
-  context_.at(index).compute_copy.of_ranks = std::move(peers);
+  auto& record = context_.at(index);
+  TORCH_INTERNAL_ASSERT(is_of_whole_host(peers, record.host_shard_numel()), record.name);
+  record.compute_copy.of_ranks = std::move(peers);
   weights_.access().share();
   weights_.access().take_back();
 }
@@ -82,7 +88,8 @@ void Parameters::set_peers(int64_t index, std::vector<at::Tensor> peers) {
 void Parameters::set_full_precision_copy(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  TORCH_INTERNAL_ASSERT((is_of_whole_host(peers) || (context_.exchanges_weights() && peers.empty())) &&
+  TORCH_INTERNAL_ASSERT((is_of_whole_host(peers, record.host_shard_numel()) ||
+                         (context_.exchanges_weights() && peers.empty())) &&
                         copy.scalar_type() == record.shard.scalar_type());
   record.full_precision_copy.own = std::move(copy);
   record.full_precision_copy.of_ranks = std::move(peers);
@@ -91,8 +98,10 @@ void Parameters::set_full_precision_copy(int64_t index, at::Tensor copy, std::ve
 
 void Parameters::set_shards(int64_t index, std::vector<at::Tensor> shards) {
   Lock lock(context_.mutex);
-  TORCH_INTERNAL_ASSERT(weights_.access().takes_turns() && is_of_whole_host(shards));
-  context_.at(index).shards = std::move(shards);
+  auto& record = context_.at(index);
+  TORCH_INTERNAL_ASSERT(weights_.access().takes_turns() && is_of_whole_host(shards, record.shard_numel()),
+                        record.name);
+  record.shards = std::move(shards);
 }
 
 void Parameters::unregister() {

@@ -34,6 +34,7 @@ class Parameters {
 
   // Without memory: it is to lie elsewhere, and nothing holds that where it lay. Between steps.
   void set_grad(int64_t index, std::optional<at::Tensor> grad) {
+    Lock lock(context_.mutex);
     auto& record = context_.at(index);
     if (record.compute_copy.holds != InCopy::WEIGHT)
       record.compute_copy.written = {};  // it is nobody's gradient any more, and no weight
@@ -45,15 +46,18 @@ class Parameters {
   // See [Note: deferred gradients]. `whole`: for the whole gradient, and not for the host shard's.
   // Without memory: there is none any more, as of weights that stay.
   void set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool whole) {
+    Lock lock(context_.mutex);
     auto& kept = context_.at(index).deferred;
     kept.memory = std::move(memory).value_or(at::Tensor());
     kept.whole = whole;
     kept.empty();
   }
   void set_resident(int64_t index, std::optional<at::Tensor> memory) {
+    Lock lock(context_.mutex);
     context_.at(index).resident = {std::move(memory).value_or(at::Tensor())};
   }
   void set_compute_copy(int64_t index, at::Tensor copy) {
+    Lock lock(context_.mutex);
     context_.at(index).compute_copy.own = std::move(copy);
   }
   // Its shard lies in the host's memory, which the device reads over its link.
@@ -75,7 +79,8 @@ class Parameters {
   void unregister();
 
  private:
-  bool is_of_whole_host(const std::vector<at::Tensor>& tensors) const;
+  // One of each rank of the host, each with at least `numel` elements: copies read them by address.
+  bool is_of_whole_host(const std::vector<at::Tensor>& tensors, int64_t numel) const;
 
   Context& context_;
   Executor& executor_;

@@ -24,8 +24,14 @@ class Agreement {
 
   // Something that the agreements to come carry along; and whether, since the last question, some rank had
   // something to say.
-  void say(bool yes) { to_say_ = yes; }
-  bool was_said() { return std::exchange(said_, false); }
+  void say(bool yes) {
+    Lock lock(context_.mutex);
+    to_say_ = yes;
+  }
+  bool was_said() {
+    Lock lock(context_.mutex);
+    return std::exchange(said_, false);
+  }
 
  private:
   [[noreturn]] void refuse_order(int64_t mine);

@@ -11,13 +11,14 @@ namespace lightning_zero {
 
 void AttachedGradients::attach(const std::vector<char>& brought, const DeferredGradients& deferred) {
   attached_.clear();
+  const bool defers = deferred.is_on();
   for (const auto index : layout_.order()) {
     if (!brought[index])
       continue;  // no rank used it: leave grad as it is, so that weight decay leaves it alone
     auto& record = context_.at(index);
     attached_.push_back(record.index);
     auto& held = record.param.mutable_grad();
-    if (deferred.is_on() && !held.defined())
+    if (defers && !held.defined())
       record.grad.zero_();  // nothing has been reduced of it
     if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {
       auto& shown = record.visible_grad;
@@ -29,7 +30,7 @@ void AttachedGradients::attach(const std::vector<char>& brought, const DeferredG
       }
       held = shown;
     }
-    if (deferred.is_on())
+    if (defers)
       deferred.stand_for(record);
   }
 }

@@ -19,7 +19,10 @@ class AttachedGradients {
   void attach(const std::vector<char>& brought, const DeferredGradients& deferred);
 
   // Parameters with a gradient from the last backward.
-  std::vector<int64_t> of_last_backward() const { return attached_; }
+  std::vector<int64_t> of_last_backward() const {
+    Lock lock(context_.mutex);
+    return attached_;
+  }
   // Changes whenever a parameter's gradient comes, goes or lies elsewhere.
   int64_t key() const;
   // Whether the memory of this parameter's gradient is not a compute copy now.

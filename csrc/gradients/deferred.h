@@ -28,7 +28,10 @@ class DeferredGradients {
   // For the backwards that begin from here on, on every rank. `whole`: nothing is reduced, otherwise among
   // the ranks of each host. Nothing happens where nobody else is there to reduce with.
   void defer(bool on, bool whole);
-  bool is_on() const { return on_; }
+  bool is_on() const {
+    Lock lock(context_.mutex);
+    return on_;
+  }
   bool is_whole() const { return on_ && whole_; }
   // Whether anything waits on this rank; of what does not wait whole, alike on every rank.
   bool any() const;

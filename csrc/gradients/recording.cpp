@@ -37,6 +37,14 @@ void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
   recorded_.adding = adding;
   recorded_.deferred = reducer_.deferred().is_on();
   recorded_.taking = !recorded_.deferred && reducer_.deferred().any();
+  recorded_.layout = layout.number();
+  recorded_.begin = recorded_.end = layout.begin_of(layout.segments().where(segment));
+  for (const auto i : layout.order()) recorded_.grads.push_back(context_.at(i).grad.const_data_ptr());
+  // Before anything is noted that restore() puts back: what leaves here takes deferred gradients along.
+  if (!reducer_.backward().goes_on())
+    reducer_.release_buffers();
+  else if (segment >= 0 && !reducer_.deferred().is_whole())
+    come_to(recorded_.begin);
   // Replays find something there, or zeros: before_replay() sees to it.
   records_around_.clear();
   over_copies::forget_reads(context_);
@@ -48,13 +56,6 @@ void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
       kept.memory.zero_();  // what a CPU records takes place
     kept.filled = filled;
   }
-  recorded_.layout = layout.number();
-  recorded_.begin = recorded_.end = layout.begin_of(layout.segments().where(segment));
-  for (const auto i : layout.order()) recorded_.grads.push_back(context_.at(i).grad.const_data_ptr());
-  if (!reducer_.backward().goes_on())
-    reducer_.release_buffers();
-  else if (segment >= 0 && !reducer_.deferred().is_whole())
-    come_to(recorded_.begin);
   // Nothing that was launched before may be waited for inside, and nothing inside from without: memory and
   // fences are others.
   pools_around_ = reducer_.pools().exchange({});

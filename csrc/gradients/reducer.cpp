@@ -255,12 +255,13 @@ Agreement::Agreed Reducer::agree() {
   // Per slot of each bucket: 1 a gradient is there, 2 one that came after the bucket had left, or that waits
   // from earlier backwards and that a replayed graph did not take along.
   std::vector<int64_t> flags;
+  const bool defers = deferred_.is_on();
   for (size_t b = 0; b < layout_.size(); ++b) {
     auto &bucket = layout_.buckets()[b], &late = layout_.late()[b];
     for (size_t s = 0; s < bucket.slots().size(); ++s) {
       const bool is_late = late.state() == ReduceBucket::State::FILLING && late.slots()[s].arrivals > 0;
       const auto& slot = bucket.slots()[s];
-      const bool waits = !deferred_.is_on() && !slot.again && slot.record->deferred.filled;
+      const bool waits = !defers && !slot.again && slot.record->deferred.filled;
       const bool was_left = waits && bucket.state() == ReduceBucket::State::LAUNCHED;
       flags.push_back(is_late || was_left ? 2 : slot.arrivals > 0 || waits ? 1 : 0);
     }

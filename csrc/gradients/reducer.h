@@ -72,7 +72,10 @@ class Reducer {
 
   DeferredGradients& deferred() { return deferred_; }
   AttachedGradients& attached() { return attached_; }
-  int64_t backwards() const { return backwards_; }  // that have ended
+  int64_t backwards() const {  // that have ended
+    Lock lock(context_.mutex);
+    return backwards_;
+  }
   Agreement& agreement() { return agreement_; }
 
   // -- for the other owners, which hold the lock

@@ -89,6 +89,8 @@ bool Segments::learn(const std::vector<int64_t>& arrivals, const std::vector<siz
 
 int64_t Segments::identify(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks) {
   const auto all = cut(arrivals, marks);
+  if (all.empty())
+    return -1;
   const auto& last = all.back();
   const auto before = static_cast<int>(
       std::count_if(all.begin(), all.end() - 1, [&](const auto& other) { return are_same(other, last); }));

@@ -25,6 +25,8 @@ DeviceTurns::DeviceTurns(const at::Tensor& code, std::vector<at::Tensor> rows, a
   auto* module = driver.load_module(code.const_data_ptr());
   announce_ = driver.find_kernel(module, "announce");
   wait_for_ = driver.find_kernel(module, "wait_for");
+  TORCH_INTERNAL_ASSERT(words_.is_pinned() && words_.scalar_type() == at::kInt &&
+                        words_.numel() >= device_words::COUNT);
   check_rows(rows_, static_cast<int64_t>(rows_.size()));
 }
 

@@ -16,7 +16,9 @@ Function* python(const char* name) {
 WithoutPythonLock::WithoutPythonLock() {
   static auto* const is_held = python<int()>("PyGILState_Check");
   static auto* const release = python<void*()>("PyEval_SaveThread");
-  if (is_held != nullptr && release != nullptr && is_held() != 0)
+  static auto* const exists = python<int()>("Py_IsInitialized");
+  // Once Python has ended, PyGILState_Check says 1 on any thread.
+  if (is_held != nullptr && release != nullptr && exists != nullptr && exists() != 0 && is_held() != 0)
     thread_ = release();
 }
 

@@ -110,7 +110,7 @@ RankStatus RankActivity::status() {
   std::lock_guard lock(mutex_);
   auto status = mine_;
   status.activity = activity_;
-  if (const auto* last = last_.load(std::memory_order_relaxed))
+  if (const auto* last = last_.load(std::memory_order_acquire))
     status.last = *last;
   for (size_t lane = 0; lane < LANES; ++lane) status.met[lane] = met_[lane];
   if (!waits_.empty()) {

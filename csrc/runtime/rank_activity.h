@@ -31,7 +31,7 @@ class RankActivity {
   void moved(std::string how_far);
   // The parameter that was gathered or reduced last. The name must live as long as this, or until
   // forget_names().
-  void touch(const std::string& name) { last_.store(&name, std::memory_order_relaxed); }
+  void touch(const std::string& name) { last_.store(&name, std::memory_order_release); }
   void forget_names();
 
   // This rank has begun, or will take part in, its next meetings of this lane; returns the last one's number.

@@ -6,6 +6,11 @@
 
 namespace lightning_zero {
 
+void RankEnd::on_end(std::string op) {
+  std::lock_guard lock(mutex_);
+  end_op_ = std::move(op);
+}
+
 void RankEnd::begin() {
   std::lock_guard lock(mutex_);
   activity_.begin_stage();
@@ -49,8 +54,13 @@ void RankEnd::check() {
 }
 
 void RankEnd::raise(const std::string& kind, const std::string& text) const {
-  if (!end_op_.empty())
-    compat::call(end_op_, {kind, text});
+  std::string op;
+  {
+    std::lock_guard lock(mutex_);  // not while Python runs
+    op = end_op_;
+  }
+  if (!op.empty())
+    compat::call(op, {kind, text});
   TORCH_CHECK(false, text);
 }
 

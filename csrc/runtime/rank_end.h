@@ -19,7 +19,7 @@ class RankEnd {
   explicit RankEnd(RankActivity& activity) : activity_(activity) {}
 
   // Name of an op `(str kind, str text) -> ()` that raises. Without one a plain error is thrown.
-  void on_end(std::string op) { end_op_ = std::move(op); }
+  void on_end(std::string op);
   // A stage begins: what failed before is over.
   void begin();
   // This rank has failed by itself. Returns whether the others are to be told.

@@ -114,6 +114,9 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
   status.wait.since = time();
   status.wait.on_device = whole() != 0;
   for (auto& count : status.met) count = whole();
+  // Lanes are indices: what another version, or somebody else, has written must not be one that is not there.
+  if (status.wait.lane < -1 || status.wait.lane >= LANES)
+    status.wait = {};
   return status;
 }
 

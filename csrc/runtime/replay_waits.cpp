@@ -12,7 +12,11 @@ constexpr double kLong = 1;  // seconds: replays that are over sooner compute, a
 
 void ReplayWaits::started(const at::Tensor& ended, Lane lane, int64_t number) {
   TORCH_INTERNAL_ASSERT(ended.device().is_cpu() && ended.scalar_type() == at::kLong);
-  ended_ = ended;
+  if (!ended_.defined() || ended_.const_data_ptr() != ended.const_data_ptr()) {
+    running_.clear();
+    seen_ = 0;
+    ended_ = ended;
+  }
   look();  // or they would pile up where no thread asks
   running_.push_back({lane, number, seconds_since_epoch()});
 }

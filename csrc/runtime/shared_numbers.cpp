@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <optional>
 #include <thread>
 
@@ -21,8 +22,13 @@ constexpr std::chrono::microseconds kFirstNap{50}, kLongestNap{2000};
 
 SharedNumbers::SharedNumbers(std::vector<at::Tensor> numbers, int64_t rank, Lane lane)
     : numbers_(std::move(numbers)), rank_(rank), lane_(lane) {
-  for (const auto& memory : numbers_)
-    TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kLong && memory.device().is_cpu());
+  TORCH_INTERNAL_ASSERT(0 <= rank && static_cast<size_t>(rank) < numbers_.size());
+  for (const auto& memory : numbers_) {
+    TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kLong && memory.device().is_cpu() &&
+                          memory.numel() > 0);
+    const auto address = reinterpret_cast<uintptr_t>(memory.const_data_ptr());
+    TORCH_INTERNAL_ASSERT(address % std::atomic_ref<int64_t>::required_alignment == 0);
+  }
 }
 
 void SharedNumbers::set(int64_t number) {

@@ -1,5 +1,6 @@
 #include "runtime/watchdog.h"
 
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "runtime/compat.h"
@@ -17,16 +18,23 @@ constexpr milliseconds kSlice{250};    // of a wait, between two looks at whethe
 constexpr milliseconds kToHear{6000};  // by when it is known who broke a connection
 constexpr milliseconds kToLeave{6000};
 
+const std::vector<int64_t>& checked(const std::vector<int64_t>& hosts, int64_t size) {
+  TORCH_CHECK_VALUE(hosts.empty() || static_cast<int64_t>(hosts.size()) == size,
+                    "lightning_zero: ", hosts.size(), " hosts were named for ", size, " ranks.");
+  return hosts;
+}
+
 }  // namespace
 
 Watchdog::Watchdog(const std::string& group_name, double report_s, double timeout_s,
                    std::vector<int64_t> hosts)
     : rank_(compat::process_group(group_name)->getRank()),
       size_(compat::process_group(group_name)->getSize()),
-      activity_(rank_, hosts),
+      activity_(rank_, checked(hosts, size_)),
       end_(activity_),
       judge_(rank_, size_, report_s, timeout_s),
-      report_s_(report_s) {
+      report_s_(report_s),
+      process_(::getpid()) {
   if (size_ == 1)
     return;
   // A client of its own: whoever waits in the group's holds its lock.
@@ -76,6 +84,7 @@ void Watchdog::wait(c10d::Work& work, Lane lane, int64_t number, const char* wha
 }
 
 int64_t Watchdog::begin_wait(int64_t lane, std::string what) {
+  TORCH_CHECK_VALUE(lane < LANES, "lightning_zero: there is no lane ", lane, " of collectives.");
   check();
   const auto number = lane < 0 ? 0 : activity_.meet(static_cast<Lane>(lane));
   return activity_.begin_wait(static_cast<int>(lane), number, std::move(what));
@@ -117,6 +126,11 @@ void Watchdog::leave() {
 }
 
 void Watchdog::close() {
+  if (::getpid() != process_) {
+    if (thread_.joinable())
+      thread_.detach();
+    return;
+  }
   {
     std::lock_guard lock(mutex_);
     if (std::exchange(closing_, true) || !thread_.joinable())

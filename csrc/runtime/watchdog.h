@@ -135,6 +135,9 @@ class Watchdog : public c10::intrusive_ptr_target {
   double report_s_;  // what judge_, which is the thread's, is told at each look
   std::vector<std::pair<std::string, c10::intrusive_ptr<c10d::Backend>>> backends_;  // that know of errors
 
+  // Of the process that made the thread: a fork has none, and must not wait for it.
+  const int64_t process_;
+
   // The thread's own.
   struct Since {  // what must not last began; never: it is not so
     Clock::time_point store_lost{}, device_left{};

@@ -199,7 +199,10 @@ bool Watchdog::look_for_silence(const RankStatus& mine) {
 // NCCL's own watchdog is kept from ending the process (TORCH_NCCL_RETHROW_CUDA_ERRORS), also for what it
 // alone knows: collectives of the module's own that take too long, and broken links.
 bool Watchdog::look_at_backends(const RankStatus& mine) {
-  for (const auto& [name, backend] : backends_) {
+  std::unique_lock lock(mutex_);
+  const auto backends = backends_;  // others may be added meanwhile
+  lock.unlock();
+  for (const auto& [name, backend] : backends) {
     const auto error = backend->getError();
     if (error == c10d::ErrorType::SUCCESS)
       continue;

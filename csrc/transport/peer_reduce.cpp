@@ -21,7 +21,8 @@ PeerReduce::PeerReduce(const Context& context, Communicator& comm, const RowMean
     : context_(context), comm_(comm), means_(means), staging_(std::move(staging)) {
   TORCH_INTERNAL_ASSERT(static_cast<int64_t>(staging_.size()) == context_.inside.size);
   for (const auto& memory : staging_)
-    TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte &&
+    TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte && memory.numel() > 0 &&
+                          memory.numel() == staging_[0].numel() &&
                           memory.numel() % unit(context_.inside.size) == 0);
 }
 

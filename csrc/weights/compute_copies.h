@@ -39,7 +39,10 @@ class ComputeCopies {
   // An optimizer is about to write these copies, and has.
   void mark_written(std::vector<int64_t> indices, bool written);
   // Changes when somebody who is no optimizer says that shards change.
-  int64_t told() const { return context_.told; }
+  int64_t told() const {
+    Lock lock(context_.mutex);
+    return context_.told;
+  }
 
   void close() { memory_.clear(); }
 

@@ -30,7 +30,7 @@ def found(request: pytest.FixtureRequest, native_library: None) -> Iterator[Foun
     """What two ranks return, by function; of those below, the longest first."""
     calls: list[Callable[..., Any]] = [overdue] if request.config.getoption("--slow") else []
     calls += [replays_and_ends, patience_changes, compiling, one_takes_a_norm, one_gathers_and_all_meet, fails]
-    calls += [replays_past_the_timeout, all_fail, late_to_nothing_watched, late]
+    calls += [replays_of_two_trainings, replays_past_the_timeout, all_fail, late_to_nothing_watched, late]
     with ranks_beside(calls, at_once=4) as outcome:
         yield outcome
 
@@ -154,6 +154,25 @@ def test_a_replay_that_ends_is_no_longer_waited_for(found: Found) -> None:
     waited, _ = found(replays_and_ends)
     assert waited[0].count("No progress. This is rank 0") == 1, waited[0]
     assert waited[1] == 0.0, "it was ended"
+
+
+def replays_of_two_trainings() -> str:
+    with watched() as (engine, model), stderr() as said:
+        step(engine, model)
+        if dist.get_rank() == 0:
+            for replays in (3, 1):  # each training counts from 0
+                ended = torch.zeros(1, dtype=torch.int64)
+                for number in range(replays):
+                    met = engine.watchdog.native.met(int(Lane.GATHER))
+                    engine.watchdog.native.watch_replay(ended, int(Lane.GATHER), met)
+                    ended.fill_(number + 1)
+            time.sleep(5)
+        dist.barrier()
+        return said.read_text()
+
+
+def test_replays_of_a_later_training_end_too(found: Found) -> None:
+    assert "a replayed graph" not in found(replays_of_two_trainings)[0]
 
 
 def fails_while_its_device_waits() -> None:

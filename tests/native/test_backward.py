@@ -2,6 +2,7 @@
 mix."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -199,6 +200,63 @@ def test_a_late_gradient_adds_to_one_that_the_user_replaced(ranks: Ranks, world_
     ranks.run(world_size, replaced_gradient, double_buffer)
 
 
+class Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, call: Callable[[], Any]) -> Tensor:
+        ctx.call = call
+        return root.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return grad, None
+
+
+def in_one_backward(*calls: Callable[[], Any]) -> None:
+    root = torch.zeros((), requires_grad=True)
+    for call in reversed(calls):
+        root = Call.apply(root, call)
+    root.backward()
+
+
+def recorded_behind_a_deferred_gradient() -> None:
+    """A graph's backward is recorded while a bucket in front of it has yet to send what earlier micro-batches left."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    executor, (a, b, first) = make(Mesh.of(CPU), [(31,), (8, 9), (5,)])
+    gradients, graphs = executor.gradients, executor.graphs
+    segments: list[int] = []
+
+    def bring(twin: Twin, number: int) -> Callable[[], None]:
+        return lambda: ops.reduce_add(gradient(twin, rank, number), twin.param)
+
+    def identify() -> None:
+        segments.append(gradients.segment())
+
+    def record() -> None:
+        graphs.begin(True, gradients.has_any(), segments[0])
+        bring(b, 2)()
+        number = graphs.end()
+        graphs.before_replay(number)
+        graphs.after_replay(number)
+
+    in_one_backward(bring(first, 0), bring(a, 0), gradients.mark, bring(b, 0), gradients.mark, identify)
+    for twin in (a, b, first):
+        twin.param.grad = None
+        executor.parameters.set_deferred_gradient(twin.index, torch.zeros(world * twin.layout.shard_numel), True)
+    gradients.defer(True, True)
+    in_one_backward(bring(first, 1), bring(a, 1), gradients.mark, bring(b, 1), gradients.mark)
+    gradients.defer(False)
+    in_one_backward(bring(first, 2), gradients.mark, record)
+    assert_grad(first, [gradient(first, r, 1) + gradient(first, r, 2) for r in range(world)])
+    assert_grad(a, [gradient(a, r, 1) for r in range(world)])
+    assert_grad(b, [gradient(b, r, 1) + gradient(b, r, 2) for r in range(world)])
+    executor.close()
+
+
+def test_recording_sends_a_deferred_gradient_once(ranks: Ranks) -> None:
+    ranks.run(2, recorded_behind_a_deferred_gradient)
+
+
 def low_precision_mean(dtype: torch.dtype) -> float:
     executor, (twin,) = make(Mesh.of(CPU), [(30_000,)], dtype)
     grads = [gradient(twin, r) for r in range(dist.get_world_size())]
@@ -257,6 +315,21 @@ def wrong_calls() -> None:
     for stranger in (torch.ones(12), twin.param.detach().clone()):
         with pytest.raises(ValueError, match=r"no shard of a live engine.*full_parameters\(module\)"):
             ops.gather(stranger, [4, 3], torch.float32)
+    assert executor.gradients.segment() == -1, "nothing has come"
+    grad = torch.ones(4, 3)
+    lists: dict[str, Callable[[], Any]] = {
+        "gather_group got no shards": lambda: ops.gather_group([], torch.float32, 12),
+        "resident_start got no shards": lambda: ops.resident_start([], []),
+        "resident_wait got no shards": lambda: ops.resident_wait([], []),
+        "resident_start got 1 shards, but 0": lambda: ops.resident_start([], [twin.param]),
+        "reduce_group got no shards": lambda: ops.reduce_group([], []),
+        "reduce_group got 1 shards, but 2": lambda: ops.reduce_group([grad, grad], [twin.param]),
+        "reduce_borrow got 1 shards, but 0": lambda: ops.reduce_borrow([grad], [twin.param], []),
+        "reduce_release got no shards": lambda: ops.reduce_release([], []),
+    }
+    for message, call in lists.items():
+        with pytest.raises(ValueError, match=message):
+            call()
     deliver([(torch.ones(4, 3), twin.param)])  # still works
     assert_grad(twin, [torch.ones(4, 3)])
     executor.close()

@@ -1,0 +1,104 @@
+"""Memory and numbers that Python gives the executor are checked where they arrive: later they are read by address."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.mesh import Mesh
+from lightning_zero.native import Executor
+from lightning_zero.native.watchdog import Watchdog
+from tests.helpers.options import config
+from tests.native.sequences import new_twin
+from tests.ranks.pool import Ranks
+
+CPU = torch.device("cpu")
+PATIENCE_S = 20.0
+
+
+def refused() -> dict[str, str]:
+    """The errors of calls with memory that is too small, by a name."""
+    mesh = Mesh.of(CPU)
+    executor = Executor(mesh, config())
+    twin = new_twin(executor, "p0", torch.zeros(40))
+    transport, size = executor.transport._native, executor.world_size
+    numel, unit = twin.layout.shard_numel, executor.transport.staging_unit
+
+    def of_each(numel: int, dtype: torch.dtype) -> list[Tensor]:
+        return [torch.zeros(numel, dtype=dtype) for _ in range(size)]
+
+    calls: dict[str, Callable[[], Any]] = {
+        "copies": lambda: executor.parameters.set_peers(twin.index, of_each(numel - 1, torch.bfloat16)),
+        "strided copies": lambda: executor.parameters.set_peers(
+            twin.index, [copy[::2] for copy in of_each(2 * numel, torch.bfloat16)]
+        ),
+        "no turn": lambda: transport.take_turns(of_each(0, torch.int64)),
+        "no staging": lambda: transport.set_staging(of_each(0, torch.uint8), mesh.shard_group.group_name, 1000),
+        "another staging": lambda: transport.set_staging(
+            [torch.zeros((rank + 1) * unit, dtype=torch.uint8) for rank in range(size)],
+            mesh.shard_group.group_name,
+            1000,
+        ),
+    }
+    found = {}
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        found[name] = str(caught.value)
+    executor.close()
+    return found
+
+
+def test_memory_that_is_too_small_is_refused(ranks: Ranks) -> None:
+    for found in ranks.run(2, refused):
+        assert all("INTERNAL ASSERT FAILED" in message for message in found.values()), found
+
+
+def wrong_ranks() -> tuple[str, str]:
+    mesh = Mesh.of(CPU)
+    watchdog = Watchdog(mesh, 60.0)
+    with pytest.raises(ValueError, match="no lane 9") as lane:
+        watchdog.native.begin_wait(9, "nothing")
+    with pytest.raises(ValueError, match="hosts") as hosts:
+        torch.classes.lightning_zero.Watchdog(mesh.control_group.group_name, 60.0, 60.0, [0])
+    watchdog.native.close()
+    return str(lane.value), str(hosts.value)
+
+
+def test_a_watchdog_refuses_ranks_and_lanes_that_are_not_there(ranks: Ranks) -> None:
+    for lane, hosts in ranks.run(2, wrong_ranks):
+        assert "there is no lane 9 of collectives" in lane
+        assert "1 hosts were named for 2 ranks" in hosts
+
+
+def close_in_a_fork() -> int | None:
+    """How a forked process ends that closes the watchdog of its parent; None: it does not."""
+    watchdog = Watchdog(Mesh.of(CPU), 60.0)
+    child = os.fork()
+    if child == 0:
+        del watchdog.native
+        os._exit(0)
+    end, code = time.monotonic() + PATIENCE_S, None
+    while code is None and time.monotonic() < end:
+        found, status = os.waitpid(child, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if found else None
+        time.sleep(0.01)
+    if code is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    dist.barrier()
+    watchdog.native.close()
+    return code
+
+
+def test_a_forked_process_does_not_wait_for_the_watchdogs_thread(ranks: Ranks) -> None:
+    """Data loaders fork their workers, which have no such thread: POSIX does not say how a wait for it ends."""
+    assert ranks.run(2, close_in_a_fork, deadline=60) == [0, 0]

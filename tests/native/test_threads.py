@@ -1,0 +1,65 @@
+"""Autograd's threads, those of users and the main thread may use an executor at once. Accesses outside of its lock show
+under ThreadSanitizer: ``bash tests/native/sanitize.sh thread tests/native/test_threads.py``."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from lightning_zero.mesh import Mesh
+from lightning_zero.native import Executor
+from tests.helpers.options import config
+from tests.native.sequences import deliver, new_twin, ops
+from tests.ranks.pool import Ranks
+
+SECONDS = 1.0
+
+
+def from_two_threads() -> int:
+    """How many gradients arrived."""
+    executor = Executor(Mesh.of(torch.device("cpu")), config(reduce_bucket_mb=1e-6))
+    twins = [new_twin(executor, f"p{number}", torch.zeros(7)) for number in range(3)]
+    spare = new_twin(executor, "spare", torch.zeros(7), trainable=False)
+    parameters, weights, gradients = executor.parameters, executor.weights, executor.gradients
+    asked: list[Callable[[], object]] = [
+        executor.reset_counters,
+        executor.counters,
+        weights.epoch,
+        weights.told,
+        gradients.backwards,
+        gradients.attached,
+        gradients.defers,
+        gradients.was_said,
+        lambda: gradients.say_at_agreement(True),
+        lambda: parameters.set_grad(spare.index, torch.zeros(spare.layout.shard_numel)),
+        lambda: parameters.set_resident(spare.index, None),
+        lambda: parameters.set_deferred_gradient(spare.index, None, False),
+        lambda: parameters.set_compute_copy(spare.index, torch.zeros(spare.layout.shard_numel, dtype=torch.bfloat16)),
+    ]
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            for call in asked:
+                call()
+
+    other = threading.Thread(target=ask)
+    other.start()
+    end, count = time.monotonic() + SECONDS, 0
+    while time.monotonic() < end:
+        deliver([(torch.ones(7), twin.param) for twin in twins])
+        ops.gather(twins[0].param, [7], torch.float32)
+        count += 1
+    over.set()
+    other.join()
+    for twin in twins:
+        assert twin.param.grad is not None
+        assert twin.param.grad[0].item() == count
+    executor.close()
+    return count
+
+
+def test_two_threads_may_use_an_executor_at_once(ranks: Ranks) -> None:
+    [count] = ranks.run(1, from_two_threads)
+    assert count > 10
