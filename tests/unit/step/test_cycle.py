@@ -32,7 +32,7 @@ class Calls:
 class Parts(Calls):
     """An executor, whose parts note in one log."""
 
-    weights = gradients = property(lambda self: self)
+    weights = gradients = parameters = property(lambda self: self)
     world_size = 1
 
 
