@@ -6,6 +6,7 @@ one, leaves a single number as a step count does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -82,7 +83,12 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         sized = name in ("size", "__len__", "__getitem__") or (name == "__get__" and func == _GET_SHAPE)
-        if sized and self._is_piece(args[0]):
+        # Dynamo reads sizes where a step is compiled.
+        if (
+            sized
+            and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
+            and self._is_piece(args[0])
+        ):
             return self._sized(func, name, args, kwargs)
         together = name.rpartition("foreach_")[2] in _TOGETHER or name.startswith("linalg_")  # of lists, too
         if together and not is_of_two(name, args, kwargs) and any(map(self._is_piece, tree_leaves((args, kwargs)))):
