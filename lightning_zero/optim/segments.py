@@ -186,7 +186,13 @@ class Segment:
         return value.numel() == 1  # a shard has more elements: see ShardLayout
 
     def check(self, key: str, value: Tensor, shape: torch.Size) -> None:
-        """Raises :class:`UnsupportedError` where the state of members, seen in this shape, has another one."""
+        """Raise :class:`UnsupportedError` if the state of members, seen in this shape, has another one, or is no plain
+        tensor, such as a quantized one."""
+        if type(value) not in (Tensor, nn.Parameter) and "_zero_sight" not in value.__dict__:
+            raise UnsupportedError(
+                f"The optimizer keeps a state {key!r} for {self.members[0].name!r} that is a {type(value).__name__}, "
+                f"which cannot be divided among the parameters that are stepped together. {INSTEAD}"
+            )
         if value.shape != shape:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} of shape {tuple(value.shape)} for {self.members[0].name!r}, "

@@ -6,6 +6,7 @@ one, leaves a single number as a step count does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -110,7 +111,8 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
-        if args and self._is_piece(args[0]):
+        by_torch = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")  # Dynamo reads sizes
+        if args and not by_torch and self._is_piece(args[0]):
             if name in ("shape", "size"):
                 return self._shape(func, args, kwargs)
             if name in _DIMENSIONS or name in _SIZES:
