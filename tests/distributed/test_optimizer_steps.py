@@ -37,7 +37,7 @@ class ByRows(torch.optim.SGD):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for param in self.param_groups[0]["params"]:
-            self.state[param]["rows"] = param.detach()[..., :2].clone()
+            self.state[param]["rows"] = param.detach().new_zeros(2)
 
 
 @pytest.mark.parametrize("emulate", [False, True], ids=["own", "captured"])
@@ -216,7 +216,7 @@ class ByShape(torch.optim.Optimizer):
             if self.steps >= self.begin:
                 matrix = param.ndim > 1 and len(param.grad.shape) > 1
                 scale = param.shape[-1] ** -0.5 * param.grad.size(0) if matrix else 1 / momentum.numel()
-            param.add_(momentum, alpha=-scale)
+            param.add_(momentum, alpha=-0.01 * scale)
         self.steps += 1
 
 
