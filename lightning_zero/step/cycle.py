@@ -274,6 +274,7 @@ class StepCycle:
         """
         if step is not self._step:
             self._refuse(State.STEP, "the step of an optimizer")
+        self.end_backward()
         self._step = step
         self._enter(State.STEP, Phase.STEP)
         self.gradients_are_final()

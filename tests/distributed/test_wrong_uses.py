@@ -398,7 +398,9 @@ def test_wrong_use_is_refused_with_what_where_and_what_to_do(raised: list[dict[s
 def refused_in_the_end() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     values = [param.detach().clone() for param in model.parameters()]
-    for bad in (nn.LazyLinear(2), torch.jit.script(nn.Linear(2, 2)), NoReset().to(torch.complex64)):
+    sparse = nn.Linear(2, 2)
+    sparse.weight = nn.Parameter(torch.eye(2).to_sparse())
+    for bad in (nn.LazyLinear(2), torch.jit.script(nn.Linear(2, 2)), sparse):
         with pytest.raises(UnsupportedError):
             sharded(model.append(bad))
         model.pop(2)

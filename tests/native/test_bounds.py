@@ -1,15 +1,10 @@
 """Memory and numbers that Python gives the executor are checked where they arrive: later they are read by address."""
 
-import contextlib
-import os
-import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.mesh import Mesh
@@ -76,29 +71,3 @@ def test_a_watchdog_refuses_ranks_and_lanes_that_are_not_there(ranks: Ranks) -> 
     for lane, hosts in ranks.run(2, wrong_ranks):
         assert "there is no lane 9 of collectives" in lane
         assert "1 hosts were named for 2 ranks" in hosts
-
-
-def close_in_a_fork() -> int | None:
-    """How a forked process ends that closes the watchdog of its parent; None: it does not."""
-    watchdog = Watchdog(Mesh.of(CPU), 60.0)
-    child = os.fork()
-    if child == 0:
-        del watchdog.native
-        os._exit(0)
-    end, code = time.monotonic() + PATIENCE_S, None
-    while code is None and time.monotonic() < end:
-        found, status = os.waitpid(child, os.WNOHANG)
-        code = os.waitstatus_to_exitcode(status) if found else None
-        time.sleep(0.01)
-    if code is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    dist.barrier()
-    watchdog.native.close()
-    return code
-
-
-def test_a_forked_process_does_not_wait_for_the_watchdogs_thread(ranks: Ranks) -> None:
-    """Data loaders fork their workers, which have no such thread: POSIX does not say how a wait for it ends."""
-    assert ranks.run(2, close_in_a_fork, deadline=60) == [0, 0]
