@@ -15,7 +15,6 @@ from tests.native.sequences import new_twin
 from tests.ranks.pool import Ranks
 
 CPU = torch.device("cpu")
-PATIENCE_S = 20.0
 
 
 def refused() -> dict[str, str]:
