@@ -11,8 +11,7 @@ from torch._dynamo import convert_frame
 
 __all__ = ["LimitHit", "limits_noticed"]
 
-# What Dynamo logs then, before its arguments. (torch 2.11+)
-HIT = "torch._dynamo hit config."
+# What Dynamo logs then holds "hit config.", before its arguments. (torch 2.11+)
 
 
 class LimitHit(NamedTuple):
@@ -36,7 +35,7 @@ def limits_noticed(notice: Callable[[LimitHit], None]) -> Iterator[None]:
     """Inside, ``notice`` is called when Dynamo gives code up, in place of Dynamo's own warning."""
 
     def filtered(record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith(HIT) or not isinstance(record.args, tuple) or len(record.args) < 4:
+        if "hit config." not in str(record.msg) or not isinstance(record.args, tuple) or len(record.args) < 4:
             return True
         limit, value, code, guard, *_ = record.args
         notice(LimitHit(str(limit), int(str(value)), str(code), str(guard)))

@@ -92,7 +92,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{name} has not called torch.optim.Optimizer.__init__(), so its steps have no hooks, in which shards are "
             "made ready. Call super().__init__(params, defaults) in its __init__."
         )
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+    steps = any(group["params"] for group in optimizer.param_groups)  # Lightning has an optimizer of nothing
+    if steps and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         check_state_dict(optimizer, optimizer.state_dict())
 
 

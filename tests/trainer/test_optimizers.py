@@ -1,6 +1,5 @@
 """Optimizers see shards that look like parameters; those that need whole parameters are refused by name."""
 
-import math
 from typing import Any
 
 import pytest
@@ -215,7 +214,7 @@ def test_optimizers_with_state_dicts_of_their_own_resume_at_another_world_size(
 
 
 class Scaled(torch.optim.Optimizer):
-    """By the norm of each gradient, the mean or the length of each row, as their authors write them."""
+    """By the norm of each gradient, or by the mean of each row, as their authors write them."""
 
     def __init__(self, params: Any, of: str) -> None:
         super().__init__(params, {"lr": 1e-2})
@@ -226,10 +225,6 @@ class Scaled(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for param in (param for group in self.param_groups for param in group["params"]):
             squared = param.grad.square()
-            if self.of == "length":
-                self.state[param].setdefault("average", torch.zeros(param.shape)).add_(param.grad)
-                param.sub_(1e-2 * self.state[param]["average"] / math.sqrt(param.shape[-1]))
-                continue
             size = squared.mean(-1, keepdim=True) if self.of == "rows" else param.grad.norm() ** 2
             average = self.state[param].get("average", torch.zeros_like(size))
             self.state[param]["average"] = average = 0.9 * average + 0.1 * size
@@ -248,7 +243,7 @@ class ByHand(Regression):
 
 def _by_hand() -> dict[str, str]:
     messages = {}
-    for of in ("norms", "rows", "length"):
+    for of in ("norms", "rows"):
         module = ByHand(of)
         with pytest.raises(MisconfigurationException) as refused:
             make_trainer("eager").fit(module, make_loader("eager"))
@@ -293,5 +288,4 @@ def test_steps_by_hand_that_take_elements_together_are_refused(ranks: Ranks) -> 
     for messages in ranks.run(2, _by_hand):
         assert messages["norms"].startswith("The step() of Scaled takes norm of a parameter")
         assert messages["rows"].startswith("The step() of Scaled takes mean of a parameter")
-        assert messages.pop("length").startswith("The step() of Scaled reads the size of a dimension")
         assert all("on_before_optimizer_step" in message for message in messages.values())

@@ -102,7 +102,6 @@ OPTIONS = [
     ACCUMULATED | {"gather_transport": "collective"},
     {"stage": 2, "gradient_clip_val": 0.2},
     {"make": ByHand},
-    {"make": ByHand, "gather_transport": "collective"},
 ]
 
 
