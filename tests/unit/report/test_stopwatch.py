@@ -17,7 +17,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(moments.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(moments, "perf_counter", lambda: self.now)
 
 
 @pytest.fixture
