@@ -13,6 +13,7 @@ FLOORS = {
     "compat": 0,
     "config": 0,
     "errors": 0,
+    "extrema": 0,
     "mesh": 0,
     "version": 0,
     "native": 1,

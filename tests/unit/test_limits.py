@@ -14,9 +14,9 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 PACKAGE, NATIVE = "lightning_zero", "csrc"
 SUFFIXES = {".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
-MOST_LINES, MEDIAN_LINES = 400, 150
-MOST_METHODS, MOST_ATTRIBUTES, MOST_PARAMETERS = 20, 15, 7
-FEWER_LINES = {f"{PACKAGE}/engine.py": 250, f"{NATIVE}/executor.h": 250}  # they compose, and do nothing themselves
+MOST_LINES, MEDIAN_LINES = 750, 150
+MOST_METHODS, MOST_ATTRIBUTES, MOST_PARAMETERS = 25, 20, 7
+FEWER_LINES = {f"{PACKAGE}/engine.py": 260, f"{NATIVE}/executor.h": 250}  # they compose, and do nothing themselves
 # Signatures that somebody else has set.
 LIGHTNINGS = {
     "ZeroStrategy.__init__": "Lightning hands five of these over, by name",
@@ -228,9 +228,9 @@ def assigned(count: int) -> str:
         ("def f(a, b, c, d, e, f, *, g, h): pass", ":1: f takes 8 parameters"),
         ("class A:\n    def f(self, a, b, c, d, e, f, g, h): pass", ":2: A.f takes 8 parameters"),
         ("class A:\n    def f(self):\n        def g(a, b, c, d, e, f, g, h): pass", ":3: A.g takes 8 parameters"),
-        (methods(21), ":1: A has 21 public methods"),
-        (assigned(16), ":1: A has 16 attributes"),
-        ("class A:\n" + "".join(f"    a{i}: int\n" for i in range(16)), ":1: A has 16 attributes"),
+        (methods(26), ":1: A has 26 public methods"),
+        (assigned(21), ":1: A has 21 attributes"),
+        ("class A:\n" + "".join(f"    a{i}: int\n" for i in range(21)), ":1: A has 21 attributes"),
     ],
 )
 def test_checker_catches(tmp_path: Path, source: str, words: str) -> None:
@@ -243,8 +243,8 @@ def test_checker_catches(tmp_path: Path, source: str, words: str) -> None:
     [
         "def f(a, b, c, d, e, f, *args, g, **kwargs): pass",
         "class A:\n    def f(self, a, b, c, d, e, f, g): pass",
-        methods(20) + "    def _hidden(self): pass\n",
-        assigned(15),
+        methods(25) + "    def _hidden(self): pass\n",
+        assigned(20),
         "class ZeroStrategy:\n    def __init__(self, a, b, c, d, e, f, g, h): pass",
     ],
 )
@@ -252,19 +252,19 @@ def test_checker_lets_pass(tmp_path: Path, source: str) -> None:
     assert check_definitions(plant(tmp_path, f"{PACKAGE}/x/y.py", source)) == []
 
 
-CPP_METHODS = "".join(f"  Held<int(long)> m{i}(const A& a = {{}}) const {{ return {{i, f()}}; }}\n" for i in range(21))
+CPP_METHODS = "".join(f"  Held<int(long)> m{i}(const A& a = {{}}) const {{ return {{i, f()}}; }}\n" for i in range(26))
 CPP_DATA = (
-    "".join(f"  std::array<std::function<void(int)>, 2> a{i}_{{}};\n" for i in range(14)) + "  int x_ = 0, *y_;\n"
+    "".join(f"  std::array<std::function<void(int)>, 2> a{i}_{{}};\n" for i in range(19)) + "  int x_ = 0, *y_;\n"
 )
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("class A : public B {\n public:\n" + CPP_METHODS + "};\n", ":1: A has 21 public methods"),
-        ("struct A {\n" + CPP_METHODS.replace(" const {", " {") + "};\n", ":1: A has 21 public methods"),
-        ("\nclass A {\n public:\n  A() {}\n private:\n" + CPP_DATA + "};\n", ":2: A has 16 data members"),
-        ("class B {\n  struct A {\n" + CPP_DATA + "  };\n  A a_;\n};\n", ":2: A has 16 data members"),
+        ("class A : public B {\n public:\n" + CPP_METHODS + "};\n", ":1: A has 26 public methods"),
+        ("struct A {\n" + CPP_METHODS.replace(" const {", " {") + "};\n", ":1: A has 26 public methods"),
+        ("\nclass A {\n public:\n  A() {}\n private:\n" + CPP_DATA + "};\n", ":2: A has 21 data members"),
+        ("class B {\n  struct A {\n" + CPP_DATA + "  };\n  A a_;\n};\n", ":2: A has 21 data members"),
     ],
 )
 def test_checker_catches_in_cpp(tmp_path: Path, source: str, words: str) -> None:
@@ -289,7 +289,7 @@ def test_checker_lets_pass_in_cpp(tmp_path: Path, source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "most"), [(f"{PACKAGE}/x.py", 400), (f"{PACKAGE}/engine.py", 250), (f"{NATIVE}/a/x.cpp", 400)]
+    ("path", "most"), [(f"{PACKAGE}/x.py", 750), (f"{PACKAGE}/engine.py", 260), (f"{NATIVE}/a/x.cpp", 750)]
 )
 def test_checker_catches_long_files(tmp_path: Path, path: str, most: int) -> None:
     assert check_lengths(plant(tmp_path, path, "#\n" * most)) == []

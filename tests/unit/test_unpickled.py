@@ -22,7 +22,6 @@ TRUSTED = {
     ("integrations/processes.py", "broadcast_object_list"): RANKS,
     ("checkpoint/background/process.py", "pickle.load"): PIPE,
     ("checkpoint/background/writer.py", "pickle.load"): PIPE,
-    ("checkpoint/sharded/metadata.py", "Unpickler"): NOTHING,
     ("checkpoint/sharded/raw.py", "torch.load"): NOTHING,
     ("checkpoint/remote.py", "torch.load"): NOTHING,
     ("checkpoint/sharded/opened.py", "torch.load"): USER,

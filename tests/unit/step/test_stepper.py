@@ -317,6 +317,7 @@ class Cycle(SimpleNamespace):
     def __init__(self, log: list[Any]) -> None:
         super().__init__(
             before_step=lambda stepping: log.append("before"),
+            end_backward=lambda: None,
             gradients_are_final=lambda: log.append("final"),
             begin_step=lambda step: log.append("begin"),
             end_step=lambda step, changed: log.append(("end", changed)),
