@@ -56,7 +56,8 @@ class ChangingInts:
 
 def _owner(source: Any) -> tuple[Any, str]:
     """Return the object that ``source`` reads an attribute of, and the attribute's name; None for other sources."""
-    base, name = getattr(source, "base", None), getattr(source, "member", None)
+    base: Any = getattr(source, "base", None)
+    name = getattr(source, "member", None)
     if name is None and getattr(base, "member", None) == "__dict__":
         base, name = base.base, getattr(source, "index", None)
     if base is None or not isinstance(name, str):
