@@ -341,7 +341,7 @@ def _hooked_afterwards(kind: str, make: Any, accumulate: int) -> dict[str, Any]:
     trainer.fit(module, make_loader(kind))
     check_captured(trainer)
     engine = engine_of(module)
-    shards = {} if engine is None else {r.name: r.layout.shape for r in engine.sharder.live}
+    shards = {} if engine is None else {r.name: r.layout.visible_shape for r in engine.sharder.live}
     out = {
         "values": (global_losses(kind, module), whole_state(module)),
         "fired": [name for name, _ in module.fired],

@@ -148,7 +148,7 @@ class Contents:
                     raise CheckpointError(f"{where} says that {key!r} is tied to itself. Use another checkpoint.")
                 trail[name] = None
                 name = shared[name]
-            tied_to = found.get(name, name)
+            tied_to = found[name] if name in found else str(name)
             found.update((one, tied_to) for one in trail)
         module = self.model["module"]
         other = next((name for name in found.values() if name not in module and name not in self._spans), None)
