@@ -11,11 +11,11 @@ from torch._dynamo import convert_frame
 
 __all__ = ["LimitHit", "limits_noticed"]
 
-# What Dynamo logs then holds "hit config.", before its arguments. (torch 2.11+)
+# The message that Dynamo logs then holds "hit config.". (torch 2.11+)
 
 
 class LimitHit(NamedTuple):
-    """What Dynamo says of code that it does not compile any more.
+    """Report of Dynamo about code that it stops compiling.
 
     Attributes:
         limit: name of the setting in ``torch._dynamo.config``.

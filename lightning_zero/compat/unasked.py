@@ -22,7 +22,7 @@ Look = Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
 
 TENSOR, BROADCAST = "torch.tensor", "_broadcast_coalesced"
 
-# What is replaced, and its name for users.
+# Each replaced function, with its name for users.
 _REPLACED = [
     # Copies a tensor, with a warning that says to use clone(). (torch 2.11+)
     (torch, "tensor", TENSOR),

@@ -1,4 +1,4 @@
-"""Ranks end a stage together: otherwise a rank that fails in its last hooks would be missed by nobody.
+"""End a stage on all ranks together, so that the others notice a rank that fails in its last hooks.
 
 After ``on_fit_end`` and ``teardown`` no collective of the stage follows, so the other ranks would end with status 0.
 """
