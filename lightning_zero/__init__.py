@@ -16,6 +16,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from lightning_zero.compat.versions import warn_of_newer
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
 from lightning_zero.config import EngineConfig, Tuning
@@ -114,3 +115,4 @@ for _name, _stage, _compile, _description in (
             _registry.register(_name, _strategy, description=_description, stage=_stage, compile=_compile)
 
 install()
+warn_of_newer()

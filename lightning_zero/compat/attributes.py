@@ -8,10 +8,23 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import builder
+
+from lightning_zero.compat.lookup import module, private
+from lightning_zero.compat.patches import Patch, swapped
+
+# A function's trace by Dynamo, which finds values by their paths. (torch 2.11+)
+InstructionTranslator = private("torch._dynamo.symbolic_convert.InstructionTranslator")
+builder = module("torch._dynamo.variables.builder")
 
 __all__ = ["ChangingInts"]
+
+_INTS = Patch(
+    "an int attribute of a module that changes in each step costs one recompilation",
+    {
+        # Decides whether an int is a constant. (torch 2.11+)
+        "torch._dynamo.variables.builder.is_int_specialization_case": "value, source",
+    },
+)
 
 
 class ChangingInts:
@@ -27,20 +40,17 @@ class ChangingInts:
         self._values: MutableMapping[nn.Module, dict[str, int]] = WeakKeyDictionary()
         self._changed: MutableMapping[nn.Module, set[str]] = WeakKeyDictionary()
 
+    @_INTS
     @contextmanager
     def are_inputs(self) -> Iterator[None]:
         """Inside, Dynamo compiles so."""
-        # Decides whether an int is a constant. (torch 2.11+)
         plain = builder.is_int_specialization_case
 
         def is_constant(value: Any, source: Any) -> bool:
             return plain(value, source) and not self._has_changed(value, source)
 
-        builder.is_int_specialization_case = is_constant  # not patch.object: this is done at each call
-        try:
+        with swapped(builder, "is_int_specialization_case", is_constant):
             yield
-        finally:
-            builder.is_int_specialization_case = plain
 
     def _has_changed(self, value: Any, source: Any) -> bool:
         if type(value) is not int or not source.guard_source.is_unspecialized_nn_module():

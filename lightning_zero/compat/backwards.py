@@ -6,13 +6,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._functorch._aot_autograd import graph_compile
 from torch.fx import GraphModule
 
+from lightning_zero.compat.lookup import module
+from lightning_zero.compat.patches import Patch, swapped
 
+graph_compile = module("torch._functorch._aot_autograd.graph_compile")
+
+_COMPILE = "torch._functorch._aot_autograd.graph_compile"
+_COPIES = Patch(
+    "no copies of backward graphs are kept for compiled autograd",
+    {
+        # AOTAutograd copies a backward right before it compiles it, and no other graph. (torch 2.11+)
+        f"{_COMPILE}.copy": None,
+        # What it keeps of it. (torch 2.11+)
+        f"{_COMPILE}.AutogradLazyBackwardCompileInfo": (
+            "bw_module, placeholder_list, saved_context, saved_compile_context"
+        ),
+        # The same, for its cache. (torch 2.11+)
+        f"{_COMPILE}.serialize_graph_module": "gm",
+    },
+)
+
+
+@_COPIES
 @contextmanager
 def not_kept_twice() -> Iterator[None]:
     """Inside, backwards that are compiled at once are not copied before, and the cache gets the compiled one only.
@@ -23,12 +42,9 @@ def not_kept_twice() -> Iterator[None]:
         return
     backwards = _Backwards()
     with (
-        # AOTAutograd copies a backward right before it compiles it, and no other graph. (torch 2.11+)
-        patch.object(graph_compile, "copy", SimpleNamespace(copy=copy.copy, deepcopy=backwards.copied)),
-        # What it keeps of it. (torch 2.11+)
-        patch.object(graph_compile, "AutogradLazyBackwardCompileInfo", backwards.kept),
-        # The same, for its cache. (torch 2.11+)
-        patch.object(graph_compile, "serialize_graph_module", lambda module: None),
+        swapped(graph_compile, "copy", SimpleNamespace(copy=copy.copy, deepcopy=backwards.copied)),
+        swapped(graph_compile, "AutogradLazyBackwardCompileInfo", backwards.kept),
+        swapped(graph_compile, "serialize_graph_module", lambda module: None),
     ):
         yield
 

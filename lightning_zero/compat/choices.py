@@ -11,22 +11,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._inductor import scheduler
-from torch._inductor.fx_passes import pad_mm
-from torch._inductor.virtualized import V
+
+from lightning_zero.compat.lookup import module, private
+from lightning_zero.compat.patches import Patch, swapped
+
+scheduler = module("torch._inductor.scheduler")
+pad_mm = module("torch._inductor.fx_passes.pad_mm")
+# Inductor's state while it compiles a graph. (torch 2.11+)
+V = private("torch._inductor.virtualized.V")
 
 __all__ = ["choices_by_hints"]
 
+_CHOICES = Patch(
+    "Inductor's choices of kernels do not cause recompilations for other sizes",
+    {
+        # Whether padding a product can pay. (torch 2.11+)
+        "torch._inductor.fx_passes.pad_mm.is_mm_compute_bound": "M, K, N, dtype",
+        # Whether two sums share a kernel. (torch 2.11+)
+        "torch._inductor.scheduler.MixOrderReduction.can_fuse": "node1, node2",
+    },
+)
 
+
+@_CHOICES
 @contextmanager
 def choices_by_hints() -> Iterator[None]:
     """Inside, Inductor makes these choices by the sizes that it sees, for all sizes."""
-    # Whether padding a product can pay. (torch 2.11+)
     bound = pad_mm.is_mm_compute_bound
-    # Whether two sums share a kernel. (torch 2.11+)
     fusible = scheduler.MixOrderReduction.can_fuse
 
     def is_mm_compute_bound(m: Any, k: Any, n: Any, dtype: torch.dtype) -> bool:
@@ -41,7 +54,7 @@ def choices_by_hints() -> Iterator[None]:
             return fusible(one, other)
 
     with (
-        patch.object(pad_mm, "is_mm_compute_bound", is_mm_compute_bound),
-        patch.object(scheduler.MixOrderReduction, "can_fuse", staticmethod(can_fuse)),
+        swapped(pad_mm, "is_mm_compute_bound", is_mm_compute_bound),
+        swapped(scheduler.MixOrderReduction, "can_fuse", staticmethod(can_fuse)),
     ):
         yield

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from lightning_zero.compat.lookup import private
+
 # What this thread allocates from now on comes from a pool, such as that of graphs to come. (torch 2.11+)
 begin_allocate_to_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
 
@@ -18,4 +20,4 @@ release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
 clear_cublas_workspaces: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
 # Keeps a device busy for some cycles: a rank that comes late on purpose, to see whether others wait. (torch 2.11+)
-sleep: Any = torch.cuda._sleep
+sleep = private("torch.cuda._sleep")

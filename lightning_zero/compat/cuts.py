@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import networkx
-from torch._functorch import partitioners
 
 from lightning_zero.compat.graphs import RECOMPUTE
+from lightning_zero.compat.lookup import module
+from lightning_zero.compat.patches import Patch, swapped
 from lightning_zero.compat.smallest_cut import minimum_cut
+
+partitioners = module("torch._functorch.partitioners")
 
 __all__ = ["CannotCut", "cutting_fast", "cutting_often"]
 
@@ -19,20 +21,37 @@ __all__ = ["CannotCut", "cutting_fast", "cutting_often"]
 CannotCut = (AssertionError, RuntimeError, networkx.NetworkXException)
 
 
+# Torch 2.15 has a fast one of its own, which the partitioner calls instead.
+HAS_ITS_OWN = hasattr(partitioners, "minimum_cut")
+
+_CUT = Patch(
+    "the smallest cut of a joint graph is searched in small parts",
+    # The partitioner asks networkx by this name. (torch 2.11+)
+    {} if HAS_ITS_OWN else {"networkx.minimum_cut": "flowG, _s, _t, capacity, flow_func, backend, **kwargs"},
+)
+_CUTS = Patch(
+    "cuts that several memory budgets share are searched once",
+    {
+        # What is saved, and what must be, with some options and with some nodes that need not. (torch 2.11+)
+        "torch._functorch.partitioners.solve_min_cut": "joint_graph, node_info, min_cut_options, dont_ban",
+    },
+)
+
+
+@_CUT
 @contextmanager
 def cutting_fast() -> Iterator[None]:
     """Inside, it looks for cuts in small parts of a graph, and in equal ones once, which for 96 layers of GPT-2 takes
     0.1 CPU s instead of 3.0. Whichever way finds it, there is one smallest cut next to backward."""
-    # The partitioner asks networkx by this name. (torch 2.11+)
-    with patch.object(networkx, "minimum_cut", minimum_cut):
+    with nullcontext() if HAS_ITS_OWN else swapped(networkx, "minimum_cut", minimum_cut):
         yield
 
 
+@_CUTS
 @contextmanager
 def cutting_often() -> Iterator[None]:
     """Inside, what it has found of one joint graph, as long as nodes and tags are the same, it does not look for again:
     of the cuts that a budget goes by, all but the last are the same for all budgets."""
-    # What is saved, and what must be, with some options and with some nodes that need not. (torch 2.11+)
     plain = partitioners.solve_min_cut
     found: dict[Any, Any] = {}
 
@@ -44,5 +63,5 @@ def cutting_often() -> Iterator[None]:
         saved, banned = found[key]
         return list(saved), banned.copy()
 
-    with patch.object(partitioners, "solve_min_cut", solve_min_cut):
+    with swapped(partitioners, "solve_min_cut", solve_min_cut):
         yield

@@ -5,21 +5,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import serialization
-from torch.distributed import distributed_c10d
-from torch.distributed.checkpoint import filesystem, metadata
+
+from lightning_zero.compat.lookup import private
 
 # The store that init_process_group() made, over which ranks can say something to each other. (torch 2.11+)
-default_store = distributed_c10d._get_default_store
+default_store = private("torch.distributed.distributed_c10d._get_default_store")
 
 # Where in which file a piece of a tensor lies: what readers of such a checkpoint look for. (torch 2.11+)
-StorageInfo = filesystem._StorageInfo
+StorageInfo = private("torch.distributed.checkpoint.filesystem._StorageInfo")
 
 # How the metadata of such a checkpoint name a memory format: harmless to unpickle. (torch 2.11+)
-MemoryFormat = metadata._MEM_FORMAT_ENCODING
+MemoryFormat = private("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING")
 
 # What a pickled torch.layout, which stands there, too, is made by. (torch 2.11+)
-get_layout = serialization._get_layout
+get_layout = private("torch.serialization._get_layout")
 
 
 @contextmanager

@@ -2,78 +2,118 @@
 
 import dis
 import re
-import sys
 from collections.abc import MutableMapping
 from enum import Enum
 from functools import lru_cache, partial
 from types import CodeType
 from typing import Any
 
-import torch
-import torch._dynamo
-from torch._dynamo import source, symbolic_convert, variables
-from torch._dynamo.variables import builder, constant, nn_module, torch_function
 from torch.nn.modules import module as modules
+
+from lightning_zero.compat.lookup import module, private
+from lightning_zero.compat.patches import Patch
+
+symbolic_convert = module("torch._dynamo.symbolic_convert")
+constant = module("torch._dynamo.variables.constant")
 
 # A module whose class is the user's: called, its code is followed, unless it is known already what comes of it.
 # (torch 2.11+)
-ModuleVariable: Any = nn_module.UnspecializedNNModuleVariable
+ModuleVariable = private("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable")
 
 # A tuple: what layers return, and are given. (torch 2.11+)
-TupleVariable = variables.TupleVariable
+TupleVariable = private("torch._dynamo.variables.TupleVariable")
 
 # A list; what is in it tells whether a layer has written to it. (torch 2.11+)
-ListVariable = variables.ListVariable
+ListVariable = private("torch._dynamo.variables.ListVariable")
 
 # A dictionary, likewise; its keys are hashable forms of variables. (torch 2.11+)
-DictVariable = variables.ConstDictVariable
+DictVariable = private("torch._dynamo.variables.ConstDictVariable")
 
 # A number, a text, None: equal ones are the same to a trace. (torch 2.11+)
-ConstantVariable = variables.ConstantVariable
+ConstantVariable = private("torch._dynamo.variables.ConstantVariable")
 
 # An object of a class of the user's; a module is one, too. (torch 2.11+)
-ObjectVariable = variables.UserDefinedObjectVariable
+ObjectVariable = private("torch._dynamo.variables.UserDefinedObjectVariable")
 
 # A tensor of a class of its own, which is asked for its __torch_function__. (torch 2.11+)
-SubclassVariable = torch_function.TensorWithTFOverrideVariable
+SubclassVariable = private("torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable")
 
 # A function that is built in, its fn; comparisons are calls of it. (torch 2.11+)
-BuiltinVariable: Any = variables.BuiltinVariable
+BuiltinVariable = private("torch._dynamo.variables.BuiltinVariable")
 
 # What a variable is as a key; torch 2.13 has it elsewhere. (torch 2.11+)
-HashableKey: Any = (
-    getattr(variables.ConstDictVariable, "_HashableTracker", None)
-    or sys.modules["torch._dynamo.variables.hashable"].HashableTracker
+HashableKey = private(
+    "torch._dynamo.variables.hashable.HashableTracker", "torch._dynamo.variables.ConstDictVariable._HashableTracker"
 )
 
 # Makes one of these of a value that was there before, and an input of the graph, and its guards. (torch 2.11+)
-VariableBuilder = builder.VariableBuilder
+VariableBuilder = private("torch._dynamo.variables.builder.VariableBuilder")
 
 # Makes a variable of a node that was put into the graph, whose value is known. (torch 2.11+)
-wrap_proxy = builder.wrap_fx_proxy
+wrap_proxy = private("torch._dynamo.variables.builder.wrap_fx_proxy")
 
 # The guard that two paths lead to one value; none where one is a global's and the other is not. (torch 2.11+)
-guard_of_two_paths = torch._dynamo.guards.make_dupe_guard
+guard_of_two_paths = private("torch._dynamo.guards.make_dupe_guard")
 
 # Calls a function while it is traced, whose result stays what it is then: assume_constant_result. (torch 2.11+)
 CALLED_AT_ONCE = [
-    (module, "invoke_and_store_as_constant") for module in (sys.modules["torch._dynamo.variables.functions"], nn_module)
+    (private(f"torch._dynamo.variables.{module}"), "invoke_and_store_as_constant")
+    for module in ("functions", "nn_module")
 ]
 
 # Where a value was read: a path, by which a layer's values are found in another one. (torch 2.11+)
-Source = torch._guards.Source
+Source = private("torch._guards.Source")
 
 # A path that goes on from another, its base. (torch 2.11+)
-ChainedSource = source.ChainedSource
+ChainedSource = private("torch._dynamo.source.ChainedSource")
 
 # One that goes on to the class of what is at its base. (torch 2.11+)
-TypeSource = source.TypeSource
+TypeSource = private("torch._dynamo.source.TypeSource")
 
 # What compiled code asks of a value before it runs. (torch 2.11+)
-Guard = torch._guards.Guard
+Guard = private("torch._guards.Guard")
 
 # What decides where torch sends an op on a tensor; guards of tensors ask for it. (torch 2.11+)
-dispatch_keys = torch._C._dispatch_keys
+dispatch_keys = private("torch._C._dispatch_keys")
+
+LAYERS_ONCE = Patch(
+    "layers that are alike are traced once by Dynamo",
+    {
+        # Calls of a module. (torch 2.11+)
+        "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function": "self, tx, args, kwargs",
+        # Values that code gets hold of. (torch 2.11+)
+        "torch._dynamo.variables.builder.VariableBuilder.__call__": "self, value",
+        # Functions whose results become constants. (torch 2.11+)
+        "torch._dynamo.variables.functions.invoke_and_store_as_constant": "tx, fn, name, args, kwargs",
+        "torch._dynamo.variables.nn_module.invoke_and_store_as_constant": "tx, fn, name, args, kwargs",
+        # Calls of builtins, comparisons among them. (torch 2.11+)
+        "torch._dynamo.variables.BuiltinVariable.call_function": "self, tx, args, kwargs",
+        # Keys of dictionaries. (torch 2.11+)
+        f"{getattr(HashableKey, '__module__', '')}.{getattr(HashableKey, '__qualname__', '')}.__init__": "self, vt",
+        # Methods of lists and tuples. (torch 2.11+)
+        "torch._dynamo.variables.ListVariable.call_method": "self, tx, name, args, kwargs",
+        "torch._dynamo.variables.TupleVariable.call_method": "self, tx, name, args, kwargs",
+        # Instructions by their numbers. (torch 2.11+)
+        "torch._dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table": None,
+    },
+    needs=(
+        "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable",
+        "torch._dynamo.variables.TupleVariable",
+        "torch._dynamo.variables.ListVariable",
+        "torch._dynamo.variables.ConstDictVariable",
+        "torch._dynamo.variables.UserDefinedObjectVariable",
+        "torch._dynamo.variables.ConstantVariable",
+        "torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable",
+        "torch._dynamo.variables.BuiltinVariable",
+        "torch._dynamo.variables.hashable.HashableTracker",
+        "torch._dynamo.variables.builder.VariableBuilder",
+        "torch._dynamo.variables.builder.wrap_fx_proxy",
+        "torch._dynamo.guards.make_dupe_guard",
+        "torch._dynamo.source.TypeSource",
+        "torch._guards.Guard",
+        "torch._C._dispatch_keys",
+    ),
+)
 
 
 def guard_name(guard: Any) -> str:

@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import sympy
 import torch
 from torch import Tensor
-from torch._functorch import compile_utils, partitioners
-from torch._inductor import pattern_matcher
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.lookup import module
 from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.patches import Patch, swapped
+
+compile_utils = module("torch._functorch.compile_utils")
+partitioners = module("torch._functorch.partitioners")
+auto_functionalize = module("torch._higher_order_ops.auto_functionalize")
+triton_kernel_wrap = module("torch._higher_order_ops.triton_kernel_wrap")
+pattern_matcher = module("torch._inductor.pattern_matcher")
 
 __all__ = ["merging_in_place"]
 
+_MERGE = Patch(
+    "equal nodes of a joint graph are merged without a copy of it",
+    {
+        # Makes the copy. (torch 2.11+)
+        "torch._functorch.partitioners.fx_graph_cse": ("fx_g", "fx_g, extra_node_key"),
+    },
+    needs=(
+        # Whether there is no write between two nodes, and which nodes write. (torch 2.11+)
+        "torch._inductor.pattern_matcher.same_mutation_regions",
+        "torch._inductor.pattern_matcher.is_mutation_op",
+        # An op without its overload, and those that draw numbers. (torch 2.11+)
+        "torch._functorch.compile_utils.get_aten_target",
+        "torch._functorch.compile_utils.rand_ops",
+        # The names of the arguments that an op writes to. (torch 2.11+)
+        "torch._higher_order_ops.auto_functionalize.get_mutable_args",
+    ),
+)
 
+
+@_MERGE
 @contextmanager
 def merging_in_place() -> Iterator[None]:
     """Inside, the partitioner takes the second of two equal nodes out of a graph. By itself it copies the graph without
     it, and nearly all other nodes of a layer are no other's equal."""
-    # Makes the copy. (torch 2.11+)
-    with patch.object(partitioners, "fx_graph_cse", _merged):
+    with swapped(partitioners, "fx_graph_cse", _merged):
         yield
 
 
-def _merged(graph: Graph) -> Graph:
+def _merged(graph: Graph, extra_node_key: Callable[[Node], Hashable] | None = None) -> Graph:
+    """Merge equal nodes in place, by the rules of the newest torch.
+
+    Args:
+        extra_node_key: torch 2.14 gives the partitioner's: only nodes for which it returns equal values are merged, so
+            that a value that forward alone uses does not become one that is saved for backward.
+    """
     _number_writes(graph)
+    written = _bases_of_writes(graph)
     returned = _memory_of_results(graph)
     first: dict[Hashable, Node] = {}
     alone: dict[int, bool] = {}  # by ids of what is called
@@ -39,11 +69,12 @@ def _merged(graph: Graph) -> Graph:
         called = id(node.target)
         if called not in alone:
             alone[called] = _has_no_equals(node)
-        if alone[called]:
+        if alone[called] or node in written or (not isinstance(node.target, OpOverload) and node.is_impure()):
             continue
         try:
             given = [argument if type(argument) is Node else _value(argument) for argument in node.args]
-            key = called, *given, _value(node.kwargs) if node.kwargs else None
+            apart = extra_node_key(node) if extra_node_key else None, *_stream(node)
+            key = called, apart, *given, _value(node.kwargs) if node.kwargs else None
             same = first.get(key)
         except TypeError:  # nothing that can be looked up
             continue
@@ -84,10 +115,38 @@ def _memory(node: Node) -> int:
         return 0
 
 
+def _bases_of_writes(graph: Graph) -> set[Node]:
+    """Return nodes into whose memory an op writes that is functional in the graph: each needs memory of its own."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.auto_functionalized_v2:
+            found.update(_nodes(node.kwargs.get("_all_bases", ())))
+        elif node.target is torch.ops.higher_order.auto_functionalized:
+            # The names of the arguments that an op writes to. (torch 2.11+)
+            names, _ = auto_functionalize.get_mutable_args(node.args[0])
+            found.update(_nodes([node.kwargs.get(name) for name in names]))
+        elif node.target is triton_kernel_wrap.triton_kernel_wrapper_functional:
+            given = node.kwargs.get("kwargs", {})
+            found.update(_nodes([given.get(name) for name in node.kwargs.get("tensors_to_clone", ())]))
+    return found
+
+
+def _nodes(values: Any) -> list[Node]:
+    flat = [one for value in values for one in (value if isinstance(value, list | tuple) else (value,))]
+    return [one for one in flat if isinstance(one, Node)]
+
+
+def _stream(node: Node) -> tuple[Hashable, ...]:
+    """Return the stream and the memory pool that a node runs in, where the graph says so."""
+    custom = node.meta.get("custom", {})
+    return custom.get("stream", 0), custom.get("mempool"), custom.get("mempool_device")
+
+
 def _has_no_equals(node: Node) -> bool:
     # An op without its overload, and those that draw numbers. (torch 2.11+)
     target = compile_utils.get_aten_target(node)
-    return target in compile_utils.rand_ops or target is torch.ops.aten.empty
+    drawn = target in compile_utils.rand_ops or target is torch.ops.aten.empty
+    return drawn or (isinstance(node.target, OpOverload) and node.is_impure())
 
 
 def _value(argument: Any) -> Hashable:

@@ -8,45 +8,76 @@ from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._functorch import partitioners
 from torch.fx import Graph, GraphModule, Node
 
+from lightning_zero.compat.lookup import module
 from lightning_zero.compat.needed import does_more_in_a_copy, needed
+from lightning_zero.compat.patches import Patch, swapped
 from lightning_zero.compat.unwritten import With
 
+partitioners = module("torch._functorch.partitioners")
+
 __all__ = ["copying_less"]
+
+_PARTITION = "torch._functorch.partitioners"
+_COPIES = Patch(
+    "a joint graph is not copied to see which nodes its halves have",
+    {
+        # Copies what leads from some nodes to others. (torch 2.11+)
+        f"{_PARTITION}._extract_graph_with_inputs_outputs": (
+            "joint_graph, inputs, outputs, outputs_descs, subgraph, ignore_must_be_in_fw_bw"
+        ),
+        # Asks for a forward, of which it reads nodes' names. (torch 2.11+)
+        f"{_PARTITION}.classify_nodes": "joint_module, static_lifetime_input_indices, num_fwd_outputs",
+        # Copies a backward in the order of autograd. (torch 2.11+)
+        f"{_PARTITION}.reordering_to_mimic_autograd_engine": "gm",
+        # What it asks for functorch's settings. (torch 2.11+)
+        f"{_PARTITION}.config": None,
+        # Goes through each graph four times, all of which are torch's. (torch 2.11+)
+        "torch.fx.Graph.lint": "self",
+        # Looks in what a node is given for nodes that were left out, by a general walk. (torch 2.11+)
+        f"{_PARTITION}.pytree.arg_tree_leaves": "*args, **kwargs",
+        # Looks for nodes that nothing reads.
+        "torch.fx.Graph.eliminate_dead_code": "self, is_impure_node",
+    },
+    needs=(
+        f"{_PARTITION}.pytree",
+        # Settings that it asks for each node, each time by way of three calls. (torch 2.11+)
+        f"{_PARTITION}.config.recompute_views",
+        f"{_PARTITION}.config.treat_parameters_as_free_to_save",
+        f"{_PARTITION}.config.max_dist_from_bw",
+        # Whether a node is tagged as the other half's, or writes into what is. (torch 2.11+)
+        f"{_PARTITION}._must_be_in_backward",
+        f"{_PARTITION}._must_be_in_forward",
+    ),
+)
 
 Extract = Callable[..., Graph]
 
 
+@_COPIES
 @contextmanager
 def copying_less() -> Iterator[None]:
     """Inside, the partitioner makes none to see which nodes a forward has, none but that which becomes the backward to
     see what a backward reads, and none to bring that into another order."""
-    # Copies what leads from some nodes to others. (torch 2.11+)
     plain: Extract = partitioners._extract_graph_with_inputs_outputs
-    # Asks for a forward, of which it reads nodes' names. (torch 2.11+)
     classify = partitioners.classify_nodes
-    # Copies a backward in the order of autograd. (torch 2.11+)
     reorder: Any = partitioners.reordering_to_mimic_autograd_engine
-    # Settings that it asks for each node, each time by way of three calls. (torch 2.11+)
     names = "recompute_views", "treat_parameters_as_free_to_save", "max_dist_from_bw"
     asked = {name: getattr(partitioners.config, name) for name in names}
 
     def classified(*args: Any, **kwargs: Any) -> Any:
-        with patch.object(partitioners, "_extract_graph_with_inputs_outputs", partial(_named, plain)):
+        with swapped(partitioners, "_extract_graph_with_inputs_outputs", partial(_named, plain)):
             return classify(*args, **kwargs)
 
     with (
-        patch.object(partitioners, "_extract_graph_with_inputs_outputs", _Backwards(_Extract(plain))),
-        patch.object(partitioners, "classify_nodes", classified),
-        patch.object(partitioners, "reordering_to_mimic_autograd_engine", _in_place(reorder)),
-        # What it asks for functorch's settings. (torch 2.11+)
-        patch.object(partitioners, "config", With(partitioners.config, **asked)),
-        patch.object(Graph, "lint", lambda graph: None),  # goes through each graph four times, of which all are torch's
+        swapped(partitioners, "_extract_graph_with_inputs_outputs", _Backwards(_Extract(plain))),
+        swapped(partitioners, "classify_nodes", classified),
+        swapped(partitioners, "reordering_to_mimic_autograd_engine", _in_place(reorder)),
+        swapped(partitioners, "config", With(partitioners.config, **asked)),
+        swapped(Graph, "lint", lambda graph: None),
     ):
         yield
 
@@ -73,11 +104,20 @@ class _Extract:
         kept = None if how else needed(joint, inputs, outputs, half, does_more_in_a_copy())
         if kept is None:
             return self._plain(joint, _Inputs(inputs), outputs, texts, half, **how)
-        # Looks in what a node is given for nodes that were left out, by a general walk. (torch 2.11+)
-        none = patch.object(partitioners, "pytree", With(partitioners.pytree, arg_tree_leaves=lambda *a, **k: ()))
-        with none, patch.object(Graph, "eliminate_dead_code", lambda graph: False):
+        with _copied_as_they_are():
             work: Any = SimpleNamespace(nodes=kept)
             return self._plain(work, _Inputs(inputs), outputs, texts, half)
+
+
+@_COPIES
+@contextmanager
+def _copied_as_they_are() -> Iterator[None]:
+    """Inside, torch does not look for nodes to leave out."""
+    with (
+        swapped(partitioners, "pytree", With(partitioners.pytree, arg_tree_leaves=lambda *a, **k: ())),
+        swapped(Graph, "eliminate_dead_code", lambda graph: False),
+    ):
+        yield
 
 
 class _Backwards:

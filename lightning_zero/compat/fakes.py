@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor, meta_utils
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from lightning_zero.compat.autograd import inside_functorch
+from lightning_zero.compat.lookup import module
 from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.patches import Patch, swapped
 from lightning_zero.compat.tensors import (
     DisableTorchFunctionSubclass,
     FakeTensor,
@@ -19,23 +19,50 @@ from lightning_zero.compat.tensors import (
     without_modes,
 )
 
+fake_tensor = module("torch._subclasses.fake_tensor")
+meta_utils = module("torch._subclasses.meta_utils")
 
+_GRADIENTS = Patch(
+    "no fake tensors are made of gradients",
+    {
+        # A tensor's gradient, of which a fake is made with that of the tensor. (torch 2.11+)
+        "torch._subclasses.meta_utils.safe_grad": "t",
+    },
+)
+_WEIGHTS = Patch(
+    "fake tensors of weights are made of their sizes alone",
+    {
+        # Makes fake tensors of others, and remembers them. (torch 2.11+)
+        "torch._subclasses.fake_tensor.FakeTensorConverter.from_real_tensor": (
+            "self, fake_mode, t, make_constant, shape_env, source, symbolic_context, trace"
+        ),
+    },
+)
+_RESULTS = Patch(
+    "fake results of whole layers are made of their sizes alone",
+    {
+        # Makes the results of an op, or finds those of an equal call. (torch 2.11+)
+        "torch._subclasses.fake_tensor.FakeTensorMode._cached_dispatch_impl": "self, func, types, args, kwargs",
+    },
+)
+
+
+@_GRADIENTS
 @contextmanager
 def without_gradients() -> Iterator[None]:
     """Inside, fakes have no gradients. In a forward parameters still have those of the step before; Dynamo gives those
     that code reads to a graph as inputs of their own, so for AOTAutograd each would be made in vain."""
-    # A tensor's gradient, of which a fake is made with that of the tensor. (torch 2.11+)
-    with patch.object(meta_utils, "safe_grad", lambda tensor: None):
+    with swapped(meta_utils, "safe_grad", lambda tensor: None):
         yield
 
 
+@_WEIGHTS
 @contextmanager
 def weights_made_at_once(*kinds: type[nn.Parameter]) -> Iterator[None]:
     """Inside, the fake of a parameter of one of these classes, whose sizes are numbers, is made of these alone, and has
     memory of its own, and no gradient: Dynamo looks for that at the parameter itself. Torch makes fakes of the gradient
     and of what both are views of, too, and asks for each size whether it is a symbol; for each weight of a model once
     for Dynamo and once for AOTAutograd."""
-    # What fake tensors of others are made by, and remembered. (torch 2.11+)
     converter: Any = fake_tensor.FakeTensorConverter
     plain = converter.from_real_tensor
 
@@ -52,11 +79,8 @@ def weights_made_at_once(*kinds: type[nn.Parameter]) -> Iterator[None]:
                 return fake
         return plain(self, mode, tensor, make_constant, shape_env, **how)
 
-    converter.from_real_tensor = from_real_tensor  # not patch.object: this is done at each call of compiled code
-    try:
+    with swapped(converter, "from_real_tensor", from_real_tensor):
         yield
-    finally:
-        converter.from_real_tensor = plain
 
 
 class Form(NamedTuple):
@@ -68,10 +92,10 @@ class Form(NamedTuple):
     device: torch.device
 
 
+@_RESULTS
 @contextmanager
 def made_of_forms(ops: Mapping[OpOverload, Callable[[Sequence[Any]], Sequence[Form]]]) -> Iterator[None]:
     """Inside, fakes of what these ops return are made of the forms that their arguments say."""
-    # Makes the results of an op, or finds those of an equal call. (torch 2.11+)
     plain = fake_tensor.FakeTensorMode._cached_dispatch_impl
 
     def made(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -80,7 +104,7 @@ def made_of_forms(ops: Mapping[OpOverload, Callable[[Sequence[Any]], Sequence[Fo
         with no_python_dispatcher():
             return [FakeTensor(self, _on_meta(form), form.device) for form in ops[func](args)]
 
-    with patch.object(fake_tensor.FakeTensorMode, "_cached_dispatch_impl", made):
+    with swapped(fake_tensor.FakeTensorMode, "_cached_dispatch_impl", made):
         yield
 
 

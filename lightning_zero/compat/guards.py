@@ -3,22 +3,44 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
-
-from torch._dynamo import guards
 
 from lightning_zero.compat.dynamo import Source, value_at
+from lightning_zero.compat.lookup import module
+from lightning_zero.compat.patches import Patch, swapped
 from lightning_zero.compat.settings import ReadOnce
+
+guards = module("torch._dynamo.guards")
 
 __all__ = ["values_read_once"]
 
+_VALUES = Patch(
+    "Dynamo reads each value once for all guards of a graph",
+    {
+        # Finds values for guards; a builder is made for each graph. (torch 2.11+)
+        "torch._dynamo.guards.GuardBuilder.get": "self, guard_or_source, closure_vars",
+        # Makes all guards of a graph. (torch 2.11+)
+        "torch._dynamo.guards.CheckFunctionManager.__init__": (
+            "self, f_code, output_graph, cache_entries, guard_fail_fn, guard_filter_fn, shape_code_parts, "
+            "runtime_global_scope, save_guards, strict_error",
+            "self, f_code, output_graph, cache_entries, guard_fail_fn, guard_filter_fn, shape_code_parts, "
+            "runtime_global_scope, save_guards, strict_error, guard_build_local_state",
+        ),
+        # What that asks for Dynamo's settings. (torch 2.11+)
+        "torch._dynamo.guards.config": None,
+    },
+    needs=(
+        # What paths may call. (torch 2.11+)
+        "torch._dynamo.guards._get_closure_vars",
+    ),
+)
 
+
+@_VALUES
 @contextmanager
 def values_read_once() -> Iterator[None]:
     """Inside, it reads each value, and each setting, once for all guards of a graph. By itself it looks for the value
     at a path in a weak dictionary, by way of three calls, and 1,300 times for each layer of GPT-2, and compiles the
     text of each step."""
-    # What finds values for guards, made for each graph. (torch 2.11+)
     builder: Any = guards.GuardBuilder
     plain = builder.get
     read: dict[Any, _Values] = {}
@@ -28,20 +50,17 @@ def values_read_once() -> Iterator[None]:
             return plain(self, guard_or_source, closure_vars)
         values = read.get(self)
         if values is None:
-            # What paths may call. (torch 2.11+)
             values = read[self] = _Values({**guards._get_closure_vars(), **self.scope})
         return values[guard_or_source if isinstance(guard_or_source, Source) else guard_or_source.originating_source]
 
-    # Makes them all. (torch 2.11+)
     manager: Any = guards.CheckFunctionManager
     made = manager.__init__
 
     def make(self: Any, *args: Any, **named: Any) -> None:
-        # What it asks for Dynamo's settings. (torch 2.11+)
-        with patch.object(guards, "config", ReadOnce(guards.config)):
+        with swapped(guards, "config", ReadOnce(guards.config)):
             made(self, *args, **named)
 
-    with patch.object(builder, "get", get), patch.object(manager, "__init__", make):
+    with swapped(builder, "get", get), swapped(manager, "__init__", make):
         yield
 
 

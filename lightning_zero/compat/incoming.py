@@ -5,13 +5,16 @@ import re
 from typing import Any
 
 from torch import Tensor
-from torch._dynamo import pgo, utils
-from torch._dynamo.variables import builder
 from torch.fx import Node
 
 from lightning_zero.compat.compiler import TensorVariable, dynamo_config
 from lightning_zero.compat.dynamo import SubclassVariable
 from lightning_zero.compat.graphs import EXAMPLE, MODULES, ORIGIN, STACK
+from lightning_zero.compat.lookup import module
+
+pgo = module("torch._dynamo.pgo")
+utils = module("torch._dynamo.utils")
+builder = module("torch._dynamo.variables.builder")
 
 __all__ = ["has_changed_before", "input_like"]
 

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from torch._dynamo import convert_frame
+from lightning_zero.compat.lookup import module
+
+convert_frame = module("torch._dynamo.convert_frame")
+
 
 __all__ = ["LimitHit", "limits_noticed"]
 

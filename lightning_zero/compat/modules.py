@@ -1,27 +1,40 @@
 """Modules and optimizers."""
 
-import torch
-import torch._dynamo
-from torch.optim import optimizer as optimizers
+from lightning_zero.compat.lookup import private
+from lightning_zero.compat.patches import Patch
 
 # All layers that torch.nn.SyncBatchNorm.convert_sync_batchnorm() would have replaced. (torch 2.11+)
-BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+BatchNorm = private("torch.nn.modules.batchnorm._BatchNorm")
 
 # How the key ends under which a state dict holds what a module adds by itself: files of weights have none.
 # (torch 2.11+)
-extra_state_suffix = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+extra_state_suffix = private("torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
 
 # Has Dynamo run a function as it is where nobody traces it, and trace it where it is called by what is traced, which
 # torch.compiler.disable would forbid. (torch 2.11+)
-skip_code = torch._dynamo.eval_frame.skip_code
+skip_code = private("torch._dynamo.eval_frame.skip_code")
 
 # Hooks of register_optimizer_step_pre_hook, of all optimizers, behind which a step begins. (torch 2.11+)
-global_pre_hooks = optimizers._global_optimizer_pre_hooks
+global_pre_hooks = private("torch.optim.optimizer._global_optimizer_pre_hooks")
 
 # Where modules keep hooks that only saving and loading call. (torch 2.11+)
 STATE_DICT_HOOKS = {
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 }  # fmt: skip
+
+CHECKPOINTED = Patch(
+    "a plan knows which regions torch.utils.checkpoint computes again",
+    {
+        # Runs before and after a region that is not reentrant. (torch 2.11+)
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator": (
+            "fn, preserve_rng_state, context_fn, determinism_check, debug, early_stop, *args, **kwargs",
+            "fn, preserve_rng_state, context_fn, determinism_check, debug, early_stop, *args, "
+            "respect_saved_tensors_hooks, **kwargs",
+        ),
+        # Runs a reentrant one.
+        "torch.utils.checkpoint.CheckpointFunction": None,
+    },
+)
 
 ATTRIBUTES = {
     # What is registered. Reading it from the module would ask the property that gathers; Dynamo traces this, too.

@@ -1,14 +1,30 @@
-"""What AOTAutograd keeps of a compilation for other processes."""
+"""Cache entries that AOTAutograd writes for other processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
-from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from lightning_zero.compat.lookup import private
+from lightning_zero.compat.patches import Patch, swapped
+
+# Where AOTAutograd keeps compiled graphs. (torch 2.11+)
+AOTAutogradCache = private("torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache")
+
+__all__ = ["KERNELS_LATER", "saved_later"]
+
+KERNELS_LATER = Patch(
+    "kernels are compiled while the next graphs are lowered",
+    {
+        # Generated code waits for its kernels. (torch 2.11+)
+        "torch._inductor.async_compile.AsyncCompile.wait": "self, scope",
+        # Writes an entry: its key, itself, and whether others get it, too. (torch 2.11+)
+        "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache.save": "key, entry, remote",
+    },
+)
 
 
+@KERNELS_LATER
 @contextmanager
 def saved_later(saves: list[Callable[[], Any]]) -> Iterator[None]:
     """Inside, nothing is written into its cache; what would do so is put into the list. What it keeps are compiled
@@ -17,11 +33,10 @@ def saved_later(saves: list[Callable[[], Any]]) -> Iterator[None]:
     Args:
         saves: to be called within the same settings of functorch.
     """
-    # Writes an entry: its key, itself, and whether others get it, too. (torch 2.11+)
     plain = AOTAutogradCache.save
 
     def later(*entry: Any, **named: Any) -> None:
         saves.append(partial(plain, *entry, **named))
 
-    with patch.object(AOTAutogradCache, "save", later):
+    with swapped(AOTAutogradCache, "save", later):
         yield

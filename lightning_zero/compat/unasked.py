@@ -11,10 +11,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch._functorch.eager_transforms
-import torch.distributed
-import torch.jit._builtins
-import torch.utils._device
+
+from lightning_zero.compat.lookup import find, private
+from lightning_zero.compat.patches import Patch
 
 __all__ = ["BROADCAST", "TENSOR", "look_first"]
 
@@ -22,17 +21,30 @@ Look = Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
 
 TENSOR, BROADCAST = "torch.tensor", "_broadcast_coalesced"
 
-# Each replaced function, with its name for users.
-_REPLACED = [
-    # Copies a tensor, with a warning that says to use clone(). (torch 2.11+)
-    (torch, "tensor", TENSOR),
-    (torch, "as_tensor", "torch.as_tensor"),
-    (torch, "asarray", "torch.asarray"),
+_EAGER = "torch._functorch.eager_transforms"
+# Lists torch.tensor as it is when first asked: what torch.device contexts apply to. (torch 2.11+)
+_device_constructors = private("torch.utils._device._device_constructors")
+# Tells TorchScript of a function, which it knows by its id. (torch 2.11+)
+_register_builtin = private("torch.jit._builtins._register_builtin")
+
+_COPIES = Patch(
+    "torch.tensor, torch.as_tensor and torch.asarray take the full parameter, and without this the shard",
+    # Copy a tensor; the first with a warning that says to use clone(). (torch 2.11+)
+    {"torch.tensor": None, "torch.as_tensor": None, "torch.asarray": None},
+    needs=("torch.utils._device._device_constructors", "torch.jit._builtins._register_builtin"),
+)
+_BROADCASTS = Patch(
+    "a broadcast of shards by torch's own function is refused",
     # Broadcasts a list of tensors, which DDP uses. (torch 2.11+)
-    (torch.distributed, "_broadcast_coalesced", BROADCAST),
+    {"torch.distributed._broadcast_coalesced": None},
+)
+_TRANSFORMS = Patch(
+    "torch.func.grad over parameters takes the full ones, and without this the shards",
     # Makes the variables that torch.func.grad and its like differentiate for. (torch 2.11+)
-    (torch._functorch.eager_transforms, "_wrap_tensor_for_grad", "torch.func.grad"),
-]
+    {f"{_EAGER}._wrap_tensor_for_grad": "maybe_tensor, level"},
+)
+# Names for users.
+_SHOWN = {"torch.distributed._broadcast_coalesced": BROADCAST, f"{_EAGER}._wrap_tensor_for_grad": "torch.func.grad"}
 
 
 def look_first(look: Look) -> None:
@@ -42,12 +54,18 @@ def look_first(look: Look) -> None:
     """
     if hasattr(torch.tensor, "_looks"):
         return
-    # Lists torch.tensor as it is when first asked: what torch.device contexts apply to. (torch 2.11+)
-    torch.utils._device._device_constructors()
-    for module, name, shown in _REPLACED:
-        setattr(module, name, _looking(getattr(module, name), shown, look))
-    # TorchScript knows functions by their ids. (torch 2.11+)
-    torch.jit._builtins._register_builtin(torch.tensor, "aten::tensor")
+    for patch in (_COPIES, _BROADCASTS, _TRANSFORMS):
+        if patch.reason:
+            patch.say()
+            continue
+        if patch is _COPIES:
+            _device_constructors()
+        for name in patch.names:
+            path, _, attribute = name.rpartition(".")
+            owner = find(path)
+            setattr(owner, attribute, _looking(getattr(owner, attribute), _SHOWN.get(name, name), look))
+        if patch is _COPIES:
+            _register_builtin(torch.tensor, "aten::tensor")
 
 
 def _looking(function: Callable[..., Any], name: str, look: Look) -> Callable[..., Any]:

@@ -6,75 +6,141 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._dynamo import guards, output_graph
-from torch._functorch._aot_autograd import autograd_cache, graph_compile
-from torch._inductor import codecache
-from torch._library import utils as library
-from torch._logging import _internal
 from torch.fx import GraphModule, Node
 from torch.fx import graph as fx_graph
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from torch.utils import _pytree as pytree
-from torch.utils import _traceback
+
+from lightning_zero.compat.lookup import module, private
+from lightning_zero.compat.patches import Patch, swapped
+
+guards = module("torch._dynamo.guards")
+output_graph = module("torch._dynamo.output_graph")
+autograd_cache = module("torch._functorch._aot_autograd.autograd_cache")
+graph_compile = module("torch._functorch._aot_autograd.graph_compile")
+codecache = module("torch._inductor.codecache")
+library = module("torch._library.utils")
+_internal = module("torch._logging._internal")
+# A module whose code is written when it is called. (torch 2.11+)
+_LazyGraphModule = private("torch.fx._lazy_graph_module._LazyGraphModule")
+pytree = module("torch.utils._pytree")
+_traceback = module("torch.utils._traceback")
 
 _SEQUENCES = {tuple, list, immutable_list}
 _DICTS = {dict, immutable_dict}
 _SINGLE = {Node, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
+_COMPILE = "torch._functorch._aot_autograd.graph_compile"
+_TEXT = Patch(
+    "graphs are not written as text that no log shows",
+    {
+        # Writes a forward and a backward as text, for logs and for what is kept of them in the cache. (torch 2.11+)
+        f"{_COMPILE}._log_fw_bw_graphs": "fw_module, bw_module, maybe_subclass_meta, fw_metadata, aot_config",
+        # Likewise a joint graph. (torch 2.11+)
+        f"{_COMPILE}._log_joint_graph": "fx_g, aot_config",
+        # Says of each part of a graph's key in the cache what it was. (torch 2.11+; 2.13 does where asked)
+        "torch._inductor.codecache.FxGraphCachePickler.debug_lines": "self, inp",
+    },
+    needs=(
+        # Who hears of graphs: TORCH_LOGS="aot_graphs", TORCH_LOGS="aot_joint_graph", TORCH_TRACE. (torch 2.11+)
+        f"{_COMPILE}.aot_graphs_log",
+        f"{_COMPILE}.aot_joint_log",
+        "torch._inductor.codecache.log",
+        "torch._functorch._aot_autograd.autograd_cache.log",
+        "torch._logging._internal.trace_log",
+    ),
+)
+_NODES = Patch(
+    "nodes of graphs are made and looked at in less time",
+    {
+        # Each node that is made is searched for symbols that should be nodes, more than half of what making it takes.
+        # (torch 2.13+; earlier ones do not ask)
+        "torch.fx.graph.pytree.tree_iter": "tree, is_leaf",
+        # Whether an op does more than it returns, which is asked for each node, eight times. (torch 2.11+)
+        "torch._library.utils.is_impure": "op, args, kwargs, impure_random",
+    },
+)
+_MODULES = Patch(
+    "a graph that Dynamo looks through does not become code first",
+    {
+        # What Dynamo makes graphs of, as fx.GraphModule, and asks for. (torch 2.11+)
+        "torch._dynamo.output_graph.fx": None,
+    },
+    needs=(
+        # A module whose code is written when it is called. (torch 2.11+)
+        "torch.fx._lazy_graph_module._LazyGraphModule",
+    ),
+)
+_PATHS = Patch(
+    "each path of a source file is shortened once for all guards",
+    {
+        # Leaves out what a path has in common with torch's own. (torch 2.11+)
+        "torch.utils._traceback.shorten_filename": "fn, base",
+        # Says of which variable around a function it is a guard, for which it goes through its whole path.
+        # (torch 2.11+)
+        "torch._dynamo.guards._get_closure_var_hint": "source",
+    },
+)
+
+
 @contextmanager
 def unwritten() -> Iterator[None]:
     """Inside, AOTAutograd writes text only where somebody listens, and nodes are made without such questions."""
-    # Who hears of graphs: TORCH_LOGS="aot_graphs", TORCH_LOGS="aot_joint_graph", TORCH_TRACE. (torch 2.11+)
+    with _without_text(), _nodes_made_fast():
+        yield
+
+
+@_TEXT
+@contextmanager
+def _without_text() -> Iterator[None]:
     halves = _where_heard(graph_compile._log_fw_bw_graphs, (None, None), graph_compile.aot_graphs_log)
     joint = _where_heard(graph_compile._log_joint_graph, None, graph_compile.aot_joint_log)
     both = codecache.log, autograd_cache.log
     lines = _where_heard(codecache.FxGraphCachePickler.debug_lines, [], *both, level=logging.DEBUG)
 
     with (
-        # Writes a forward and a backward as text, for logs and for what is kept of them in the cache. (torch 2.11+)
-        patch.object(graph_compile, "_log_fw_bw_graphs", halves),
-        # Likewise a joint graph. (torch 2.11+)
-        patch.object(graph_compile, "_log_joint_graph", joint),
-        # Each node that is made is searched for symbols that should be nodes, more than half of what making it takes.
-        # (torch 2.13+; earlier ones do not ask)
-        patch.object(fx_graph, "pytree", With(fx_graph.pytree, tree_iter=leaves_of)),
-        # Says of each part of a graph's key in the cache what it was. (torch 2.11+; 2.13 does where asked)
-        patch.object(codecache.FxGraphCachePickler, "debug_lines", lines),
-        # Whether an op does more than it returns, which is asked for each node, eight times. (torch 2.11+)
-        patch.object(library, "is_impure", _by_op(library.is_impure)),
+        swapped(graph_compile, "_log_fw_bw_graphs", halves),
+        swapped(graph_compile, "_log_joint_graph", joint),
+        swapped(codecache.FxGraphCachePickler, "debug_lines", lines),
     ):
         yield
 
 
+@_NODES
+@contextmanager
+def _nodes_made_fast() -> Iterator[None]:
+    with (
+        swapped(fx_graph, "pytree", With(fx_graph.pytree, tree_iter=leaves_of)),
+        swapped(library, "is_impure", _by_op(library.is_impure)),
+    ):
+        yield
+
+
+@_MODULES
 @contextmanager
 def written_when_called() -> Iterator[None]:
     """Inside, the module that Dynamo puts around a graph while it looks for assertions of sizes becomes code when it is
     called, which nobody does; what it hands to a compiler does so by itself."""
-    # What Dynamo makes graphs of, as fx.GraphModule, and asks for. (torch 2.11+)
-    with patch.object(output_graph, "fx", With(torch.fx, GraphModule=_Lazy)):
+    with swapped(output_graph, "fx", With(torch.fx, GraphModule=_Lazy)):
         yield
 
 
+@_PATHS
 @contextmanager
 def paths_shortened_once() -> Iterator[None]:
     """Inside, each path of a source file is shortened once, and a variable of a closure is looked for only in paths
     through one. Guards have the line in their text that asked for them: 260 for each layer of GPT-2, from a dozen
     files."""
-    # Says of which variable around a function it is a guard, for which it goes through its whole path. (torch 2.11+)
     hint = guards._get_closure_var_hint
 
     def closure_hint(source: Any) -> str | None:
         return hint(source) if source is not None and "cell_contents" in source.name else None
 
     with (
-        # Leaves out what a path has in common with torch's own. (torch 2.11+)
-        patch.object(_traceback, "shorten_filename", lru_cache(None)(_traceback.shorten_filename)),
-        patch.object(guards, "_get_closure_var_hint", closure_hint),
+        swapped(_traceback, "shorten_filename", lru_cache(None)(_traceback.shorten_filename)),
+        swapped(guards, "_get_closure_var_hint", closure_hint),
     ):
         yield
 

@@ -36,6 +36,7 @@ from lightning_zero.compat.compiler import (
     lookup_backend,
 )
 from lightning_zero.compat.graphs import SEEN_BY_USERS
+from lightning_zero.compile.active import ACTIVE
 from lightning_zero.compile.again import why_again
 from lightning_zero.compile.attention import drop_causal_masks
 from lightning_zero.compile.context import PassContext
@@ -294,6 +295,8 @@ class Compiler:
                 return compile_fx_inner(module, inputs, **settings)
         self._listener.spend("pieces", program.calls)
         self._listener.spend("pieces compiled", self._pieces.compiled - known)
+        ACTIVE["pieces"] += program.calls
+        ACTIVE["pieces compiled"] += self._pieces.compiled - known
         log.info(
             "%d nodes run in %d pieces, of which %d were compiled in %.1f s",
             len(module.graph.nodes),

@@ -30,6 +30,7 @@ from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.fakes import weights_made_at_once
 from lightning_zero.compat.guards import values_read_once
 from lightning_zero.compat.limits import LimitHit, limits_noticed
+from lightning_zero.compat.newer import failure_of_newer_torch
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compat.unwritten import written_when_called
 from lightning_zero.compile import input_gradients
@@ -226,7 +227,11 @@ class CompiledCalls:
         """
         try:
             yield
-        except RuntimeError as error:
+        except Exception as error:
+            if (instead := failure_of_newer_torch(error)) is not None:
+                raise instead from error
+            if not isinstance(error, RuntimeError):
+                raise
             if (refusal := refusal_of(error)) is not None:
                 raise refusal from error
             if not any(words in str(error) for words in ("support double backward", "non-empty donated")):
@@ -289,12 +294,17 @@ class CompiledCalls:
             guarding = guarding_hooks() if self._guards_hooks else nullcontext()
             at_once, ints = weights_made_at_once(ShardParameter), self._ints.are_inputs()
             noticing = nullcontext() if torch.compiler.is_compiling() else limits_noticed(give_up)
-            with guarding, leaving_out, leaves_of_nobody(), layers_traced_once(), at_once, ints, noticing:
-                if not first:
-                    return run(*args, **kwargs)
-                first = False
-                with only_young_searched(), frames_written_once(), written_when_called(), values_read_once():
-                    return run(*args, **kwargs)
+            try:
+                with guarding, leaving_out, leaves_of_nobody(), layers_traced_once(), at_once, ints, noticing:
+                    if not first:
+                        return run(*args, **kwargs)
+                    first = False
+                    with only_young_searched(), frames_written_once(), written_when_called(), values_read_once():
+                        return run(*args, **kwargs)
+            except Exception as error:
+                if (instead := failure_of_newer_torch(error)) is None:
+                    raise
+                raise instead from error
 
         module._compiled_call_impl = call
         self.modules[name] = module

@@ -18,34 +18,36 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_zero.compat.compiler import OutputGraph, TensorVariable, TraceAgain, setattr_variable
+from lightning_zero.compat.compiler import (
+    COMPILE_GRAPH,
+    TENSOR_GETATTR,
+    UNUSED_GRADIENTS,
+    OutputGraph,
+    SetattrVariable,
+    TensorVariable,
+    TraceAgain,
+)
 from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compat.patches import swapped
 
 __all__ = ["leaves_of_nobody"]
 
-_SETATTR = setattr_variable()
 # Of a tensor: what differs where it asks for a gradient.
 _TELLING = {"requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "retain_grad", "register_hook", "backward"}
 
 
+@UNUSED_GRADIENTS
 @contextmanager
 def leaves_of_nobody() -> Iterator[None]:
     """Inside, what Dynamo traces for the first time, or anew, is traced so."""
     leaves = _Leaves()
-    changed: list[tuple[Any, str, Callable[..., Any]]] = [
-        (_SETATTR, "call_function", leaves.sets),
-        (TensorVariable, "var_getattr", leaves.reads),
-        (TensorVariable, "call_method", leaves.calls),
-        (OutputGraph, "compile_and_call_fx_graph", leaves.ends),
-    ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
-    for (owner, name, instead), (_, _, plain) in zip(changed, before, strict=True):
-        setattr(owner, name, _instead(plain, instead))
-    try:
+    with (
+        swapped(SetattrVariable, "call_function", _instead(SetattrVariable.call_function, leaves.sets)),
+        swapped(TensorVariable, TENSOR_GETATTR, _instead(getattr(TensorVariable, TENSOR_GETATTR), leaves.reads)),
+        swapped(TensorVariable, "call_method", _instead(TensorVariable.call_method, leaves.calls)),
+        swapped(OutputGraph, COMPILE_GRAPH, _instead(getattr(OutputGraph, COMPILE_GRAPH), leaves.ends)),
+    ):
         yield
-    finally:
-        for owner, name, plain in before:
-            setattr(owner, name, plain)
 
 
 def _instead(plain: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch.fx import Graph
 
+from lightning_zero.compile.active import ACTIVE
 from lightning_zero.compile.passes.trace import PassTrace
 
 __all__ = ["CompileListener", "GraphObserver", "PassObserver", "Progress"]
@@ -119,6 +120,7 @@ class Progress:
             self.report(f"Compiled it in {seconds:.1f} s{f' ({what})' if what else ''}.")
             self.spend("graphs", 1)
             self.spend("compiling", seconds)
+            log.debug("In use: %s", ACTIVE.text())
         self._busy(f"compiling {what}," if busy else "")
         with suppress(Exception):  # an exception of the compiler must not be hidden by one of the store
             self._busy_for_others(busy)

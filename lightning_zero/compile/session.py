@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.budget.options import applied, as_set
+from lightning_zero.compat.newer import require_compiler
 from lightning_zero.compile.agreement import Agreement
 from lightning_zero.compile.backend import Compiler
 from lightning_zero.compile.budget import MeasuredBudget
@@ -156,6 +157,8 @@ class CompileSession:
 
     def _new_compiler(self, compile: CompileConfig) -> None:
         """Also settles the arguments for torch.compile, which come from nowhere else but :meth:`_compile_again`."""
+        if compile.enabled:
+            require_compiler()
         if self._costs is None and compile.enabled and compile.prefetch:
             self._costs = measure_costs(self._mesh, self._peers.for_weights is not None)
         costs, nominal = self._costs or NOMINAL, NOMINAL.host_bytes_per_s

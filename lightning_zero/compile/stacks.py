@@ -7,25 +7,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from traceback import FrameSummary
-from typing import Any, cast
+from typing import Any
 
-from lightning_zero.compat.compiler import output_graph
+from lightning_zero.compat.compiler import FRAMES_ONCE, output_graph
+from lightning_zero.compat.patches import swapped
 from lightning_zero.compat.unwritten import paths_shortened_once
 
 __all__ = ["frames_written_once"]
 
 
+@FRAMES_ONCE
 @contextmanager
 def frames_written_once() -> Iterator[None]:
     """Inside, Dynamo puts together what it has written of each frame before, and saves a tenth of its work: some twenty
     frames are above a node in a layer, and nearly all of them above the next one, too."""
-    before = output_graph.traceback
-    output_graph.traceback = cast(Any, _Traceback())
-    try:
-        with paths_shortened_once():
-            yield
-    finally:
-        output_graph.traceback = before
+    with swapped(output_graph, "traceback", _Traceback()), paths_shortened_once():
+        yield
 
 
 class _Traceback:

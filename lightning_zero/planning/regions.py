@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
-from unittest.mock import patch
 
 from torch.fx import traceback
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import RECOMPUTE, REGION
+from lightning_zero.compat.modules import CHECKPOINTED
+from lightning_zero.compat.patches import swapped
 
 __all__ = ["marked_regions"]
 
 
+@CHECKPOINTED
 @contextmanager
 def marked_regions() -> Iterator[None]:
     """Inside, ``torch.utils.checkpoint.checkpoint`` runs its function once, and marks what that traces."""
@@ -53,7 +55,7 @@ def marked_regions() -> Iterator[None]:
                 return function(*args)
 
     with (
-        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
-        patch.object(checkpoint, "CheckpointFunction", Reentrant),
+        swapped(checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
+        swapped(checkpoint, "CheckpointFunction", Reentrant),
     ):
         yield

@@ -65,9 +65,14 @@ def _entries(path: Path) -> Iterator[Entry]:
                 yield Entry(path.stem, None, str(element.value), comment, element.lineno)
             continue
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            if path.stem != "graphs":
+                continue
             name = f"torch.fx.Node.meta.{value.value}"
-        elif isinstance(value, ast.Call):  # getattr(torch._C, "_name", None)
-            owner, last = value.args[0], value.args[1]
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "private":
+            assert isinstance(value.args[0], ast.Constant)
+            name = str(value.args[0].value)
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "getattr":
+            owner, last = value.args[0], value.args[1]  # getattr(torch._C, "_name", None)
             assert isinstance(last, ast.Constant)
             name = f"{dotted(owner, bound)}.{last.value}"
         else:

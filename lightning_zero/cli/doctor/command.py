@@ -69,6 +69,7 @@ def gather() -> dict[str, Any]:
         "links": machine.links(len(found)),
         "system": machine.system(),
         "network": network(),
+        "compilation": software.compilation(),
         "executor": software.executor(),
         "caches": software.caches(),
         "variables": software.variables(),
@@ -90,7 +91,7 @@ def _nothing(line: str, *values: object) -> None:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    sections = ["versions", "system", "network", "executor", "caches", "variables", "self_test", "hosts"]
+    sections = ["versions", "system", "network", "compilation", "executor", "caches", "variables", "self_test", "hosts"]
     show_section("devices", {str(number): device for number, device in enumerate(facts["devices"])})
     if len(facts["devices"]) > 1:
         sections.insert(0, "links")

@@ -9,11 +9,14 @@ from typing import Any
 
 from lightning_zero.cli.doctor.machine import asked
 from lightning_zero.compat.compiler import default_inductor_cache
+from lightning_zero.compat.patches import PATCHES, required_but_absent
+from lightning_zero.compat.versions import tested
+from lightning_zero.compile.active import left_out
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import is_built
 from lightning_zero.native.cache import default_cache
 
-__all__ = ["caches", "executor", "variables"]
+__all__ = ["caches", "compilation", "executor", "variables"]
 
 # Which decide how ranks find each other, and how what they send travels.
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_SYMMMEM")
@@ -39,6 +42,17 @@ def caches() -> dict[str, dict[str, Any]]:
     inductor = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_inductor_cache())
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or inductor / "triton")
     return {"executor": own, "inductor": _folder(inductor), "triton": _folder(triton)}
+
+
+def compilation() -> dict[str, Any]:
+    """Return which optimizations of compilation fit the installed torch."""
+    left = left_out()
+    return {
+        "tested_with_torch": tested("torch"),
+        "optimizations_in_use": len(PATCHES) - len(left),
+        "left_out": left,
+        "missing": required_but_absent(),
+    }
 
 
 def _folder(path: Path) -> dict[str, Any]:

@@ -42,6 +42,11 @@ def to_mend(facts: Mapping[str, Any]) -> list[str]:
             f"A process may open {system['open_files']} files, which sockets of many ranks and data loaders exceed. "
             f"Run `ulimit -n {max(FEWEST_FILES, min(system['open_files_at_most'], 65536))}` before training."
         )
+    if missing := (facts.get("compilation") or {}).get("missing"):
+        found.append(
+            f"torch {facts['versions']['torch']} lacks {missing[0]}, which compiled strategies need. Install torch "
+            f"{facts['compilation']['tested_with_torch']}, or use strategy='zero3'."
+        )
     found += _not_there(facts["network"])
     found += [line for line in (facts.get("hosts") or {}).get("to_mend", []) if line not in found]
     test = facts.get("self_test") or {}
@@ -53,6 +58,12 @@ def to_mend(facts: Mapping[str, Any]) -> list[str]:
 def notes(facts: Mapping[str, Any]) -> list[str]:
     """What works, and might work better."""
     system, found = facts["system"], []
+    compilation = facts.get("compilation") or {}
+    if compilation.get("left_out"):
+        found.append(
+            f"torch {facts['versions']['torch']} is not one of those tested ({compilation['tested_with_torch']}), and "
+            f"left out with it: {'; '.join(compilation['left_out'])}."
+        )
     total = system["shared_memory_gib"]
     if total is not None and total < LEAST_SHARED_GIB:
         found.append(

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import EXAMPLE, REGION
 from lightning_zero.compat.tensors import no_python_dispatcher, without_modes
+from lightning_zero.compile.active import ACTIVE
 from lightning_zero.compile.graph import GATHER, results
 from lightning_zero.compile.outline.alike import Texts
 from lightning_zero.compile.outline.body import Body, trace_body
@@ -181,6 +182,8 @@ def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
     if not layers or spared < LEAST_SHARE * len(with_regions(module.graph.nodes)):
         return None
     log.info("%d layers are differentiated as %d", len(layers), len(kinds))
+    ACTIVE["layers"] += len(layers)
+    ACTIVE["layers differentiated"] += len(kinds)
     return Outline(module, layers, trace)
 
 

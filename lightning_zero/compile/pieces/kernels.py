@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from lightning_zero.compat.compiler import AsyncCompile, TritonBundler
+from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.saves import KERNELS_LATER
 
 __all__ = ["Kernels"]
 
@@ -31,6 +32,7 @@ class Kernels:
         if kind is not None:
             self.finish()
 
+    @KERNELS_LATER
     @contextmanager
     def not_waited_for(self) -> Iterator[None]:
         """A context in which nobody waits for kernels."""
@@ -43,7 +45,7 @@ class Kernels:
                 now(compiler, scope)
 
         try:
-            with patch.object(AsyncCompile, "wait", later):
+            with swapped(AsyncCompile, "wait", later):
                 yield
         finally:
             self.belong_to(None)  # those of a piece that failed half-way: others may find its code in memory

@@ -10,8 +10,10 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.dynamo import ModuleVariable, hooks_of_all_modules
+from lightning_zero.compat.dynamo import LAYERS_ONCE, ModuleVariable, hooks_of_all_modules
+from lightning_zero.compat.patches import swapped
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
+from lightning_zero.compile.active import ACTIVE
 from lightning_zero.compile.traced_once.around import Around
 from lightning_zero.compile.traced_once.given import Given
 from lightning_zero.compile.traced_once.identity import asked_for_identity
@@ -31,6 +33,7 @@ MOST_TRACES = 3
 MOST_MISSES = 4  # of a class in a graph; a layer that reads its number differs from all others
 
 
+@LAYERS_ONCE
 @contextmanager
 def layers_traced_once() -> Iterator[None]:
     """Inside, what Dynamo traces for the first time, or anew, is traced so."""
@@ -40,11 +43,8 @@ def layers_traced_once() -> Iterator[None]:
     def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return calls.call(plain, variable, tx, args, kwargs)
 
-    ModuleVariable.call_function = call_function
-    try:
+    with swapped(ModuleVariable, "call_function", call_function):
         yield
-    finally:
-        ModuleVariable.call_function = plain
 
 
 class _Trace:
@@ -115,7 +115,9 @@ class _Calls:
             last = _last(tx.output.graph)
             try:
                 with DisableTorchFunctionSubclass():  # a shard's class would be asked for each size that is read of it
-                    return trace.again(variable, tx, given, around)
+                    result = trace.again(variable, tx, given, around)
+                ACTIVE["layers stamped"] += 1
+                return result
             except Exception as why:  # whatever it is, the call may well be traced
                 log.debug("A call of %s is traced: %s: %s", kind.__name__, type(why).__name__, why)
                 for node in reversed(calls_behind(tx.output.graph, last)):
@@ -127,6 +129,7 @@ class _Calls:
         trace = _Trace(variable, tx, given, around)
         with asked_for_identity() as asked, reached_elsewhere(variable.source) as reached:
             result = plain(variable, tx, args, kwargs)
+        ACTIVE["layers traced"] += 1
         if trace.end(tx, result, asked, reached):
             traces.append(trace)
         return result

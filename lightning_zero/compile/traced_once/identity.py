@@ -10,10 +10,10 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from lightning_zero.compat.compiler import TensorVariable
 from lightning_zero.compat.dynamo import (
+    LAYERS_ONCE,
     BuiltinVariable,
     HashableKey,
     ListVariable,
@@ -24,6 +24,7 @@ from lightning_zero.compat.dynamo import (
     is_constant,
     translators,
 )
+from lightning_zero.compat.patches import swapped
 
 __all__ = ["asked_for_identity"]
 
@@ -32,6 +33,7 @@ METHODS = {"index", "count", "remove", "__contains__", "__eq__", "__ne__"}
 OBJECTS = (ModuleVariable, ObjectVariable, TensorVariable, ListVariable, TupleVariable)
 
 
+@LAYERS_ONCE
 @contextmanager
 def asked_for_identity() -> Iterator[list[str]]:
     """What of the code that is traced inside asks so: nothing, in most layers."""
@@ -59,7 +61,7 @@ def asked_for_identity() -> Iterator[list[str]]:
             *((kind, "call_method", _method(kind.call_method, look)) for kind in (ListVariable, TupleVariable)),
             *((one, "dispatch_table", _table(one.dispatch_table, look)) for one in translators()),
         ):
-            stack.enter_context(patch.object(owner, name, instead))
+            stack.enter_context(swapped(owner, name, instead))
         yield found
 
 

@@ -9,11 +9,18 @@ import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from lightning_zero.compat.dynamo import CALLED_AT_ONCE, Source, VariableBuilder, guard_of_two_paths, known_by
+from lightning_zero.compat.dynamo import (
+    CALLED_AT_ONCE,
+    LAYERS_ONCE,
+    Source,
+    VariableBuilder,
+    guard_of_two_paths,
+    known_by,
+)
+from lightning_zero.compat.patches import swapped
 from lightning_zero.compile.traced_once.sources import begins_at
 
 __all__ = ["reached_elsewhere"]
@@ -22,6 +29,7 @@ __all__ = ["reached_elsewhere"]
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
+@LAYERS_ONCE
 @contextmanager
 def reached_elsewhere(module: Source) -> Iterator[list[str]]:
     """What the code that is traced inside gets hold of so.
@@ -48,9 +56,9 @@ def reached_elsewhere(module: Source) -> Iterator[list[str]]:
 
     plain = VariableBuilder.__call__
     with ExitStack() as stack:
-        stack.enter_context(patch.object(VariableBuilder, "__call__", build))
+        stack.enter_context(swapped(VariableBuilder, "__call__", build))
         for owner, name in CALLED_AT_ONCE:
-            stack.enter_context(patch.object(owner, name, at_once(getattr(owner, name))))
+            stack.enter_context(swapped(owner, name, at_once(getattr(owner, name))))
         yield found
 
 

@@ -1,0 +1,52 @@
+"""The versions of torch and Lightning that this package was tested with."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from importlib.metadata import version
+
+__all__ = ["SUPPORTED", "is_newer", "tested", "warn_of_newer"]
+
+# Minor versions, oldest first, with which all test suites pass.
+SUPPORTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "lightning": ("2.6",)}
+
+
+def tested(library: str) -> str:
+    """Return the tested versions of a library as text, such as "2.11, 2.13, 2.14 and 2.15"."""
+    *most, last = SUPPORTED[library]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def is_newer(installed: str, library: str = "torch") -> bool:
+    """Return whether a version of a library is newer than all that were tested."""
+    return _minor(installed) > _minor(SUPPORTED[library][-1])
+
+
+def warn_of_newer() -> None:
+    """Warn on rank 0 if torch or Lightning is newer than all versions that were tested."""
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
+        return
+    for library in SUPPORTED:
+        installed = _installed(library)
+        if is_newer(installed, library):
+            warnings.warn(
+                f"lightning_zero was tested with {library} {tested(library)}, and this is {library} {installed}. "
+                "Optimizations that do not fit it are left out, each with a line in the log. If compilation fails, use "
+                "strategy='zero3'.",
+                stacklevel=3,
+            )
+
+
+def _installed(library: str) -> str:
+    if library == "torch":
+        import torch  # whose own version a build from source may know alone
+
+        return str(torch.__version__)
+    return version(library)
+
+
+def _minor(text: str) -> tuple[int, int]:
+    matched = re.match(r"(\d+)\.(\d+)", text)
+    return (int(matched[1]), int(matched[2])) if matched else (0, 0)

@@ -1,0 +1,196 @@
+"""A torch newer than any that was tested, faked: ``python -m tests.helpers.newer_torch [NAME ...]``.
+
+Each private name that this package asks for is taken away in turn while the package is imported, in a process of its
+own that calls its torch 2.99. Then a small model is trained by ``zero3`` and by ``zero3_compile``. Prints a table, and
+fails unless each training gives the losses of a plain loop or an error that names the missing name or the tested
+versions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+STRATEGIES = ("zero3", "zero3_compile")
+LIMIT_S = 120
+RIGHT, CLEAR = "right", "clear error"
+
+
+def names() -> list[str]:
+    """Return the private names of torch that the package asks for while it is imported."""
+    from lightning_zero.compat.patches import PATCHES
+
+    found = {name for patch in PATCHES for name in (*patch.names, *patch.needs)}
+    for path in (REPO / "lightning_zero" / "compat").glob("*.py"):
+        found.update(re.findall(r'(?:private|module)\(\s*"(torch[\w.]+)"', path.read_text()))
+    return sorted(name for name in found if re.search(r"\._[A-Za-z]", name))
+
+
+def loaded() -> list[str]:
+    """Return the modules of other packages that importing this package loads."""
+    code = "import sys, lightning_zero; print('\\n'.join(n for n in sys.modules if not n.startswith('lightning_zero')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
+    return done.stdout.split()
+
+
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    """Inside, the module or class that has this name lacks it."""
+    path, _, attribute = name.rpartition(".")
+    owner: Any = importlib.import_module(path.split(".")[0])
+    for part in path.split(".")[1:]:
+        owner = getattr(owner, part)
+    before, module = vars(owner).get(attribute, getattr(owner, attribute)), sys.modules.get(name)
+    delattr(owner, attribute)
+    if module is not None:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, before)
+        if module is not None:
+            sys.modules[name] = module
+
+
+def losses_of(strategy: str | None) -> list[float]:
+    """Return the losses of ten steps, by a plain loop or by a strategy."""
+    import lightning as L
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+    class Model(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.ModuleList(Layer() for _ in range(4)), nn.Linear(16, 4)
+            self.seen: list[float] = []
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+            self.seen.append(float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    torch.manual_seed(0)
+    model = Model()
+    data = torch.utils.data.TensorDataset(torch.randn(40, 16), torch.randint(0, 4, (40,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    if strategy is None:
+        optimizer = model.configure_optimizers()
+        for batch in loader:
+            model.training_step(batch, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.seen
+    from lightning_zero import ZeroStrategy
+
+    chosen = ZeroStrategy(compile=strategy == "zero3_compile", compile_backend="aot_eager")
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=chosen, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(model, loader)
+    return model.seen
+
+
+def verdict(name: str) -> dict[str, str]:
+    """Train without a name, in this process, by each strategy."""
+    import torch
+
+    expected = losses_of(None)
+    torch.__version__ = torch.torch_version.TorchVersion("2.99.0")  # type: ignore[assignment, attr-defined]
+    said = io.StringIO()
+    logging.getLogger("lightning_zero").addHandler(logging.StreamHandler(said))
+    try:
+        with warnings.catch_warnings(record=True) as warned, without(name):
+            warnings.simplefilter("always")
+            importlib.import_module("lightning_zero")
+    except Exception as error:
+        return {"import": f"FAILS: {type(error).__name__}: {error}"}
+    told = [str(one.message) for one in warned if "lightning_zero was tested with torch" in str(one.message)]
+    found = {"import": RIGHT if len(told) == 1 else f"WARNS {len(told)} times"}
+    for strategy in STRATEGIES:
+        try:
+            found[strategy] = RIGHT if _equal(losses_of(strategy), expected) else "WRONG"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            found[strategy] = CLEAR if name in text or "was tested with torch" in text else f"UNCLEAR: {text[:300]}"
+    found["left out"] = "; ".join(re.findall(r"Left out with torch [\d.]+: (.*?) \(", said.getvalue()))
+    return found
+
+
+def _equal(one: list[float], other: list[float]) -> bool:
+    return len(one) == len(other) and all(abs(a - b) < 1e-5 for a, b in zip(one, other, strict=True))
+
+
+def attempt(name: str, modules: list[str]) -> dict[str, str]:
+    """Fork a process that takes a name away and trains."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        try:
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                found = verdict(name)
+        except BaseException as error:
+            found = {"import": f"ENDS: {type(error).__name__}: {error}"}
+        os.write(write, json.dumps(found).encode()[:60000])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else {"import": "DIES"}
+
+
+def table(chosen: list[str]) -> tuple[str, int]:
+    """Return a Markdown table, and the number of names with a result that is neither right nor a clear error."""
+    modules = loaded()
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    rows, bad = ["| missing name | import | zero3 | zero3_compile | left out |", "|---|---|---|---|---|"], 0
+    for name in chosen:
+        found = attempt(name, modules)
+        cells = [found.get(column, "") for column in ("import", *STRATEGIES, "left out")]
+        bad += any(cell not in (RIGHT, CLEAR) for cell in cells[:3])
+        rows.append(f"| `{name}` | {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        print(rows[-1], file=sys.stderr, flush=True)
+    return "\n".join(rows), bad
+
+
+if __name__ == "__main__":
+    text, bad = table(sys.argv[1:] or json.loads(subprocess.run(
+        [sys.executable, "-c", "import json; from tests.helpers.newer_torch import names; print(json.dumps(names()))"],
+        capture_output=True, text=True, check=True, cwd=REPO,
+    ).stdout))  # fmt: skip
+    print(text)
+    sys.exit(1 if bad else 0)

@@ -1,0 +1,183 @@
+"""Replaced functions of torch: each is there, takes the parameters that are known, and is left out where it does not."""
+
+import ast
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.compat import patches
+from lightning_zero.compat.lookup import ABSENT, Absent, find, private
+from lightning_zero.compat.newer import failure_of_newer_torch
+from lightning_zero.compat.patches import PATCHES, Patch, counted, parameters, swapped
+from lightning_zero.errors import UnsupportedError
+
+PACKAGE = Path(__file__).resolve().parents[3] / "lightning_zero"
+HERE = f"{__name__}.TARGET"
+TARGET = SimpleNamespace(double=lambda number: 2 * number)
+
+
+@pytest.fixture(autouse=True)
+def no_more_patches() -> Iterator[None]:
+    before = list(PATCHES)
+    yield
+    PATCHES[:] = before
+
+
+@pytest.mark.parametrize("patch", [pytest.param(patch, id=patch.feature) for patch in PATCHES])
+def test_replaced_functions_take_the_parameters_that_are_known(patch: Patch) -> None:
+    assert patch.reason == "", (
+        "look for the function's successor, or add its parameters once our own function takes them"
+    )
+
+
+def doubled_again(patch: Patch) -> Any:
+    @patch
+    @contextmanager
+    def quadruple() -> Iterator[str]:
+        with swapped(TARGET, "double", lambda number: 4 * number):
+            yield "entered"
+
+    return quadruple
+
+
+def test_a_replacement_holds_inside_and_is_counted() -> None:
+    quadruple = doubled_again(Patch("numbers grow faster", {f"{HERE}.double": "number"}))
+    with counted() as calls, quadruple() as value:
+        assert (value, TARGET.double(3)) == ("entered", 12)
+    assert TARGET.double(3) == 6
+    assert calls == {f"{HERE}.double": 1}
+
+
+@pytest.mark.parametrize(
+    ("names", "needs", "why"),
+    [
+        ({f"{HERE}.triple": "number"}, (), "has no"),
+        ({f"{HERE}.double": "number, twice"}, (), r"takes \(number\)"),
+        ({f"{HERE}.double": ("a", "b, c")}, (), r"takes \(number\)"),
+        ({f"{HERE}.double": "number"}, ("torch._gone.name",), "has no torch._gone.name"),
+    ],
+)
+def test_a_replacement_is_left_out_with_one_line(
+    names: dict[str, Any], needs: tuple[str, ...], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    quadruple = doubled_again(Patch("numbers grow faster", names, needs))
+    with caplog.at_level(logging.WARNING, "lightning_zero.compat"):
+        for _ in range(2):
+            with quadruple() as value:
+                assert (value, TARGET.double(3)) == (None, 6)
+    [line] = caplog.messages
+    assert line.startswith(f"Left out with torch {torch.__version__}: numbers grow faster (")
+    assert pytest.importorskip("re").search(why, line)
+
+
+def test_a_newer_torch_without_something_asked_on_entry_leaves_the_feature_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_NEWER", True)
+    patch = Patch("numbers grow faster", {f"{HERE}.double": "number"})
+
+    @patch
+    @contextmanager
+    def asks() -> Iterator[str]:
+        assert TARGET.no_such_setting
+        yield "entered"
+
+    with asks() as value:
+        assert value is None
+    assert "no_such_setting" in patch.reason
+    with pytest.raises(KeyError, match="the body's own"), doubled_again(Patch("more", {f"{HERE}.double": "number"}))():
+        raise KeyError("the body's own")
+
+
+def test_swapped_sets_back_static_methods_and_inherited_ones() -> None:
+    class Base:
+        def method(self) -> str:
+            return "base"
+
+        @staticmethod
+        def static() -> str:
+            return "static"
+
+    class Derived(Base):
+        pass
+
+    with swapped(Derived, "method", lambda self: "other"), swapped(Base, "static", staticmethod(lambda: "other")):
+        assert (Derived().method(), Base().method(), Base.static()) == ("other", "base", "other")
+    assert (Derived().method(), Base().static(), vars(Derived).get("method")) == ("base", "static", None)
+
+
+def test_an_absent_name_raises_when_it_is_used_and_not_before() -> None:
+    gone = private("torch._dynamo.gone_class")
+    try:
+        assert isinstance(gone, Absent)
+        assert not isinstance(1, gone)  # type: ignore[arg-type]
+
+        class Ours(gone):  # type: ignore[misc, valid-type]
+            pass
+
+        for use in (lambda: gone(1), lambda: gone.attribute, Ours, lambda: setattr(gone, "attribute", 1)):
+            with pytest.raises(
+                UnsupportedError, match=r"has no torch\._dynamo\.gone_class.*pip install.*strategy='zero3'"
+            ):
+                use()
+    finally:
+        ABSENT.pop("torch._dynamo.gone_class")
+    assert private("torch._dynamo.gone", "torch._dynamo.OptimizedModule") is find("torch._dynamo.OptimizedModule")
+
+
+def test_an_error_while_a_newer_torch_compiles_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_in_torch() -> None:
+        torch._dynamo.utils.counters.no_such_method()
+
+    def fail_here() -> None:
+        raise ValueError("the user's own")
+
+    def error_of(call: Any) -> Exception:
+        with pytest.raises(Exception) as caught:  # noqa: PT011  either
+            call()
+        return caught.value
+
+    raised = torch._dynamo.exc.InternalTorchDynamoError("something inside")
+    assert failure_of_newer_torch(raised) is None, "this torch was tested"
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    instead = failure_of_newer_torch(raised)
+    assert instead is not None
+    for words in ("torch 2.99.0", "something inside", "strategy='zero3'", "pip install"):
+        assert words in str(instead)
+    assert failure_of_newer_torch(error_of(fail_here)) is None
+    assert failure_of_newer_torch(UnsupportedError("clear already")) is None
+
+
+def test_parameters_are_told_with_their_stars() -> None:
+    assert parameters(lambda a, *b, c, **d: 0) == "a, *b, c, **d"
+    assert parameters(object()) == "unknown"
+
+
+def decorated(function: ast.AST) -> bool:
+    names = {ast.unparse(one) for one in getattr(function, "decorator_list", ())}
+    return any(name.isupper() for name in names)  # a Patch is a constant
+
+
+def test_functions_of_torch_are_replaced_by_patches_alone() -> None:
+    """Anywhere else a newer torch could change a function with no test that sees it."""
+    found = [line for path in sorted(PACKAGE.rglob("*.py")) for line in undecorated(path)]
+    assert not found, "\n".join(found)
+
+
+def undecorated(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "unittest.mock":
+            yield f"{path}:{node.lineno}: use compat.patches.swapped"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "swapped":
+            above: list[Any] = [node]
+            while above[-1] in parents:
+                above.append(parents[above[-1]])
+            of_torch = "swapped(F, " not in ast.unparse(node)  # a public function
+            if of_torch and not any(map(decorated, above)):
+                yield f"{path}:{node.lineno}: not decorated with a Patch"
