@@ -49,7 +49,7 @@ class GatheredWeight(Tensor):
     # -- as what the parameter passes for
 
     @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
+    def is_leaf(self) -> bool:  # type: ignore[override, misc]
         return True
 
     @property

@@ -15,7 +15,9 @@ from lightning_zero.sharding.shard import Sharder
 
 __all__ = ["StateDictTensor"]
 
-_IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv div floordiv mod pow and or xor".split())
+_IN_PLACE = frozenset(
+    ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__"]
+)
 
 
 class StateDictTensor(Tensor):
@@ -35,7 +37,10 @@ class StateDictTensor(Tensor):
         name = getattr(func, "__name__", "")
         first = next(_values(args), None)
         if name == "__set__" and first is args[0] and func.__self__.__name__ == "data":
-            return args[0].copy_(args[1]) and None
+            first.__class__ = Tensor  # `value.data = x` gives a detached tensor other memory, and the parameter nothing
+            first.__dict__.clear()
+            first.data = _plain(args[1])
+            return None
         plain, named = [_plain(arg) for arg in args], {key: _plain(arg) for key, arg in (kwargs or {}).items()}
         result = func(*plain, **named)
         written = [*_values([(kwargs or {}).get("out")])]
@@ -48,7 +53,6 @@ class StateDictTensor(Tensor):
         if first is not None and type(result) is Tensor and _shares(result, first._zero_full):
             return _view(result, first._zero_full, first._zero_write)
         return result
-
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = copy = self.as_subclass(Tensor).clone()
