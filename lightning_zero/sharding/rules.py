@@ -138,7 +138,7 @@ def _plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op of the dispatcher as the function of its name in torch, if it is called by users' code."""
-    namespace, name = (func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name).split("::")
+    namespace, name, *_ = str(func).split(".")
     caller = _caller()
     if namespace == "lightning_zero" or not caller or caller.startswith(_COMPILERS):
         return _plain(func, args, kwargs)

@@ -246,7 +246,7 @@ class StateDicts(Wide):
         torch.save(state, file)
         file.seek(0)
         for name, value in torch.load(file, weights_only=True).items():
-            self.note((value * self.net.state_dict()[name]).sum())
+            self.note((value * self.net.state_dict()[name]).abs().sum())
 
 
 class Identities(Wide):
