@@ -49,11 +49,11 @@ class GatheredWeight(Tensor):
     # -- as what the parameter passes for
 
     @property
-    def is_leaf(self) -> bool:  # type: ignore[override, misc]
+    def is_leaf(self) -> bool:  # type: ignore[override]
         return True
 
     @property
-    def _is_param(self) -> bool:
+    def _is_param(self) -> bool:  # type: ignore[override]
         """Have ``isinstance(module.weight, nn.Parameter)`` be True, but keep modules from registering it."""
         code, name = sys._getframe(2).f_code.co_name, sys._getframe(2).f_globals.get("__name__")
         return name != "torch.nn.modules.module" or code not in ("__setattr__", "register_parameter")
