@@ -105,7 +105,8 @@ WaitJudge::Finding WaitJudge::look(const RankStatus& mine,
         report(all, rank_, wall) +
         " Every rank must read the same modules in the same order where weights are all-gathered, and "
         "run as many forward and backward passes, and take norms and sums of parameters on every rank: "
-        "look for branches that depend on the data or on the rank.";
+        "look for branches that depend on the data or on the rank. In manual optimization, a rank without a "
+        "loss runs the same forward, and `self.manual_backward(0 * loss)`.";
   }
   return found;
 }

@@ -54,11 +54,13 @@ uint64_t Edits::Tracked::edits_seen() const {
   return edits;
 }
 
-// `module.weight.data = x` gives the tensor that was read other memory; its values belong into the shard, and
-// the tensor back to where edits are seen.
+// `module.weight.data = x` gives the tensor that was read other memory. Its values belong into the shard, and the
+// tensor to memory where edits are seen: new memory, since other names of the old one (`module.weight.data` that
+// was read before) keep their values, as in a plain module.
 void Edits::take_assigned(Tracked& weight) {
   const auto& record = context_.at(weight.index);
-  for (auto& tensor : weight.given) {
+  at::Tensor assigned;
+  for (const auto& tensor : weight.given) {
     if (tensor.is_alias_of(weight.flat))
       continue;
     TORCH_CHECK_VALUE(
@@ -66,10 +68,15 @@ void Edits::take_assigned(Tracked& weight) {
         "lightning_zero: ", record.name, ".data was given a tensor of shape ", tensor.sizes(), " and dtype ",
         tensor.scalar_type(), ", but a sharded parameter keeps its shape ", at::IntArrayRef(record.shape),
         " and dtype ", weight.flat.scalar_type(), ". Call lightning_zero.unshard(module) to change them.");
-    auto own = as_parameter(weight.flat, record);
-    own.copy_(tensor);
-    tensor.set_data(own);
+    assigned = tensor;
   }
+  if (!assigned.defined())
+    return;
+  weight.flat = tensors::empty(weight.flat.numel(), weight.flat.options()).zero_();
+  auto own = as_parameter(weight.flat, record);
+  own.copy_(assigned);
+  for (auto& tensor : weight.given) tensor.set_data(own);
+  gathered_.add(own, weight.index);
 }
 
 at::Tensor Edits::own_part(const Tracked& weight) const {

@@ -85,8 +85,9 @@ class Segment:
         if len(own) != len(self.members):
             return False
         moved = False
-        for key, first in own[0].items():
-            values = [entries[key] for entries in own]
+        for key in own[0]:
+            values = [_part(record, entries[key]) for record, entries in zip(self.members, own, strict=True)]
+            first = values[0]
             if not isinstance(first, Tensor):
                 self.state[key] = first
                 continue
@@ -143,7 +144,8 @@ class Segment:
                 state[record.param][key] = self.counts[key][position]
             elif isinstance(value, Tensor):
                 self.check(key, value, self.param.shape)
-                state[record.param][key] = value.view(-1)[begin:end].view(record.layout.visible_shape)
+                part = value.view(-1)[begin:end].view(record.layout.visible_shape)
+                state[record.param][key] = record.sight.show(part)  # users who read it see the full value's norm
             else:
                 self._check_number(key, value)
                 state[record.param][key] = value
@@ -250,6 +252,13 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
         and a.data_ptr() + a.nbytes == b.data_ptr()
         and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     )
+
+
+def _part(record: ShardedParameter, value: Any) -> Any:
+    """Return this rank's part of a full value that a user has put into the state; anything else as it is."""
+    if isinstance(value, Tensor) and value.numel() > 1 and value.shape != record.layout.visible_shape:
+        return record.part_of(value) if value.shape == record.layout.shape else value
+    return value
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor | None:

@@ -172,5 +172,6 @@ def check_members(groups: list[dict[str, Any]], name: str, find: Callable[[Tenso
                     "ranks. Register it as a parameter of the LightningModule, and create "
                     "optimizers from self.parameters() inside configure_optimizers(). A layer that was replaced or "
                     "grown after the model was sharded is not sharded: let trainer.fit() end, call "
-                    "lightning_zero.unshard(model) on every rank, replace the layer, and fit again."
+                    "lightning_zero.unshard(model) on every rank, replace the layer, and fit again. That fit() calls "
+                    "configure_optimizers() once more, so all optimizer state starts anew."
                 )

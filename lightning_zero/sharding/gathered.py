@@ -6,6 +6,7 @@ In a forward it is a plain tensor, which costs nothing and surprises nobody's co
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
     from lightning_zero.sharding.view import WeightView
 
 __all__ = ["GatheredWeight"]
+
+
+class Same(Tensor):
+    """The elements of ``module.weight == param`` for one parameter: sets and dicts find it by either."""
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class GatheredWeight(Tensor):
@@ -35,6 +45,32 @@ class GatheredWeight(Tensor):
         weight.__class__ = GatheredWeight
         weight.__dict__.update(_zero_param=param, _zero_view=view)
         return weight
+
+    # -- as what the parameter passes for
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def _is_param(self) -> bool:  # type: ignore[override]
+        """Have ``isinstance(module.weight, nn.Parameter)`` be True, but keep modules from registering it."""
+        code, name = sys._getframe(2).f_code.co_name, sys._getframe(2).f_globals.get("__name__")
+        return name != "torch.nn.modules.module" or code not in ("__setattr__", "register_parameter")
+
+    def __hash__(self) -> int:
+        with DisableTorchFunctionSubclass():
+            return hash(self._zero_param)
+
+    def __eq__(self, other: object) -> Any:
+        result = Tensor.__eq__(self, other)  # type: ignore[arg-type]
+        if isinstance(other, GatheredWeight) and other._zero_param is self._zero_param and type(result) is Tensor:
+            result.__class__ = Same
+        elif other is self._zero_param:
+            result.__dict__["_zero_same"] = True
+        return result
+
+    # -- of the parameter
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]

@@ -305,7 +305,8 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "var": _var, "std": _std, "var_mean": _var_mean, "std_mean": _std_mean, "norm": _norm, "linalg_norm": _linalg_norm,
     "linalg_vector_norm": _vector_norm, "dot": _dot, "vdot": _dot, "equal": _equal, "allclose": _allclose,
     "item": _number, "__float__": lambda shard: float(_number(shard)), "__int__": lambda shard: int(_number(shard)),
-    "__bool__": lambda shard: bool(_number(shard)), "is_nonzero": lambda shard: bool(_number(shard)),
+    "__bool__": lambda shard: "_zero_same" in shard.__dict__ or bool(_number(shard)),
+    "is_nonzero": lambda shard: bool(_number(shard)),
 }  # fmt: skip
 
 

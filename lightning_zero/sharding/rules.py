@@ -10,15 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.compat.ops import OpOverload, OpOverloadPacket
 from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.sharding import fills, reductions
+from lightning_zero.sharding.gathered import GatheredWeight
 from lightning_zero.sharding.operands import Mismatch, align, gather_value, is_shard, shards_in
 from lightning_zero.sharding.refusals import plainly, refuse, sight_of
 
@@ -75,7 +76,7 @@ _OPERATORS = frozenset(
 # Compilers see shards as they are in memory.
 _COMPILERS = ("torch._dynamo.", "torch._subclasses.", "torch._functorch._aot_autograd.", "torch._inductor.")
 # Where a call of torch passes: what torch.compiler.disable has decorated, and what finds a __torch_function__.
-_BETWEEN = ("torch._dynamo.eval_frame", "torch.overrides", "torch._tensor")
+_BETWEEN = ("torch._dynamo.eval_frame", "torch.overrides", "torch._tensor", "torch._ops")
 _TRANSPOSED = frozenset(["T", "mT", "H", "mH"])
 
 
@@ -84,7 +85,7 @@ def rule_of(func: Any) -> Rule:
     """How ``func`` is called when one of its arguments is a shard in sight."""
     name = getattr(func, "__name__", "")
     if isinstance(func, OpOverload | OpOverloadPacket):
-        return _plain
+        return _operator
     if name in ("__get__", "__set__", "__delete__"):
         return _property(getattr(func.__self__, "__name__", ""), name)
     if getattr(func, "__module__", "") == "torch.nn.init":
@@ -107,6 +108,8 @@ def rule_of(func: Any) -> Rule:
         return partial(reductions.reduce, reductions.BY_NAME[name], _elementwise)
     if name in ("__getitem__", "__setitem__"):
         return _index
+    if name in ("__eq__", "eq"):
+        return _equal
     if name.startswith(("_foreach_", "_fused_")):
         return reductions.norms if name == foreach_norm.__name__ else _lists
     return _elementwise if name in _SAME or name in _OPERATORS or _is_pointwise(name) else refuse
@@ -131,6 +134,18 @@ def _property(attribute: str, access: str) -> Rule:
 def _plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with plainly():
         return func(*args, **kwargs)
+
+
+def _operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an op of the dispatcher as the function of its name in torch, if it is called by users' code."""
+    namespace, name, *_ = str(func).split(".")
+    caller = _caller()
+    if namespace == "lightning_zero" or not caller or caller.startswith(_COMPILERS):
+        return _plain(func, args, kwargs)
+    function = getattr(Tensor, name, getattr(torch, name, None)) if namespace == "aten" else None
+    if function is None:
+        return refuse(SimpleNamespace(__name__=f"torch.ops.{namespace}.{name}"), args, kwargs)
+    return rule_of(function)(function, args, kwargs)
 
 
 def _measure(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -210,6 +225,15 @@ def _elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _shown(result, sight, func, args, kwargs, written)
 
 
+def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Compare elements; the result for a parameter and what was read of it is true, so that sets and dicts find it."""
+    result = _elementwise(func, args, kwargs)
+    first, second = (args[0], args[1]) if isinstance(args[0], nn.Parameter) else (args[1], args[0])
+    if isinstance(second, GatheredWeight) and second._zero_param is first:
+        result.__dict__["_zero_same"] = True
+    return result
+
+
 _MAKES_LIKE = words("zeros_like ones_like empty_like full_like")
 
 
@@ -255,9 +279,9 @@ def _reshape(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         flat = first.dim() == 1 and len(layout.shape) > 1
         made = func(_empty((layout.numel,) if flat else layout.shape), *shapes, **named).shape
         if made == layout.shape:
-            return sight.show(first.view(layout.visible_shape))
+            return sight.give(first.view(layout.visible_shape))
         if made == (layout.numel,):
-            return sight.show(first.view(-1))
+            return sight.give(first.view(-1))
     return refuse(func, args, kwargs)
 
 
@@ -276,8 +300,8 @@ def _shown(result: Any, sight: Sight, func: Any, args: Any, kwargs: dict[str, An
         return result
     with plainly():
         shape = result.shape
-    if shape == sight.layout.visible_shape or shape == (sight.layout.shard_numel,):
-        return sight.show(result)
+        if shape == sight.layout.visible_shape or shape == (sight.layout.shard_numel,):
+            return sight.give(result)
     return refuse(func, args, kwargs)
 
 
@@ -358,8 +382,7 @@ def _index(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with plainly():
-        value = func(*args, **kwargs)
-    return sight_of(args).show(value)
+        return sight_of(args).give(func(*args, **kwargs))
 
 
 def _assign_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -376,6 +399,8 @@ def _assign_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         except Mismatch:
             refuse(func, args, kwargs)
     with plainly():
+        if isinstance(grad, Tensor) and grad.shape == sight.layout.shape != param.shape:  # of a single element
+            grad = sight.layout.part(grad, sight.number)
         func(param, grad)
         if isinstance(grad, Tensor):
             sight.clear_padding(grad)

@@ -11,9 +11,10 @@ The tensors stay what they are; only their Python class is another, whose ``__to
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,6 +55,7 @@ class Sight:
     changing: Callable[[bool], None]
     collective: Callable[[Callable[[bool], dist.Work | None]], None]
     memory: int = 0
+    _given: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
 
     def show(self, tensor: Tensor) -> Tensor:
         """Makes ``tensor``, with a value for each element of the shard, follow the rule; returns the same object."""
@@ -65,6 +67,24 @@ class Sight:
             return tensor  # a class with rules of its own
         tensor.__dict__["_zero_sight"] = self
         return tensor
+
+    def give(self, tensor: Tensor) -> Tensor:
+        """Show ``tensor``; if it is another name of the shard's memory, let :meth:`assign` find it. Call plainly."""
+        if not isinstance(tensor, nn.Parameter) and tensor.untyped_storage().data_ptr() == self.memory:
+            self._given = [ref for ref in self._given if ref() is not None] if len(self._given) > 8 else self._given
+            self._given.append(weakref.ref(tensor))
+        return self.show(tensor)
+
+    def _leave_values(self) -> None:
+        """Give other names of the shard's memory a copy: ``param.data = x`` leaves the values to who has read them."""
+        given = [tensor for ref in self._given if (tensor := ref()) is not None]
+        given = [tensor for tensor in given if tensor.untyped_storage().data_ptr() == self.memory]
+        self._given = []
+        copy = given[0].detach().as_subclass(Tensor).reshape(-1).clone() if given else None
+        for tensor in given:
+            assert copy is not None
+            if tensor.numel() == copy.numel() and tensor.dtype == copy.dtype:
+                tensor.data = copy.view(tensor.shape)
 
     def clear_padding(self, tensor: Tensor) -> None:
         """Padding is zero, whatever was written: norms over arenas count it."""
@@ -102,6 +122,8 @@ class Sight:
             if type(tensor) is ShardParameter:
                 self.changing(True)
             if value.data_ptr() != tensor.data_ptr():
+                if type(tensor) is ShardParameter:
+                    self._leave_values()
                 tensor.copy_(value)
             self.clear_padding(tensor)
 

@@ -23,6 +23,7 @@ from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.on_host import on_host
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.state_values import StateDictTensor
 from lightning_zero.sharding.surgery import SHAPES
 
 __all__ = ["StateDictHooks", "nobody", "whole_on_cpu"]
@@ -100,7 +101,8 @@ class StateDictHooks:
             if shown is None:
                 del state[prefix + key]
             else:
-                state[prefix + key] = shown
+                written = self._show is whole_on_cpu
+                state[prefix + key] = StateDictTensor.of(shown, record, self.sharder) if written else shown
 
     def _scatter(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *told: Any

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 
 from lightning_zero import UnsupportedError
 from tests.helpers.oracle import assert_close_relative
@@ -98,6 +99,8 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "torch.tensor": lambda p, g: (torch.tensor(p, dtype=torch.float64) * _full(p)).sum(),
     "a shallow copy": lambda p, g: copy.copy(p.detach()).sum() + copy.copy(p).norm(),
     "pickled": lambda p, g: [(_full(p) * value).sum() for value in _pickled([p, g, p.detach().cpu().clone()])],
+    "ops of the dispatcher": lambda p, g: torch.ops.aten.sum(torch.ops.aten.mul.Tensor(p, g)),
+    "found by equality": lambda p, g: float((p == g).sum()),
     "formatted": lambda p, g: float(f"{p.sum():.3f}"),
 }
 
@@ -156,6 +159,9 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "broadcast": lambda p: torch.distributed.broadcast(p.data, 0),
     "all_reduce": lambda p: torch.distributed.all_reduce(p.data),
     "coalesced": lambda p: torch.distributed._broadcast_coalesced(torch.distributed.group.WORLD, [p.data], 1 << 20, 0),
+    "functional all_reduce": lambda p: all_reduce(p.data, "sum", torch.distributed.group.WORLD),
+    "an op of the dispatcher": lambda p: torch.ops.aten.sum.dim_IntList(p, [0]),
+    "an op of another library": lambda p: torch.ops.prims.sum(p, [0]),
     "set_": lambda p: p.data.set_(torch.zeros(64, 64)),
     "storage": lambda p: p.storage(),
     "a row": lambda p: p[0],
@@ -271,6 +277,30 @@ def test_what_is_written_to_shards_is_what_a_plain_module_has(ranks: Ranks, worl
     for seen in ranks.run(world_size, _edited):
         for what, ours, expected in seen:
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7, msg=lambda m, w=what: f"{w}: {m}")
+
+
+def _written_late() -> list[str]:
+    model, _ = _models()
+    with engine_for(model, EAGER) as engine:
+        state, optimizer = model.state_dict(), torch.optim.SGD(model.parameters(), lr=0.1)
+        state["0.bias"].add_(1)
+        with engine.train_step():
+            loss = (model(torch.ones(2, 64)) * model.scale).square().sum()
+        loss.backward()
+        with engine.optimizers.stepping(optimizer):
+            optimizer.step()
+        messages = []
+        for write in (lambda v: v.zero_(), lambda v: v[0].mul_(2), lambda v: torch._foreach_mul_([v], 2.0)):
+            with pytest.raises(UnsupportedError) as raised:
+                write(state["0.bias"])
+            messages.append(str(raised.value))
+        state["0.bias"].clone().zero_()
+        return messages
+
+
+def test_a_write_to_an_outdated_state_dict_is_refused(ranks: Ranks) -> None:
+    for messages in ranks.run(2, _written_late):
+        assert all("'0.bias' in a state_dict()" in message and "clone()" in message for message in messages)
 
 
 class _Pairs(nn.Module):

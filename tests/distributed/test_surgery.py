@@ -91,7 +91,7 @@ def looks_the_same() -> None:
         assert hasattr(block, "scale")
         assert not hasattr(block, "scales")
         assert linear.weight.shape == (3, 6)  # reading gives the whole parameter
-        assert not isinstance(linear.weight, nn.Parameter)
+        assert type(linear.weight) is not nn.Parameter
         assert "scale" in block._parameters
 
 

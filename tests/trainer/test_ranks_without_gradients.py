@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import RTOL, Regression, close, make_loader, make_trainer, whole_state
 from tests.ranks.pool import Ranks
+from tests.ranks.report import RankFailure
 
 STEPS = 8
 # By step: the ranks whose loss reaches no weight. Two steps show all ranks what they gather when all of it is compiled.
@@ -108,6 +109,15 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_it_does_so_with_other_options(ranks: Ranks, options: dict[str, Any]) -> None:
     check(ranks, 2, ["compiled", "eager"], [(how, options) for how in ("none", "constant")], RTOL)
+
+
+def _by_hand(how: str) -> None:
+    fit("eager", 1, how, {"make": ByHand, "gather_transport": "collective", "lacking": {3: {1}}})
+
+
+def test_the_error_about_a_rank_without_a_forward_by_hand_says_what_to_write(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match=r"(?s)RankMismatchError.*self\.manual_backward\(0 \* loss\)"):
+        ranks.run(2, _by_hand, "none", last=True)
 
 
 def test_it_does_so_with_a_scaled_loss(ranks: Ranks) -> None:

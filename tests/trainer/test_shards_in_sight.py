@@ -1,7 +1,8 @@
 """Shards in users' hands, as they write it, against DDP: SAM, trust ratios, norms of layers, noise, initialisation, BYOL,
-MoCo."""
+MoCo; values that swap places, optimizer state, state dicts that are written to, and parameters that are looked up."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -165,7 +166,131 @@ class LateEncoder(LateInit):
         return self.net(x) + self.late(x[:, None])[:, 0]
 
 
+class Swaps(Wide):
+    """Averages take the weights' places for a while, and values change places, all by ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(1):
+            self.one, self.other = nn.Linear(OUTPUTS, OUTPUTS), nn.Linear(OUTPUTS, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(self.one(self.net(x))))
+
+    def on_train_start(self) -> None:
+        self.averages = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kept = [p.data if batch_idx % 2 else p.detach().view_as(p) for p in self.parameters()]
+        for average, p in zip(self.averages, self.parameters(), strict=True):
+            average.lerp_(p.data, 0.3)
+        for average, p in zip(self.averages, self.parameters(), strict=True):
+            p.data = average.clone()
+        with torch.no_grad():
+            self.note(self.loss(batch))
+        for value, p in zip(kept, self.parameters(), strict=True):
+            p.data = value
+        one, other = self.one, self.other
+        if batch_idx == 0:
+            for p, q in zip(one.parameters(), other.parameters(), strict=True):
+                p.data, q.data = q.data, p.data
+        elif batch_idx == 1:
+            one.weight.data, other.weight.data = other.weight.data, one.weight.data
+
+
+class States(Wide):
+    """An optimizer's state, read and written by its shape."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        state, packed = optimizer.optimizer.state, optimizer.optimizer.state_dict()["state"]
+        for number, p in enumerate(self.parameters()):
+            mean = state[p]["exp_avg"]
+            assert mean.shape == p.shape, (mean.shape, p.shape)
+            self.note(mean.norm() + packed[number]["exp_avg_sq"].sum())
+            mean.mul_(torch.linspace(0.5, 1, p.numel()).view(p.shape))
+            if batch_idx == 1:
+                state[p]["exp_avg_sq"] = torch.linspace(0.1, 1, p.numel()).view(p.shape)
+        if batch_idx == 0:
+            kept = io.BytesIO()
+            torch.save(optimizer.optimizer.state_dict(), kept)
+            kept.seek(0)
+            loaded = torch.load(kept, weights_only=True)
+            assert loaded["state"][0]["exp_avg"].shape == (64, INPUTS)
+            optimizer.optimizer.load_state_dict(loaded)
+
+
+class StateDicts(Wide):
+    """What state_dict() gives is written to, as loops over ``own_state[name].copy_()`` do."""
+
+    def on_train_start(self) -> None:
+        own = self.state_dict()
+        for name, value in own.items():
+            own[name].copy_(torch.linspace(-0.3, 0.3, value.numel()).view(value.shape))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for value in self.state_dict(keep_vars=True).values():
+            value.data.mul_(0.9)
+        state = self.net.state_dict()
+        state["0.weight"][3:5].zero_()
+        state["2.weight"] += 0.01
+        state["2.bias"].view(-1)[0] = 0.5
+        kept = copy.deepcopy(state)
+        state["4.weight"].data = torch.full_like(state["4.weight"], 0.1) if batch_idx else kept["4.weight"] * 2
+        kept["0.weight"].zero_()
+        assert type(kept["0.weight"]) is Tensor is type(state["0.weight"] * 2)
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        for name, value in torch.load(file, weights_only=True).items():
+            self.note((value * self.net.state_dict()[name]).abs().sum())
+
+
+class Identities(Wide):
+    """Parameters that are found by what is read from modules."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+    def on_train_start(self) -> None:
+        for layer in self.net:
+            if isinstance(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter) and layer.weight.is_leaf:
+                layer.weight.data.mul_(0.5)
+        self.get_parameter("net.0.bias").data.fill_(0.1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        scales, smaller = {self.net[0].weight: 0.1}, {self.net[2].weight, self.net[2].weight, self.net[4].bias}
+        assert len(smaller) == 2
+        for p in self.parameters():
+            p.grad.mul_(scales.get(p, 1.0))
+            if p in smaller:
+                p.grad.mul_(0.2)
+        state = optimizer.state
+        if self.net[0].weight in state:
+            state[self.net[0].weight]["exp_avg"].zero_()
+
+
+class OwnGradients(Wide):
+    """Full gradients, also of a parameter that has one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            self.note(p.grad.norm())
+            p.grad = torch.linspace(-0.1, 0.1, p.numel()).view(p.shape) if p.numel() > 1 else torch.ones(1)
+
+
 CASES: list[Any] = [Sam, TrustRatios, LayerNorms, Noise, Byol, Moco, LateInit, LateLoad, LateEncoder]
+CASES += [Swaps, States, StateDicts, Identities, OwnGradients]
 
 
 def _train_under(kinds: list[str], make: Any) -> dict[str, Any]:
@@ -174,7 +299,7 @@ def _train_under(kinds: list[str], make: Any) -> dict[str, Any]:
 
 # What is compiled is the same on two ranks and on three, and what shards do is the same in eager code: these are
 # exhaustive when they are compiled.
-EXHAUSTIVE = (TrustRatios, Noise, LateLoad, LateEncoder)
+EXHAUSTIVE = (TrustRatios, Noise, LateLoad, LateEncoder, States, StateDicts, Identities, OwnGradients)
 
 
 @pytest.mark.parametrize(
