@@ -89,6 +89,44 @@ def test_ranks_with_batches_of_different_lengths_train(ranks: Ranks) -> None:
         assert graphs <= 8
 
 
+def train_after_other_compilations() -> tuple[list[dict[str, Tensor]], list[int]]:
+    """Torch 2.14 notes at tensors which of their sizes were symbols: later graphs of one have more inputs."""
+    model, inputs, params = build(Residual), [], []
+
+    def count(what: str, graph: Graph) -> None:
+        if what == "joint":
+            inputs.append(len(graph.find_nodes(op="placeholder")))
+
+    with engine_for(model, "aot_eager", observe=count, compile_dynamic=True, gather_group_mb=0.01) as engine:
+        optimizer = sgd(model)
+        for step in range(6):
+            ids, target = batch_of(step, engine.rank)
+            ids = ids.clone()
+            if engine.rank == 0:
+                torch.compile(lambda x: x * 2, backend="eager", dynamic=True)(ids)
+            with engine.train_step():
+                loss = model.loss((ids, target))
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+            params.append(whole_params(engine, model))
+    return params, inputs
+
+
+def test_ranks_train_together_after_one_has_compiled_something_else(ranks: Ranks) -> None:
+    found = ranks.run(2, train_after_other_compilations, deadline=120)
+    model = build(Residual)
+    optimizer = sgd(model)
+    for step in range(6):
+        for rank in range(2):
+            (model.loss(batch_of(step, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for params, _ in found:
+            assert_close_relative(params[step], dict(model.named_parameters()), 2e-5, what="params")
+
+
 def test_ranks_that_compile_different_graphs_are_told_the_first_difference(ranks: Ranks) -> None:
     swaps = {0: [False, False], 1: [False, True]}
     for rank, (message, seconds) in enumerate(ranks.run(2, run_forks, swaps, 25.0, {})):
