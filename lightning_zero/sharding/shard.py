@@ -121,9 +121,10 @@ class Sharder:
             # Values of this rank's own serve nobody, and would take as long to the device as rank 0's do.
             full = torch.empty(layout.stored_shape, dtype=param.dtype, device=self.mesh.device)
         else:
-            full = layout.stored(param.detach().to(self.mesh.device)).contiguous()
+            full = layout.stored(param.detach().to(self.mesh.device)).resolve_conj().contiguous()
         if self.mesh.world_size > 1 and layout.numel:
-            dist.broadcast(full, group=self.mesh.shard_group, group_src=0)
+            sent = torch.view_as_real(full) if full.is_complex() else full
+            dist.broadcast(sent, group=self.mesh.shard_group, group_src=0)
         shard = layout.part(layout.restored(full), self.mesh.shard_number)
         record = self._register(name, param, shard.view(-1), layout)
         self._aliases.cut(noted, record)

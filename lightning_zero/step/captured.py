@@ -24,8 +24,9 @@ def why_not_captured(
         return "it is not to be captured"
     if device.type != "cuda" and not emulate:
         return f"there are no CUDA graphs on device {str(device)!r}"
-    if any(p.dtype is torch.float64 for group in optimizer.param_groups for p in group["params"]):
-        return "replays compute in float32, and it steps parameters of float64"
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    for wide in dtypes & {torch.float64, torch.complex128}:
+        return f"replays compute in float32, and it steps parameters of {str(wide).removeprefix('torch.')}"
     if not StepKernel.covers(optimizer, optimizer.param_groups):
         return (
             "its update rule is not one that is known here (elementwise ones of torch.optim, no subclasses). "
