@@ -114,8 +114,7 @@ at::Tensor Communicator::scratch(const at::Tensor& output,
 
 namespace {
 
-// Not every backend has collectives of complex numbers. Their real and imaginary parts, side by side, are sent
-// and summed the same.
+// gloo has no collectives of complex numbers. Sums over their real and imaginary parts are the same.
 at::Tensor as_real(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   return c10::isComplexType(dtype) ? tensor.view(c10::toRealValueType(dtype)) : tensor;

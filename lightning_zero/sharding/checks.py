@@ -38,6 +38,11 @@ def check_parameter(name: str, param: nn.Parameter) -> None:
             f"Parameter {name!r} has dtype {param.dtype} and layout {param.layout}; only dense parameters can be "
             "sharded. Store its dense values."
         )
+    if param.dtype is torch.complex32:
+        raise UnsupportedError(
+            f"Parameter {name!r} has dtype torch.complex32, for which torch lacks most functions. Store it as "
+            "torch.complex64."
+        )
     if hasattr(param, "device_mesh"):
         raise UnsupportedError(
             f"Parameter {name!r} is a DTensor: the module was sharded by something else (fully_shard, "

@@ -213,7 +213,7 @@ def _spread(part: _Part, unbiased: bool, correction: float | None) -> tuple[Tens
     """Variance and mean, in float64: each rank's are of its own mean, so that no digits are lost."""
     values = part.values.to(part.wide or part.dtype)
     count = torch.tensor(float(values.numel()), device=values.device)
-    mean = values.mean() if values.numel() else torch.zeros((), device=values.device)
+    mean = values.mean() if values.numel() else values.new_zeros(())  # all ranks exchange one dtype
     found = part.exchange(count, mean, (values - mean).abs().square().sum())
     counts, means, squares = found[:, 0].real, found[:, 1], found[:, 2].real
     whole = (counts * means).sum() / part.count

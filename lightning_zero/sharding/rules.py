@@ -126,7 +126,7 @@ def _property(attribute: str, access: str) -> Rule:
     if attribute in MEASURES:
         return partial(_measure, attribute)
     if attribute in ("real", "imag"):
-        return _elementwise if access == "__get__" else refuse
+        return _elementwise
     return refuse if attribute in _TRANSPOSED else _plain
 
 

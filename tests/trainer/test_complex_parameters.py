@@ -1,14 +1,24 @@
 """Complex parameters train, are clipped, saved and resumed as in a single process."""
 
+import contextlib
+import copy
+import io
+import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+import lightning_zero
+from lightning_zero import UnsupportedError
 from tests.helpers.oracle import assert_close_relative
+from tests.helpers.sharded import EAGER, engine_for
 from tests.helpers.trainer import INPUTS, OUTPUTS, Regression, close, make_loader, make_trainer, seeded, whole_state
 from tests.ranks.pool import Ranks
 
@@ -129,3 +139,128 @@ def test_complex_parameters_train_and_resume_as_in_a_single_process(
 ) -> None:
     ranks.run(first, train, WAYS, tmp_path, deadline=300)
     ranks.run(then, resume, WAYS, tmp_path, deadline=300)
+
+
+def _full(param: Tensor) -> Tensor:
+    return torch.randn(param.shape, dtype=param.dtype, generator=torch.Generator().manual_seed(7))
+
+
+def _pickled(param: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(param, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "norms": lambda p, g: [torch.linalg.vector_norm(g, order) for order in (2, 1, math.inf, -math.inf, 3.5)],
+    "norm methods": lambda p, g: [p.norm(), g.norm(p=1), *torch._foreach_norm([p.detach(), g, torch.ones(3)])],
+    "wide norms": lambda p, g: [torch.linalg.vector_norm(p, dtype=torch.complex128), nn.utils.get_total_norm([g])],
+    "sums": lambda p, g: [p.sum(), g.mean(), (1 + 0.01 * p).prod(), (p * g.conj()).sum(), p.abs().max()],
+    "spread": lambda p, g: [g.std(unbiased=False), *torch.var_mean(p, correction=0), p.var(correction=0.5)],
+    "dots": lambda p, g: [torch.dot(p.flatten(), g.flatten()), torch.vdot(p.flatten(), _full(p).flatten())],
+    "parts": lambda p, g: [p.real.norm(), g.imag.sum(), torch.real(p).max(), p.conj().imag.min(), p.angle().sum()],
+    "tests": lambda p, g: [p.isfinite().all(), (p != 0).count_nonzero(), float(torch.equal(p, p.conj().conj()))],
+    "with full values": lambda p, g: [(p * _full(p)).sum(), float(torch.allclose(_full(p).copy_(p), p))],
+    "copies": lambda p, g: [(_full(p) * other).sum() for other in (_pickled(p), _pickled(g.conj()))],
+    "deep copies": lambda p, g: [copy.deepcopy(p).norm(), copy.copy(g).sum()],
+    "sizes": lambda p, g: [*p.shape, p.numel(), p.nbytes, p.element_size(), *p.stride()],
+}
+
+TORCH_REFUSES: dict[str, Callable[[Tensor], Any]] = {
+    "max": lambda p: p.max(),
+    "amin": lambda p: p.amin(),
+    "aminmax": lambda p: torch.aminmax(p),
+    "nansum": lambda p: p.nansum(),
+    "clamp": lambda p: p.clamp(min=0),
+}
+
+
+def _write(param: Any) -> None:
+    with torch.no_grad():
+        param.mul_(0.9 - 0.2j).add_(_full(param), alpha=0.5)
+        param.real.mul_(2)
+        param.imag.add_(0.5)
+        param.data.imag = _full(param).real
+        param.data.real = param.data.imag * 0.5
+        param.data.imag = 0.1
+        param.data = param.data.conj() * 1.1
+        param.mul_(1 / param.norm())
+
+
+def use() -> None:
+    with seeded():
+        model = Spectral(wide=True)
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, INPUTS, generator=torch.Generator().manual_seed(1))
+    with engine_for(model, EAGER) as engine:
+        with engine.train_step():
+            loss = model(x).square().sum()
+        loss.backward()
+        plain(x).square().sum().backward()
+        of_both = [
+            (name, mine, theirs)
+            for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True)
+            if theirs.is_complex() and theirs.grad is not None and theirs.dim() and theirs.numel()
+        ]
+        assert [name for name, *_ in of_both] == ["weight", "back", "bias"]
+        for name, mine, theirs in of_both:
+            assert mine.grad is not None
+            assert mine.dtype is mine.grad.dtype is theirs.dtype
+            theirs.grad = theirs.grad.resolve_conj()
+            for what, function in NUMBERS.items():
+                ours, expected = ([torch.as_tensor(v) for v in function(p, p.grad)] for p in (mine, theirs))
+                assert [v.dtype for v in ours] == [v.dtype for v in expected], (name, what)
+                assert_close_relative(pairs(ours), pairs(expected), 2e-6, 1e-6, what=f"{what} of {name}")
+            for what, function in TORCH_REFUSES.items():
+                with pytest.raises((RuntimeError, NotImplementedError)) as refusal:
+                    function(mine)
+                with pytest.raises(type(refusal.value)) as expected:
+                    function(theirs)
+                assert "complex" in str(refusal.value).lower(), what
+            with pytest.raises(UnsupportedError, match="view_as_real was asked"):
+                torch.view_as_real(mine)
+            _write(mine)
+            _write(theirs)
+        for of in (model, plain):
+            context = lightning_zero.full_parameters(of) if of is model else contextlib.nullcontext()
+            with context, torch.no_grad():
+                of.weight[0] = 1j
+                torch.view_as_real(of.bias)[..., 1] = 3
+            with torch.no_grad():
+                of.back.data = _full(of.back)
+                of.phase.mul_(1j)
+        for record in engine.sharder.live:
+            begin, end = record.layout.range_of(engine.rank)
+            assert not record.shard[end - begin :].any(), record.name
+        expected = plain.state_dict()
+        assert_close_relative(pairs(dict(model.state_dict())), pairs(dict(expected)), 1e-6, what="written")
+        lightning_zero.unshard(model)
+    assert_close_relative(pairs(dict(model.state_dict())), pairs(dict(expected)), 1e-6, what="plain again")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_complex_shards_are_used_as_plain_parameters(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, use)
+
+
+def refuse() -> None:
+    scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    for chosen in ({"precision": "bf16-true"}, {"precision": "16-true"}, {"plugins": [scaler]}):
+        for kind in ("eager", "compiled"):
+            with pytest.raises(MisconfigurationException, match=r"'net\.weight' .*complex64.*Choose '32-true'"):
+                make_trainer(kind, **chosen).fit(Fourier(), make_loader(kind))
+    module = Fourier()
+    make_trainer("eager").validate(module, make_loader("eager", 1), verbose=False)
+    with pytest.raises(MisconfigurationException, match=r"'net\.weight' .*complex64.*Choose '32-true'"):
+        make_trainer("eager", plugins=[scaler]).fit(module, make_loader("eager"))
+    close(module)
+    module = Fourier()
+    options = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+    with pytest.raises(NotImplementedError, match="clamp is not supported for complex"):  # torch's own
+        make_trainer("eager", **options).fit(module, make_loader("eager"))
+    close(module)
+
+
+def test_precisions_without_complex_numbers_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, refuse)

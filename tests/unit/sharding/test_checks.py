@@ -56,10 +56,11 @@ def test_ordinary_parameters_are_taken() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
+        (torch.zeros(2, dtype=torch.complex32), r"'net\.p' has dtype torch\.complex32, .*Store it as torch\.complex64"),
         (torch.zeros(2, 2).to_sparse(), r"'net\.p' has .*layout torch\.sparse_coo; only dense"),
     ],
 )
-def test_what_is_not_dense_is_refused(value: torch.Tensor, words: str) -> None:
+def test_what_cannot_be_sharded_is_refused(value: torch.Tensor, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         check_parameter("net.p", nn.Parameter(value))
 
