@@ -19,7 +19,17 @@ import lightning_zero
 from lightning_zero import UnsupportedError
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import EAGER, engine_for
-from tests.helpers.trainer import INPUTS, OUTPUTS, Regression, close, make_loader, make_trainer, seeded, whole_state
+from tests.helpers.trainer import (
+    INPUTS,
+    OUTPUTS,
+    Regression,
+    check_captured,
+    close,
+    make_loader,
+    make_trainer,
+    seeded,
+    whole_state,
+)
 from tests.ranks.pool import Ranks
 
 MODES = INPUTS // 2 + 1
@@ -99,6 +109,7 @@ def fit(kind: str, optimizer: str, options: dict[str, Any], path: str, resume: b
     module = Fourier(optimizer, options.pop("wide", False))
     trainer = make_trainer(kind, max_epochs=1 + resume, **options)
     trainer.fit(module, make_loader(kind), ckpt_path=path if resume else None)
+    check_captured(trainer)
     if not resume:
         trainer.save_checkpoint(path)
     found = whole_state(module)
