@@ -48,10 +48,11 @@ class Spectral(nn.Module):
         self.phase = nn.Parameter(torch.tensor(0.3 - 0.1j))
         self.unused = nn.Parameter(torch.ones(5, dtype=torch.complex64))
         self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.complex64))
+        self.first = nn.Linear(INPUTS, INPUTS)  # backward goes on through all of the others
         self.out = nn.Linear(INPUTS, OUTPUTS)
 
     def forward(self, x: Tensor) -> Tensor:
-        modes = torch.fft.rfft(x.float())
+        modes = torch.fft.rfft(self.first(x).float())
         modes = modes @ self.weight.conj() @ self.back + modes @ torch.view_as_complex(self.pairs)
         modes = (modes + self.bias.to(modes.dtype)) * self.phase + self.empty.sum()
         return self.out(torch.fft.irfft(modes, n=INPUTS))
