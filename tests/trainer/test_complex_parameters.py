@@ -93,6 +93,8 @@ WAYS: list[Way] = [
     ("compiled, captured", "RMSprop", {"accumulate_grad_batches": 2}),
     ("compiled", "Adagrad", {"stage": 1, "accumulate_grad_batches": 2}),
     ("compiled", "Adam", {"stage": 2, "wide": True}),
+    ("compiled", "SGD", {"ranks_per_host": 1, "replicate_over": "hosts"}),
+    ("compiled", "Adam", {"offload": ("optimizer",), "reduce_transport": "copy"}),
 ]
 
 
