@@ -109,6 +109,8 @@ def pairs(values: Any) -> Any:
 
 def fit(kind: str, optimizer: str, options: dict[str, Any], path: str, resume: bool = False) -> dict[str, Tensor]:
     options = {"gradient_clip_val": 0.2} | options
+    if torch.distributed.get_world_size() == 1:
+        options.pop("reduce_transport", None)  # one rank reduces nothing
     module = Fourier(optimizer, options.pop("wide", False))
     trainer = make_trainer(kind, max_epochs=1 + resume, **options)
     trainer.fit(module, make_loader(kind), ckpt_path=path if resume else None)
