@@ -73,7 +73,8 @@ void ReduceBucket::put(size_t index, const at::Tensor& grad, bool borrow) {
   } else if (!first) {
     run(index).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
   } else if (borrow && own_send_buffers && scale == 1.0 && grad.scalar_type() == dtype_ &&
-             grad.is_contiguous() && grad.numel() == ranks_ * slot.record->host_shard_numel()) {
+             !grad.is_conj() && !grad.is_neg() && grad.is_contiguous() &&
+             grad.numel() == ranks_ * slot.record->host_shard_numel()) {
     sent = {grad.view({-1}), /*borrowed=*/true};
   } else {
     copy_in(index, grad);

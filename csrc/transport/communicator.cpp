@@ -114,6 +114,12 @@ at::Tensor Communicator::scratch(const at::Tensor& output,
 
 namespace {
 
+// gloo has no collectives of complex numbers. Sums over their real and imaginary parts are the same.
+at::Tensor as_real(const at::Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  return c10::isComplexType(dtype) ? tensor.view(c10::toRealValueType(dtype)) : tensor;
+}
+
 std::function<void()> copy_back(std::vector<std::pair<at::Tensor, at::Tensor>> copies) {
   if (copies.empty())
     return {};
@@ -166,7 +172,8 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
         options.asyncOp = async;
         // On an accelerator the cast copy comes from our stream's pool, so freeing it at once is in order.
         auto source = cast_to ? input.to(*cast_to) : input;
-        return Works{compat::all_gather(*group_, target, source, options, 0)};
+        auto whole = as_real(target), part = as_real(source);
+        return Works{compat::all_gather(*group_, whole, part, options, 0)};
       },
       copy_back(std::move(copies)), static_cast<int64_t>(output.nbytes()));
 }
@@ -178,7 +185,8 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (jitter_rng_ && inputs[i].is_alias_of(outputs[i]))
       inputs[i] = inputs[i].clone();  // or it would be poisoned
-    outputs[i] = scratch(outputs[i], copies);
+    outputs[i] = as_real(scratch(outputs[i], copies));
+    inputs[i] = as_real(inputs[i]);
   }
   return launch(
       "an all-gather of parameters",
@@ -323,7 +331,7 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
         [&](bool) {
           c10d::AllreduceOptions options;
           options.reduceOp = c10d::ReduceOp::SUM;
-          std::vector<at::Tensor> tensors{all_inputs};
+          std::vector<at::Tensor> tensors{as_real(all_inputs)};
           return Works{group_->allreduce(tensors, options)};
         },
         std::move(take_own_part), bytes);
@@ -334,6 +342,8 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
         c10d::ReduceScatterOptions options;
         options.asyncOp = async;
         options.reduceOp = c10d::ReduceOp::SUM;
+        for (auto* tensors : {&outputs, &inputs})
+          for (auto& tensor : *tensors) tensor = as_real(tensor);
         return Works{outputs.size() > 1 ? compat::reduce_scatter_several(*group_, outputs, inputs, options, 0)
                                         : compat::reduce_scatter(*group_, outputs[0], inputs[0], options, 0)};
       },
@@ -351,7 +361,7 @@ Pending Communicator::all_reduce(at::Tensor values, std::function<void()> then) 
         c10d::AllreduceOptions options;
         options.asyncOp = async;
         options.reduceOp = c10d::ReduceOp::SUM;
-        std::vector<at::Tensor> tensors{values};
+        std::vector<at::Tensor> tensors{as_real(values)};
         return Works{group_->allreduce(tensors, options)};
       },
       std::move(then), bytes);

@@ -11,8 +11,8 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr int64_t kAlign = 64;  // elements: copies and sums of whole cache lines
-constexpr int64_t kWidest = 8;  // bytes of an element
+constexpr int64_t kAlign = 64;  // elements: copies and sums of whole cache lines; of complex128 half as many
+constexpr int64_t kWidest = 8;  // bytes of an element; half a complex128
 
 }  // namespace
 

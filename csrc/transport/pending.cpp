@@ -87,7 +87,7 @@ void register_pending(const at::Tensor& tensor, Pending pending, std::vector<at:
 
 void fill_with_poison(at::Tensor tensor) {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  if (at::isFloatingType(tensor.scalar_type())) {
+  if (at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type())) {
     tensor.fill_(std::numeric_limits<double>::quiet_NaN());
   } else {
     tensor.fill_(tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte ? 0 : -77);

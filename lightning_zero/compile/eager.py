@@ -33,6 +33,7 @@ class _Note(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conjugated: bool
 
 
 def regather_saved_weights(sharder: Sharder, rest: SavedOnHost | None = None) -> AbstractContextManager[Any]:
@@ -52,7 +53,7 @@ def regather_saved_weights(sharder: Sharder, rest: SavedOnHost | None = None) ->
             return tensor.detach()  # or it would keep itself alive, where it is saved by what has made it
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         with plainly():
-            return _Note(record, record.param._version, tensor.dtype, *view)
+            return _Note(record, record.param._version, tensor.dtype, *view, tensor.is_conj())
 
     @torch.compiler.disable
     def unpack(saved: Tensor | _Note | Unchanged | SavedTensor) -> Tensor:
@@ -68,7 +69,8 @@ def regather_saved_weights(sharder: Sharder, rest: SavedOnHost | None = None) ->
                 "an in-place edit), and "
                 "the backward pass needs the old values. Run backward before changing weights."
             )
-        return gather_full(saved.record, saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        view = gather_full(saved.record, saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        return view.conj() if saved.conjugated else view
 
     return _outside_of_transforms(pack, unpack)
 
@@ -121,6 +123,8 @@ def _record_of_cast(tensor: Tensor, sharder: Sharder) -> ShardedParameter | None
 def _covers(tensor: Tensor, record: ShardedParameter) -> bool:
     """Whether the saved view lies within the weight's own elements, in their order; a copy may be laid out
     otherwise."""
+    if tensor.is_complex() != record.param.is_complex() or tensor.is_neg():
+        return False  # real and imaginary parts
     last = tensor.storage_offset() + reach(tensor.size(), tensor.stride()) - 1
     base = tensor._base if tensor._base is not None else tensor
     whole = base.shape == record.layout.shape and record.layout.stored(base).is_contiguous()

@@ -19,7 +19,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.sharding.surgery import is_sharded
 
-__all__ = ["CHOICES", "FlatGradScaler", "computing_in", "flat_scaler", "to_dtype", "true_dtype"]
+__all__ = ["CHOICES", "FlatGradScaler", "check_complex", "computing_in", "flat_scaler", "to_dtype", "true_dtype"]
 
 CHOICES = "Choose '32-true', 'bf16-mixed', 'bf16-true', '16-mixed', '16-true' or '64-true'."
 _TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -37,6 +37,20 @@ def computing_in(precision: str, config: EngineConfig) -> EngineConfig:
     if precision == "bf16-mixed":
         return replace(config, compute_dtype=torch.bfloat16, reduce_dtype=config.reduce_dtype or "bf16")
     return config
+
+
+def check_complex(module: nn.Module, precision: str) -> None:
+    """Raise ``MisconfigurationException`` for a complex parameter under a precision that has no complex dtype."""
+    if precision not in ("bf16-true", "16-true", "16-mixed"):
+        return
+    reason = "torch's loss scaler has no" if precision == "16-mixed" else "its dtype has no"
+    for name, param in module.named_parameters():
+        if param.is_complex():
+            raise MisconfigurationException(
+                f"Parameter {name!r} has dtype {param.dtype}, which precision={precision!r} cannot train: {reason} "
+                "complex numbers. Choose '32-true' or 'bf16-mixed', or store the parameter as real and imaginary parts "
+                "(torch.view_as_real)."
+            )
 
 
 def to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:

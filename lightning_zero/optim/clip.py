@@ -12,7 +12,7 @@ __all__ = ["clip_factor", "norm_dtype"]
 
 def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """In what norms over all of these are added up: float64 if one of them is that, else float32."""
-    return torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
+    return torch.float64 if any(tensor.dtype.to_real() is torch.float64 for tensor in tensors) else torch.float32
 
 
 def clip_factor(squared_norm: Tensor, max_norm: float | Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from lightning_zero.optim.narrow import NARROW, ROUNDINGS
 from lightning_zero.optim.rounding import keys_of, noise_at, rounded
 from lightning_zero.optim.segments import Segment
 from lightning_zero.optim.stretches import MOMENTS, Part, Parts
+from lightning_zero.optim.support import is_of_torch
+from lightning_zero.sharding.layout import as_real
 
 __all__ = ["StepKernel"]
 
@@ -84,10 +86,14 @@ class StepKernel:
         state it needs."""
         rules = [rule_for(optimizer, group) for group in groups]
         known = [rule for rule in rules if rule is not None]
-        wide = any(param.dtype is torch.float64 for group in groups for param in group["params"])
+        dtypes = {param.dtype for group in groups for param in group["params"]}
+        wide = torch.float64 in dtypes or torch.complex128 in dtypes
+        # torch.optim treats real and imaginary parts as elements; a rule of the user's may not.
+        as_pairs = is_of_torch(optimizer) or not any(dtype.is_complex for dtype in dtypes)
         return (
             len(known) == len(rules)
             and not wide
+            and as_pairs
             and all(
                 all(isinstance(segment.state.get(name), Tensor) for name in known[segment.group].state)
                 and all(name in segment.counts for name in known[segment.group].counts)
@@ -182,7 +188,8 @@ class StepKernel:
         return self._run_compiled(key, compute, arguments) | ({"skip": self._skip} if skip else {})
 
     def _apply(self, rule: Rule, part: Part, numbers: dict[str, Tensor]) -> None:
-        param, grad, places = part.param, part.stretch.of(part.stretch.segment.grad), part.places
+        param, grad = map(_reals, (part.param, part.stretch.of(part.stretch.segment.grad)))
+        places, state = part.places, map(_reals, part.state.values())
         names, keys = list(part.state), list(numbers)
         where: tuple[Tensor, ...] = () if places is None else (places.owners, places.shifts, places.begin)
         copies = () if part.copy is None else (part.copy,)
@@ -213,7 +220,7 @@ class StepKernel:
 
         members = 0 if places is None else len(places.shifts)
         key = (rule, param.numel(), param.dtype, grad.dtype, tuple(keys), members, *(copy.dtype for copy in copies))
-        self._run_compiled(key, change, (param, grad, *part.state.values(), *numbers.values(), *where, *copies))
+        self._run_compiled(key, change, (param, grad, *state, *numbers.values(), *where, *copies))
 
     def _run_compiled(
         self, key: Any, fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
@@ -225,6 +232,10 @@ class StepKernel:
         if key not in self._compiled:
             self._compiled[key] = _compile(fn, arguments)
         return self._compiled[key](*arguments)
+
+
+def _reals(flat: Tensor) -> Tensor:
+    return as_real(flat).view(-1)
 
 
 def _rule_of(rules: Sequence[Rule | None], segment: Segment) -> Rule:

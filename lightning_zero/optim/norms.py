@@ -51,7 +51,8 @@ def norms_of_each(
     powers = torch.zeros(len(shards), dtype=torch.float64, device=device)
     if present:
         numbers, grads = zip(*present, strict=True)
-        local = foreach_norm(list(grads), norm_type, dtype=norm_dtype(grads))
+        sizes = [grad.abs() if grad.is_complex() else grad for grad in grads]
+        local = foreach_norm(sizes, norm_type, dtype=norm_dtype(sizes))
         powers[list(numbers)] = torch.stack(list(local)).to(device=device, dtype=torch.float64)
     if math.isinf(norm_type):
         powers = all_max(powers, mesh.holders.gather_group)
@@ -59,4 +60,4 @@ def norms_of_each(
         powers.pow_(norm_type)
         add_up(powers, mesh, at_once)
         powers.pow_(1 / norm_type)
-    return [norm.to(dtype) for norm, dtype in zip(powers.unbind(), dtypes, strict=True)]
+    return [norm.to(dtype.to_real()) for norm, dtype in zip(powers.unbind(), dtypes, strict=True)]

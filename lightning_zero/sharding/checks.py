@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.mesh import Mesh
+from lightning_zero.sharding.layout import is_strided
 
 __all__ = ["check_module", "check_parameter", "check_same_model"]
 
@@ -32,11 +33,15 @@ def check_parameter(name: str, param: nn.Parameter) -> None:
             f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the model, or give it its "
             "sizes, before training."
         )
-    if param.is_complex() or param.is_quantized or param.is_sparse:
+    if not is_strided(param):
         raise UnsupportedError(
-            f"Parameter {name!r} has dtype {param.dtype} and layout {param.layout}; only dense real parameters can be "
-            "sharded. "
-            "Store a complex parameter as real and imaginary parts (torch.view_as_real)."
+            f"Parameter {name!r} has dtype {param.dtype} and layout {param.layout}; only dense parameters can be "
+            "sharded. Store its dense values."
+        )
+    if param.dtype is torch.complex32:
+        raise UnsupportedError(
+            f"Parameter {name!r} has dtype torch.complex32, for which torch lacks most functions. Store it as "
+            "torch.complex64."
         )
     if hasattr(param, "device_mesh"):
         raise UnsupportedError(

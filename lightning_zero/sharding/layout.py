@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ShardLayout", "inverse", "is_strided", "memory_order"]
+__all__ = ["ShardLayout", "as_real", "inverse", "is_strided", "memory_order"]
 
 ALIGNMENT_BYTES = 128
 
@@ -22,6 +22,11 @@ ALIGNMENT_BYTES = 128
 def is_strided(tensor: Tensor) -> bool:
     """Whether the bytes of its elements say all: not of sparse, nested and quantized ones."""
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a view of a complex tensor as pairs of real numbers; any other tensor as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.layout import as_real
 from lightning_zero.sharding.refusals import plainly
 
 if TYPE_CHECKING:
@@ -64,10 +65,11 @@ def all_gather_shards(own: Tensor, sight: Sight) -> Tensor:
     group = sight.group()
     if group is None:
         raise UnsupportedError(engine_is_gone(sight.name))
-    sent = own.to(sight.device).contiguous()
+    sent = as_real(own.to(sight.device).contiguous())  # gloo has no collectives of complex numbers
     received = torch.empty((sight.layout.world_size, *sent.shape), dtype=sent.dtype, device=sent.device)
     sight.collective(lambda later: dist.all_gather([*received.unbind()], sent, group=group, async_op=later))
-    return received.to(own.device)
+    received = received.to(own.device)
+    return torch.view_as_complex(received) if own.is_complex() else received
 
 
 def gather_value(shard: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ def gather_value(shard: Tensor) -> Tensor:
     sight: Sight = shard.__dict__["_zero_sight"]
     with plainly(), torch.no_grad():
         # As bytes: gloo has no collectives for some dtypes.
-        own = shard.detach().reshape(-1).contiguous().view(torch.uint8)
+        own = shard.detach().reshape(-1).resolve_conj().resolve_neg().contiguous().view(torch.uint8)
         flat = all_gather_shards(own, sight).view(-1).view(shard.dtype)
         return sight.layout.whole(flat)
 

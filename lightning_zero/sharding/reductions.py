@@ -37,8 +37,9 @@ class _Part:
         self.wide = torch.float32 if shard.dtype in (torch.float16, torch.bfloat16) else None
 
     def exchange(self, *numbers: Tensor) -> Tensor:
-        """All ranks' numbers: float64, [ranks, numbers]."""
-        return all_gather_shards(torch.stack([number.to(torch.float64) for number in numbers]), self.sight)
+        """Return all ranks' numbers: [ranks, numbers], in float64, or complex128 if one of them is complex."""
+        wide = torch.complex128 if any(number.is_complex() for number in numbers) else torch.float64
+        return all_gather_shards(torch.stack([number.to(wide) for number in numbers]), self.sight)
 
     def extreme(self, reduce: Callable[[Tensor], Tensor], empty: float) -> Tensor:
         return reduce(self.values) if self.values.numel() else torch.tensor(empty, device=self.values.device)
@@ -69,6 +70,11 @@ def reduce(
     name = func.__name__
     if is_of_two(name, args, kwargs):
         return elementwise(func, args, kwargs)
+    if name in _OF_REAL_NUMBERS:
+        for shard in shards_in((*args, *kwargs.values())):
+            if shard.is_complex():
+                with plainly():
+                    func(torch.zeros(1, dtype=shard.dtype))  # torch's own error, also on ranks without elements
     kwargs = dict(kwargs)
     sight = sight_of((*args, *kwargs.values()))
     first, rest = (args[0], list(args[1:])) if args else (_named_first(kwargs), [])
@@ -108,6 +114,7 @@ def _named_first(kwargs: dict[str, Any]) -> Any:
 
 
 _DIM_SECOND = {"norm", "linalg_norm", "linalg_vector_norm"}
+_OF_REAL_NUMBERS = {"max", "min", "amax", "amin", "aminmax", "nansum", "nanmean"}
 _NO_DIM = {"dot", "vdot", "equal", "allclose"}
 
 
@@ -133,9 +140,13 @@ def _all_dimensions(name: str, rest: list[Any], kwargs: dict[str, Any], dimensio
 
 
 def _total(part: _Part, dtype: torch.dtype | None, values: Tensor) -> Tensor:
-    whole = part.dtype.is_floating_point or part.dtype.is_complex
     found = part.exchange(values.sum(dtype=part.wide)).sum(0)[0]
-    return found.to(dtype or (part.dtype if whole else torch.int64))
+    return found.to(dtype or _of_sums(part.dtype))
+
+
+def _of_sums(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and products over elements of this one."""
+    return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
 def _sum(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -150,7 +161,7 @@ def _nansum(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 def _mean(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     part = _Part(shard)
-    if dtype is None and not part.dtype.is_floating_point:
+    if dtype is None and _of_sums(part.dtype) is not part.dtype:
         shard.mean()  # torch's own error
     return (part.exchange(part.values.sum(dtype=part.wide)).sum(0)[0] / part.count).to(dtype or part.dtype)
 
@@ -164,7 +175,7 @@ def _nanmean(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 def _prod(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     part = _Part(shard)
     found = part.exchange(part.values.prod(dtype=dtype or part.wide))[:, 0].prod()
-    return found.to(dtype or (part.dtype if part.dtype.is_floating_point else torch.int64))
+    return found.to(dtype or _of_sums(part.dtype))
 
 
 def _max(shard: Tensor) -> Tensor:
@@ -202,33 +213,34 @@ def _spread(part: _Part, unbiased: bool, correction: float | None) -> tuple[Tens
     """Variance and mean, in float64: each rank's are of its own mean, so that no digits are lost."""
     values = part.values.to(part.wide or part.dtype)
     count = torch.tensor(float(values.numel()), device=values.device)
-    mean = values.mean() if values.numel() else torch.zeros((), device=values.device)
-    found = part.exchange(count, mean, (values - mean).square().sum())
-    counts, means, squares = found.unbind(1)
+    mean = values.mean() if values.numel() else values.new_zeros(())  # all ranks exchange one dtype
+    found = part.exchange(count, mean, (values - mean).abs().square().sum())
+    counts, means, squares = found[:, 0].real, found[:, 1], found[:, 2].real
     whole = (counts * means).sum() / part.count
-    total = squares.sum() + (counts * (means - whole).square()).sum()
+    total = squares.sum() + (counts * (means - whole).abs().square()).sum()
     return total / max(0.0, part.count - (float(unbiased) if correction is None else correction)), whole
 
 
 def _var(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> Tensor:
     part = _Part(shard)
-    return _spread(part, unbiased, correction)[0].to(part.dtype)
+    return _spread(part, unbiased, correction)[0].to(part.dtype.to_real())
 
 
 def _std(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> Tensor:
     part = _Part(shard)
-    return _spread(part, unbiased, correction)[0].sqrt().to(part.dtype)
+    return _spread(part, unbiased, correction)[0].sqrt().to(part.dtype.to_real())
 
 
 def _var_mean(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> tuple[Tensor, ...]:
     part = _Part(shard)
-    return tuple(value.to(part.dtype) for value in _spread(part, unbiased, correction))
+    variance, mean = _spread(part, unbiased, correction)
+    return variance.to(part.dtype.to_real()), mean.to(part.dtype)
 
 
 def _std_mean(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> tuple[Tensor, ...]:
     part = _Part(shard)
     variance, mean = _spread(part, unbiased, correction)
-    return variance.sqrt().to(part.dtype), mean.to(part.dtype)
+    return variance.sqrt().to(part.dtype.to_real()), mean.to(part.dtype)
 
 
 def _order(p: Any) -> float:
@@ -243,7 +255,7 @@ def _norm(shard: Tensor, p: Any = "fro", *, dtype: torch.dtype | None = None) ->
     order = _order(p)
     part = _Part(shard)
     [norm] = _finish(part.exchange(_own_norm(part, order, dtype)), order).unbind()
-    return norm.to(dtype or part.dtype)
+    return norm.to((dtype or part.dtype).to_real())
 
 
 def _linalg_norm(shard: Tensor, ord: Any = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -257,11 +269,12 @@ def _vector_norm(shard: Tensor, ord: Any = 2, *, dtype: torch.dtype | None = Non
 
 
 def _own_norm(part: _Part, order: float, dtype: torch.dtype | None) -> Tensor:
-    if order in (-INF, 0) or order < 0 or not part.values.numel():
+    values = part.values.abs() if part.dtype.is_complex else part.values
+    if order in (-INF, 0) or order < 0 or not values.numel():
         empty = INF if order < 0 else 0.0
-        wide = part.values.to(torch.float64)
+        wide = values.to(torch.float64)
         return torch.linalg.vector_norm(wide, order) if wide.numel() else wide.new_tensor(empty)
-    return torch.linalg.vector_norm(part.values, order, dtype=dtype or part.wide)
+    return torch.linalg.vector_norm(values, order, dtype=dtype.to_real() if dtype else part.wide)
 
 
 def _finish(found: Tensor, order: float) -> Tensor:
@@ -277,6 +290,10 @@ def _dot(shard: Tensor, other: Tensor | None = None, *, tensor: Tensor | None = 
     if shard.dim() != 1 or other.shape != shard.shape:
         raise NotImplementedError("torch's own error is about shapes that nobody knows of")
     return part.exchange((part.values * theirs).sum(dtype=part.wide)).sum().to(part.dtype)
+
+
+def _vdot(shard: Tensor, other: Tensor | None = None, *, tensor: Tensor | None = None) -> Tensor:
+    return _dot(sight_of([shard]).show(shard.detach().conj().resolve_conj()), other, tensor=tensor)
 
 
 def _equal(shard: Tensor, other: Tensor) -> bool:
@@ -303,7 +320,7 @@ BY_NAME: dict[str, Callable[..., Any]] = {
     "sum": _sum, "nansum": _nansum, "mean": _mean, "nanmean": _nanmean, "prod": _prod, "max": _max, "min": _min,
     "amax": _max, "amin": _min, "aminmax": _aminmax, "all": _all, "any": _any, "count_nonzero": _count_nonzero,
     "var": _var, "std": _std, "var_mean": _var_mean, "std_mean": _std_mean, "norm": _norm, "linalg_norm": _linalg_norm,
-    "linalg_vector_norm": _vector_norm, "dot": _dot, "vdot": _dot, "equal": _equal, "allclose": _allclose,
+    "linalg_vector_norm": _vector_norm, "dot": _dot, "vdot": _vdot, "equal": _equal, "allclose": _allclose,
     "item": _number, "__float__": lambda shard: float(_number(shard)), "__int__": lambda shard: int(_number(shard)),
     "__bool__": lambda shard: "_zero_same" in shard.__dict__ or bool(_number(shard)),
     "is_nonzero": lambda shard: bool(_number(shard)),
@@ -325,5 +342,5 @@ def norms(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         sight = sight_of(tensors)
         numbers = torch.stack([norm.to(device=sight.device, dtype=torch.float64) for norm in own.values()])
         for number, norm in zip(own, _finish(all_gather_shards(numbers, sight), order).unbind(), strict=True):
-            found[number] = norm.to(device=tensors[number].device, dtype=dtype or tensors[number].dtype)
+            found[number] = norm.to(tensors[number].device, (dtype or tensors[number].dtype).to_real())
     return found

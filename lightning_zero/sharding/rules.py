@@ -63,7 +63,7 @@ _RESHAPES = words("view reshape flatten ravel view_as reshape_as expand expand_a
 _SAME = words(
     "clone detach detach_ to type type_as float double half bfloat16 int long short char byte bool cpu cuda xpu "
     "contiguous alias copy_ fill_ fill zero_ masked_fill_ "
-    "pin_memory conj resolve_conj resolve_neg as_subclass multiply multiply_ subtract subtract_ divide "
+    "pin_memory real imag conj resolve_conj resolve_neg as_subclass multiply multiply_ subtract subtract_ divide "
     "divide_ negative negative_ absolute absolute_ greater greater_equal less less_equal not_equal arctan2 fix "
     "floor_divide isclose isreal zeros_like ones_like empty_like full_like"
 )
@@ -128,6 +128,8 @@ def _property(attribute: str, access: str) -> Rule:
         return _assign_grad
     if attribute in MEASURES:
         return partial(_measure, attribute)
+    if attribute in ("real", "imag"):
+        return _elementwise
     return refuse if attribute in _TRANSPOSED else _plain
 
 

@@ -24,7 +24,7 @@ from lightning_zero.sharding.access import ShardAccess
 from lightning_zero.sharding.aliases import Aliases, check_shared_memory
 from lightning_zero.sharding.away import Away
 from lightning_zero.sharding.checks import check_module, check_parameter, check_same_model
-from lightning_zero.sharding.layout import ShardLayout, memory_order
+from lightning_zero.sharding.layout import ShardLayout, as_real, memory_order
 from lightning_zero.sharding.materialise import Materialiser
 from lightning_zero.sharding.memory import ShardMemory
 from lightning_zero.sharding.operands import engine_is_gone
@@ -121,9 +121,9 @@ class Sharder:
             # Values of this rank's own serve nobody, and would take as long to the device as rank 0's do.
             full = torch.empty(layout.stored_shape, dtype=param.dtype, device=self.mesh.device)
         else:
-            full = layout.stored(param.detach().to(self.mesh.device)).contiguous()
+            full = layout.stored(param.detach().to(self.mesh.device)).resolve_conj().resolve_neg().contiguous()
         if self.mesh.world_size > 1 and layout.numel:
-            dist.broadcast(full, group=self.mesh.shard_group, group_src=0)
+            dist.broadcast(as_real(full), group=self.mesh.shard_group, group_src=0)
         shard = layout.part(layout.restored(full), self.mesh.shard_number)
         record = self._register(name, param, shard.view(-1), layout)
         self._aliases.cut(noted, record)

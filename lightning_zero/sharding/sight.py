@@ -135,8 +135,20 @@ class Sight:
             del tensor.__dict__["_zero_sight"]
 
 
+def _part(name: str) -> Any:
+    """Return the property for the real or the imaginary part. torch's own setter asks no ``__torch_function__``."""
+    whole: Any = getattr(Tensor, name)
+
+    def write(shard: Tensor, value: Any) -> None:
+        part = whole.__get__(shard)
+        part.copy_(value) if isinstance(value, Tensor) else part.fill_(value)
+
+    return property(whole.__get__, write)
+
+
 class _InSight:
     _zero_sight: Sight
+    real, imag = _part("real"), _part("imag")
 
     # Inside compiled code, too: Dynamo would compile what the rules do, whose graphs ask the rules again, without end.
     def to_local(self) -> Tensor:

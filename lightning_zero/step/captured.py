@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_zero.offload.ring import Ring
 from lightning_zero.optim.kernel import StepKernel
+from lightning_zero.optim.support import is_of_torch
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
 from lightning_zero.step.substitute import Own, Shown
@@ -24,8 +25,12 @@ def why_not_captured(
         return "it is not to be captured"
     if device.type != "cuda" and not emulate:
         return f"there are no CUDA graphs on device {str(device)!r}"
-    if any(p.dtype is torch.float64 for group in optimizer.param_groups for p in group["params"]):
-        return "replays compute in float32, and it steps parameters of float64"
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    for wide in dtypes & {torch.float64, torch.complex128}:
+        return f"replays compute in float32, and it steps parameters of {str(wide).removeprefix('torch.')}"
+    pairs = [dtype for dtype in dtypes if dtype.is_complex]
+    if pairs and not is_of_torch(optimizer):
+        return f"it steps parameters of {str(pairs[0]).removeprefix('torch.')}, which its rule may not take for pairs"
     if not StepKernel.covers(optimizer, optimizer.param_groups):
         return (
             "its update rule is not one that is known here (elementwise ones of torch.optim, no subclasses). "

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_zero.optim.clip import clip_factor
 from lightning_zero.optim.graphed import GraphedSequence
 from lightning_zero.optim.segments import Segment, State
+from lightning_zero.sharding.layout import as_real
 
 __all__ = ["StepLayout"]
 
@@ -63,5 +64,5 @@ class StepLayout:
 
 
 def _sum_squares(segments: Sequence[Segment], out: Tensor) -> None:
-    parts = [torch.linalg.vector_norm(segment.grad, dtype=out.dtype) for segment in segments]
+    parts = [torch.linalg.vector_norm(as_real(segment.grad), dtype=out.dtype) for segment in segments]
     out.copy_(torch.stack(parts).square().sum() if parts else torch.zeros_like(out))

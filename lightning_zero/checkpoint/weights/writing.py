@@ -56,7 +56,8 @@ def write_tensors(
     """
     for key, value in tensors.items():
         if value.dtype not in NAMES:
-            raise ValueError(f"safetensors cannot hold {key!r}, of {value.dtype}. Export with dtype=, or leave it out.")
+            instead = "Make it torch.complex64" if value.is_complex() else "Export with dtype="
+            raise ValueError(f"safetensors cannot hold {key!r}, of {value.dtype}. {instead}, or leave it out.")
     rank = {dtype: number for number, dtype in enumerate(NAMES)}
     keys = sorted(tensors, key=lambda key: (-rank[tensors[key].dtype], key.encode()))
     head: dict[str, Any] = {"__metadata__": dict(metadata)}

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine
-from lightning_zero.integrations.precision import CHOICES, flat_scaler, to_dtype, true_dtype
+from lightning_zero.integrations.precision import CHOICES, check_complex, flat_scaler, to_dtype, true_dtype
 from lightning_zero.sharding.surgery import is_sharded
 
 __all__ = ["for_shards"]
@@ -57,6 +57,7 @@ class _OneDtype(_ForShards):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        check_complex(module, self.precision)
         if not any(map(is_sharded, module.modules())):
             return super().convert_module(module)
         dtype = true_dtype(self.precision)
@@ -75,6 +76,11 @@ class ZeroDoublePrecision(_OneDtype, DoublePrecision):
 class ZeroMixedPrecision(_ForShards, MixedPrecision):
     """``bf16-mixed`` and ``16-mixed``: parameters in float32, autocast in forward. ``16-mixed`` scales the loss; an
     overflow on any rank skips the step on all."""
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        check_complex(module, self.precision)
+        return super().convert_module(module)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_zero.compat.modules import BatchNorm
 from lightning_zero.engine import Engine
-from lightning_zero.integrations.precision import true_dtype
+from lightning_zero.integrations.precision import check_complex, true_dtype
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -72,6 +72,7 @@ def check_adopted(
             "on_load_checkpoint() built it again, call lightning_zero.unshard(model) before this stage. Otherwise add "
             "parameters before fit()."
         )
+    check_complex(module, precision.precision)
     dtype = true_dtype(precision.precision)
     others = {param.dtype for param in module.parameters() if param.is_floating_point()} - {dtype}
     if dtype is not None and others:

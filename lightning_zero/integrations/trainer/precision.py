@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine
-from lightning_zero.integrations.precision import CHOICES, flat_scaler, to_dtype, true_dtype
+from lightning_zero.integrations.precision import CHOICES, check_complex, flat_scaler, to_dtype, true_dtype
 from lightning_zero.integrations.trainer.norms import WholeNorms
 from lightning_zero.sharding.surgery import is_sharded
 
@@ -94,6 +94,7 @@ class _OneDtype(_ForShards):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        check_complex(module, self.precision)
         if not any(map(is_sharded, module.modules())):
             return super().convert_module(module)
         dtype = true_dtype(self.precision)
@@ -112,6 +113,11 @@ class ZeroDoublePrecision(_OneDtype, DoublePrecision):
 class ZeroMixedPrecision(_ForShards, MixedPrecision):
     """``bf16-mixed`` and ``16-mixed``: parameters in float32, autocast in forward. ``16-mixed`` scales the loss; an
     overflow on any rank skips the step on all."""
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        check_complex(module, self.precision)
+        return super().convert_module(module)
 
     @override
     def clip_gradients(

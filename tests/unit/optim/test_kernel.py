@@ -20,22 +20,30 @@ MAKES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, t0=0, lambd=0.1),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.02),
 }
+MORE: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam with amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True, weight_decay=0.1, maximize=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.02),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.02, centered=True, momentum=0.5),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02, initial_accumulator_value=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+}
 
 
 class Pair:
     """A plain optimizer after its first step, and a kernel that goes on from there for two members at once."""
 
-    def __init__(self, name: str, compile: bool = False) -> None:
+    def __init__(self, name: str, compile: bool = False, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(5)
-        self.param = torch.nn.Parameter(torch.randn(12))
-        self.optimizer = MAKES[name]([self.param])
-        self.grads = [torch.randn(12) for _ in range(8)]
+        self.param = torch.nn.Parameter(torch.randn(12, dtype=dtype))
+        self.optimizer = (MAKES | MORE)[name]([self.param])
+        self.grads = [torch.randn(12, dtype=dtype) for _ in range(8)]
         self.step()
         own = copy.deepcopy(self.optimizer.state[self.param])
         self.counts = {key: value.repeat(2) for key, value in own.items() if value.dim() == 0}
         flat = torch.nn.Parameter(self.param.detach().clone())
         own.update({key: counts[0] for key, counts in self.counts.items()})
-        self.segment = Segment(0, [], flat, torch.zeros(12), self.counts, own)
+        self.segment = Segment(0, [], flat, torch.zeros(12, dtype=dtype), self.counts, own)
         groups = self.optimizer.param_groups
         assert StepKernel.covers(self.optimizer, groups, [self.segment])
         self.kernel = StepKernel(self.optimizer, groups, [self.segment], CPU, compile)
@@ -50,7 +58,7 @@ class Pair:
     def run(self, skip: float | None = None, max_norm: float | None = None) -> None:
         self.segment.grad.copy_(self.grads[0])
         if max_norm is not None:
-            self.squared.fill_(self.grads[0].square().sum())
+            self.squared.fill_(self.grads[0].norm().square())
         flag = None if skip is None else torch.tensor(skip)
         self.kernel.run(self.optimizer.param_groups, self.squared, max_norm, flag)
 
@@ -72,6 +80,17 @@ def test_state_is_the_plain_optimizers(name: str) -> None:
         if key in pair.counts:
             assert pair.counts[key].tolist() == [float(pair.segment.state[key])] * 2
     torch.testing.assert_close(pair.segment.param, pair.param, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*MAKES, *MORE])
+def test_complex_state_is_the_plain_optimizers(name: str) -> None:
+    pair = Pair(name, dtype=torch.complex64)
+    for limit in (None, 0.4, None, 100.0, 0.4):
+        pair.run(max_norm=limit)
+        pair.step(limit)
+    torch.testing.assert_close(pair.segment.param, pair.param, rtol=2e-6, atol=1e-6)
+    for key, value in pair.optimizer.state[pair.param].items():
+        torch.testing.assert_close(pair.segment.state[key], value, rtol=1e-5, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize("name", MAKES)

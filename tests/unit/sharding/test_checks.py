@@ -43,18 +43,24 @@ def linear(inputs: int = 2, **options: Any) -> nn.Module:
 
 
 def test_ordinary_parameters_are_taken() -> None:
-    for param in (torch.zeros(()), torch.zeros(0), torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2).double()):
+    for param in (
+        torch.zeros(()),
+        torch.zeros(0),
+        torch.zeros(2, 3, dtype=torch.bfloat16),
+        torch.zeros(2).double(),
+        torch.ones(2) * 1j,
+    ):
         check_parameter("p", nn.Parameter(param))
 
 
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (torch.zeros(2, dtype=torch.complex64), r"'net\.p' has dtype torch\.complex64 .*view_as_real"),
-        (torch.zeros(2, 2).to_sparse(), r"'net\.p' has .*layout torch\.sparse_coo; only dense real"),
+        (torch.zeros(2, dtype=torch.complex32), r"'net\.p' has dtype torch\.complex32, .*Store it as torch\.complex64"),
+        (torch.zeros(2, 2).to_sparse(), r"'net\.p' has .*layout torch\.sparse_coo; only dense"),
     ],
 )
-def test_what_is_not_dense_or_not_real_is_refused(value: torch.Tensor, words: str) -> None:
+def test_what_cannot_be_sharded_is_refused(value: torch.Tensor, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         check_parameter("net.p", nn.Parameter(value))
 

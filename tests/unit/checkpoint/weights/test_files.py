@@ -14,7 +14,12 @@ from lightning_zero.checkpoint.weights.loading import load_into
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import ShardLayout
 
-WEIGHTS = {"a.weight": torch.arange(12.0).view(3, 4), "b": torch.tensor(3.0), "c": torch.ones(0, 2), "d": torch.ones(5)}
+WEIGHTS = {
+    "a.weight": torch.arange(12.0).view(3, 4),
+    "b": torch.tensor(3.0),
+    "c": torch.ones(0, 2),
+    "d": torch.ones(5) * 1j,
+}
 
 
 def _two_files(folder: Path) -> None:

@@ -24,5 +24,5 @@ def test_they_are_what_the_library_writes(tmp_path: Path) -> None:
 
 
 def test_what_the_format_does_not_know_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot hold 'z', of torch.complex128. Export with dtype="):
+    with pytest.raises(ValueError, match=r"cannot hold 'z', of torch.complex128. Make it torch.complex64"):
         write_tensors(tmp_path / "x", {"z": torch.zeros(1, dtype=torch.complex128)}, {})
