@@ -99,11 +99,17 @@ class _Extract:
         self._plain = plain
 
     def __call__(
-        self, joint: Graph, inputs: Sequence[Node], outputs: Any, texts: Any, half: str | None = None, **how: Any
+        self,
+        joint: Graph,
+        inputs: Sequence[Node],
+        outputs: Any,
+        texts: Any,
+        half: str | None = None,
+        ignore_must_be_in_fw_bw: bool = False,
     ) -> Graph:
-        kept = None if how else needed(joint, inputs, outputs, half, does_more_in_a_copy())
+        kept = None if ignore_must_be_in_fw_bw else needed(joint, inputs, outputs, half, does_more_in_a_copy())
         if kept is None:
-            return self._plain(joint, _Inputs(inputs), outputs, texts, half, **how)
+            return self._plain(joint, _Inputs(inputs), outputs, texts, half, ignore_must_be_in_fw_bw)
         with _copied_as_they_are():
             work: Any = SimpleNamespace(nodes=kept)
             return self._plain(work, _Inputs(inputs), outputs, texts, half)

@@ -121,11 +121,12 @@ def _input(graph: Graph, node: Node) -> Node:
 
 
 def _used(symbols: Sequence[Node], steps: Iterable[Node], inputs: Iterable[Node]) -> list[Node]:
-    """Those that sizes of a piece have in them."""
+    """Those that sizes and numbers of a piece have in them: Inductor writes a number as the formula of its symbols."""
     if not symbols:
         return []
     used = set()
     for node in [*steps, *inputs]:
-        for value in tensors_of(node.meta.get("val")):
+        known = node.meta.get("val")
+        for value in [known] if isinstance(known, SymInt | SymFloat) else tensors_of(known):
             used |= {str(symbol) for symbol in free_symbols(value)}
     return [node for node in symbols if used & {str(symbol) for symbol in free_symbols(node.meta["val"])}]

@@ -107,7 +107,8 @@ sys.exit(main(["doctor", "--no-self-test", "--json"]))
 def test_two_processes_that_claim_different_versions_of_torch() -> None:
     end = run_ranks(["-c", CLAIMS], 2, 120.0)
     assert end.status == (1, 0), end.outputs
-    facts = json.loads(end.outputs[0][end.outputs[0].index("{") :])
+    # With torch 2.15, triton prints more behind it.
+    facts, _ = json.JSONDecoder().raw_decode(end.outputs[0][end.outputs[0].index("{") :])
     assert "{" not in end.outputs[1], "rank 0 speaks for all"
     [line] = [line for line in facts["to_mend"] if line.startswith("torch is not")]
     assert "2.13.0 on" in line

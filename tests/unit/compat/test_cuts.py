@@ -70,6 +70,7 @@ def test_the_cuts_are_the_same_and_fewer_are_looked_for(
     assert cuts.partitioners.solve_min_cut is counted
 
 
+@pytest.mark.skipif(cuts.HAS_ITS_OWN, reason="torch 2.15 has a fast way of its own, which it calls")
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 def test_the_faster_way_finds_the_same_cuts(
     joint: tuple[GraphModule, dict[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -148,7 +149,9 @@ def test_a_program_that_ends_does_not_wait_and_leaves_nothing(slowly: Compiler, 
     done = subprocess.run(
         [sys.executable, "-c", without_lightning(script)], capture_output=True, text=True, timeout=120
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # The triton that torch 2.15 brings tells at exit of objects of its own.
+    said = [line for line in done.stderr.splitlines() if not re.match(r"nanobind:| - |See https://nanobind", line)]
+    assert (done.returncode, said) == (0, [])
     assert time.monotonic() - float(done.stdout) < 20
     assert not left_behind(tmp_path)
     running = [Path(f"/proc/{pid}/cmdline") for pids in children().values() for pid in pids]

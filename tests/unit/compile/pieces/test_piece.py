@@ -6,10 +6,11 @@ import itertools
 import operator
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from lightning_zero.compile.pieces.kinds import kinds_of
+from lightning_zero.compile.pieces.kinds import Kind, kinds_of
 from lightning_zero.compile.pieces.piece import Piece, make_piece, symbol_inputs
 from tests.unit.compile.graphs import Builder, aten
 
@@ -76,6 +77,22 @@ def test_a_piece_is_given_the_sizes_that_it_uses_and_no_others() -> None:
     assert make_piece(sines[:1], sines[:1], kinds, symbol_inputs(graph)).inputs == (x, rows)
     assert make_piece(sines[2:], sines[2:], kinds, symbol_inputs(graph)).inputs == (fixed,)
     assert make_piece([], [], kinds, symbol_inputs(graph)).inputs == ()
+
+
+def test_a_piece_that_reads_a_number_is_given_the_symbols_of_its_formula() -> None:
+    """Inductor writes the formula into the code of the piece, and not the number that the piece is given."""
+    b, sizes = Builder(), ShapeEnv()
+    source = ConstantSource("counter")
+    counter = b.graph.placeholder("counter")
+    counter.meta["val"] = sizes.create_symintnode(sizes.create_symbol(5, source), hint=5, source=source)
+    factor = b.graph.call_function(operator.add, (counter, 1))
+    factor.meta["val"] = counter.meta["val"] + 1
+    x = b.input("x", 4)
+    scaled = b.graph.call_function(aten.mul.Tensor, (x, factor))
+    scaled.meta["val"] = x.meta["val"]
+    graph = b.done(scaled)
+    kinds = kinds_of(graph) | {factor: Kind.BETWEEN}
+    assert make_piece([scaled], [scaled], kinds, symbol_inputs(graph)).inputs == (x, factor, counter)
 
 
 def test_a_size_that_is_read_itself_is_given_once() -> None:
