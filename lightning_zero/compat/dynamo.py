@@ -105,7 +105,6 @@ LAYERS_ONCE = Patch(
         "torch._dynamo.variables.ConstantVariable",
         "torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable",
         "torch._dynamo.variables.BuiltinVariable",
-        "torch._dynamo.variables.hashable.HashableTracker",
         "torch._dynamo.variables.builder.VariableBuilder",
         "torch._dynamo.variables.builder.wrap_fx_proxy",
         "torch._dynamo.guards.make_dupe_guard",

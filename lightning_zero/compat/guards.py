@@ -20,6 +20,8 @@ _VALUES = Patch(
         "torch._dynamo.guards.GuardBuilder.get": "self, guard_or_source, closure_vars",
         # Makes all guards of a graph. (torch 2.11+)
         "torch._dynamo.guards.CheckFunctionManager.__init__": (
+            "self, f_code, output_graph, cache_entry, guard_fail_fn, guard_filter_fn, shape_code_parts, "
+            "runtime_global_scope, save_guards, strict_error",  # torch 2.11
             "self, f_code, output_graph, cache_entries, guard_fail_fn, guard_filter_fn, shape_code_parts, "
             "runtime_global_scope, save_guards, strict_error",
             "self, f_code, output_graph, cache_entries, guard_fail_fn, guard_filter_fn, shape_code_parts, "

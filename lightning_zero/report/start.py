@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from lightning_zero.compat.compiler import compilation_times
+from lightning_zero.compat.lookup import Absent
 
 __all__ = ["StartClock"]
 
@@ -19,6 +20,8 @@ DYNAMO, IN_BACKENDS, JOINT = "_compile.compile_inner", "OutputGraph.call_user_co
 
 
 def _compilation_seconds() -> dict[str, float]:
+    if isinstance(compilation_times, Absent):
+        return {}
     return {what: sum(seconds) for what, seconds in compilation_times.items()}
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat.autograd import functorch_unwrapped, is_functorch_wrapped
+from lightning_zero.compat.lookup import Absent
 from lightning_zero.compat.modules import skip_code
 from lightning_zero.compat.tensors import DisableTorchFunction, DisableTorchFunctionSubclass
 from lightning_zero.errors import UnsupportedError
@@ -86,7 +87,8 @@ def _weight_property(name: str) -> property:
 
 # Dynamo runs code that it cannot trace, as recurrent modules and loops that a graph breaks in, and would compile what
 # is called from there: a graph for each weight, whose result is saved whole for backward. All reads share one code.
-skip_code(cast(types.FunctionType, _weight_property("").fget).__code__)
+if not isinstance(skip_code, Absent):  # nothing is compiled then
+    skip_code(cast(types.FunctionType, _weight_property("").fget).__code__)
 
 
 @torch.compiler.disable

@@ -52,6 +52,7 @@ def without(name: str) -> Iterator[None]:
     owner: Any = importlib.import_module(path.split(".")[0])
     for part in path.split(".")[1:]:
         owner = getattr(owner, part)
+    owner = next((base for base in getattr(owner, "__mro__", ()) if attribute in vars(base)), owner)
     before, module = vars(owner).get(attribute, getattr(owner, attribute)), sys.modules.get(name)
     delattr(owner, attribute)
     if module is not None:

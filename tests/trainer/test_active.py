@@ -43,7 +43,12 @@ ACTIVE = {
 def test_every_optimization_is_in_use_as_with_every_supported_torch(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": python_path(), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.active_run"], cwd=REPO, env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "tests.helpers.active_run"],
+        cwd=REPO,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
