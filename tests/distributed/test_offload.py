@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.ring import Load, Pass, Ring
@@ -261,7 +262,8 @@ def left_behind(**options: Any) -> int:
                 optimizer.step()
             del loss
         state = [value for entries in optimizer.state.values() for value in entries.values() if value.numel() > 1]
-        held = [StorageWeakRef(value.untyped_storage()) for value in state]
+        with DisableTorchFunctionSubclass():
+            held = [StorageWeakRef(value.untyped_storage()) for value in state]
         assert len(held) >= 2
         del state
         gc.collect()

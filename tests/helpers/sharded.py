@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.estimate import NOMINAL, Costs
@@ -116,6 +117,9 @@ def whole_state(engine: Engine, optimizer: torch.optim.Optimizer, any_padding: b
     for param, entries in optimizer.state.items():
         record = engine.sharder.find(param)
         for key, value in entries.items():
+            if isinstance(value, Tensor):
+                with DisableTorchFunctionSubclass():  # the shard as it is in memory
+                    value = value.as_subclass(Tensor)
             if isinstance(value, Tensor) and value.shape == record.layout.visible_shape:
                 shards[f"{record.name}.{key}"] = (param, value)
     return whole_all(engine, shards, any_padding)
