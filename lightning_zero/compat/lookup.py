@@ -23,7 +23,8 @@ class Absent:
     name: str
 
     def __init__(self, name: str) -> None:
-        vars(self)["name"] = name
+        module, _, last = name.rpartition(".")
+        vars(self).update(name=name, __module__=module, __name__=last, __qualname__=last)
 
     def __repr__(self) -> str:
         return f"Absent({self.name!r})"

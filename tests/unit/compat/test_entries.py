@@ -1,10 +1,12 @@
 """Every entry of ``lightning_zero/compat`` is there, by its name, and is written down in one form."""
 
 import importlib
+import importlib.util
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,15 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
 NOT_ATTRIBUTES = {"torch._foreach_", "torch._fused_", "torch._functorch.aot_autograd._boxed_call"}
 
 
+# Names of newer versions, which earlier ones have elsewhere.
+ELSEWHERE = {
+    "torch._dynamo.variables.hashable.HashableTracker": "torch._dynamo.variables.ConstDictVariable._HashableTracker"
+}
+
+
 def check(entry: Entry) -> None:
+    if entry.name in ELSEWHERE and importlib.util.find_spec(entry.name.rpartition(".")[0]) is None:
+        entry = replace(entry, name=ELSEWHERE[entry.name])
     if entry.name in WITH_CUDA and torch.version.cuda is None:
         pytest.skip("torch was built without CUDA")
     if entry.name in NOT_ATTRIBUTES:

@@ -1,0 +1,37 @@
+"""With a torch newer than any that was tested: training is right, or the error says so. See tests/helpers/newer_torch.py."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.command import python_path
+from tests.ranks.pool import REPO
+
+
+def table(*names: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": python_path()}
+    command = [sys.executable, "-m", "tests.helpers.newer_torch", *names]
+    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.slow
+def test_a_missing_name_costs_an_optimization_or_is_named() -> None:
+    optional, compiler, eager = (
+        "torch._functorch.partitioners.fx_graph_cse",
+        "torch._functorch.partitioners",
+        "torch._C.DisableTorchFunctionSubclass",
+    )
+    done = table(optional, compiler, eager, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    rows = {row.split("`")[1]: [cell.strip() for cell in row.split("|")[2:-1]] for row in done.stdout.splitlines()[2:]}
+    assert rows[optional] == ["right", "right", "right", "equal nodes of a joint graph are merged without a copy of it"]
+    assert rows[compiler][:3] == ["right", "right", "clear error"]
+    assert rows[eager][:3] == ["right", "clear error", "clear error"]
+
+
+@pytest.mark.exhaustive
+def test_each_name_may_be_missing() -> None:
+    done = table(timeout=3600)
+    assert done.returncode == 0, done.stdout
