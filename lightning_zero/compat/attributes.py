@@ -9,12 +9,15 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from lightning_zero.compat.dynamo import value_at
 from lightning_zero.compat.lookup import module, private
 from lightning_zero.compat.patches import Patch, swapped
 
 # A function's trace by Dynamo, which finds values by their paths. (torch 2.11+)
 InstructionTranslator = private("torch._dynamo.symbolic_convert.InstructionTranslator")
 builder = module("torch._dynamo.variables.builder")
+# Functions that paths of values call. (torch 2.11+)
+_get_closure_vars = private("torch._dynamo.guards._get_closure_vars")
 
 __all__ = ["ChangingInts"]
 
@@ -73,6 +76,7 @@ def _owner(source: Any) -> tuple[Any, str]:
     if base is None or not isinstance(name, str):
         return None, ""
     try:
-        return InstructionTranslator.current_tx().output.resolve_source_value(base), name
-    except (AttributeError, KeyError, IndexError, NotImplementedError):
+        root = InstructionTranslator.current_tx().output.root_tx
+        return value_at(base, {**_get_closure_vars(), "L": root.f_locals, "G": root.f_globals}, {}), name
+    except (AttributeError, KeyError, IndexError, NameError, NotImplementedError):
         return None, ""
