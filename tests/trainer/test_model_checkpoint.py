@@ -164,6 +164,8 @@ def _one_stopped(saved: str, home: str, what: str, rank: int, how: str) -> None:
         patch.setattr(saving.log, "error", lambda text, *args: said.append(text % args))
         patch.setattr(Watchdog, "leave", Watchdog.close)  # its timer ends a rank that waits for the other's file
         found = _stopped(saved, f"{home}/saved", what, (rank,), how)
+    if (engine := engine_of(found["module"])) is not None:
+        engine.watchdog.close()  # or its timer may end this rank while it waits for the other's file
     told = {"ended": found["ended"], "s": found["s"], "said": said}
     Path(home, f"{dist.get_rank()}.json").write_text(json.dumps(told))
     deadline = time.monotonic() + 20
