@@ -122,7 +122,7 @@ def errors(backend: str, checkpointed: bool, budget: float) -> list[float]:
     [
         *(("aot_eager", checkpointed, budget) for checkpointed in (False, True) for budget in (0.3, 0.0)),
         # What is saved is settled before code is generated.
-        pytest.param("inductor", True, 0.3, marks=pytest.mark.slow),
+        pytest.param("inductor", True, 0.3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_is_computed_again_draws_no_other_numbers(

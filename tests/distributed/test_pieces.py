@@ -43,7 +43,7 @@ def train(lengths: tuple[int, ...], options: dict[str, Any]) -> tuple[Reference,
 @pytest.mark.parametrize(
     ("world_size", "lengths", "options"),
     [
-        (1, (60,), {"compile_whole_graphs": True}),
+        pytest.param(1, (60,), {"compile_whole_graphs": True}, marks=pytest.mark.exhaustive),
         # Another length: sizes become dynamic, and everything is compiled once more.
         (2, (60, 84), {"resident_mb": 0.01, "resident_until": "step", "gather_transport": "collective"}),
     ],

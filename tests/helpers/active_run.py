@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeroStrategy
@@ -33,14 +32,14 @@ class Layer(nn.Module):
 
 
 class Model(L.LightningModule):
-    """Equal layers; a counter; sizes that change; a tensor that asks for a gradient in vain, as in transformers' T5."""
+    """Equal layers; a counter; a tensor that asks for a gradient in vain, as in transformers' T5."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
         self.first = nn.Linear(8, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.again, self.head = Layer(), nn.Linear(WIDTH, 4)
+        self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -49,11 +48,10 @@ class Model(L.LightningModule):
         x = self.first(x) * mask
         for layer in self.layers:
             x = layer(x)
-        return self.head(checkpoint(self.again, x, use_reentrant=False)) * (1 + self.calls % 2)
+        return self.head(x) * (1 + self.calls % 2)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        x = batch[0][:, : 3 + index % 3]
-        return nn.functional.cross_entropy(self(x).mean(1), batch[1])
+        return nn.functional.cross_entropy(self(batch[0]).mean(1), batch[1])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), 1e-2)

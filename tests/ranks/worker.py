@@ -159,7 +159,12 @@ class Worker:
         os.chdir(cwd)
         try:
             args, kwargs = wire.loads(arguments)
-            return "returned", wire.dumps(wire.resolve(ref)(*args, **kwargs))
+            function = wire.resolve(ref)
+            if (module := sys.modules.get("lightning_zero.native.watchdog")) is not None:
+                # Else an exception that a test catches, or Ctrl-C, would end this rank some seconds later, in a call of
+                # another test: leave() is for processes that end.
+                module.Watchdog.leave = module.Watchdog.close
+            return "returned", wire.dumps(function(*args, **kwargs))
         except BaseException as error:
             inner = error.__traceback__.tb_next if error.__traceback__ else None
             return "raised", "".join(traceback.format_exception(type(error), error, inner))

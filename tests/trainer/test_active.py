@@ -32,10 +32,10 @@ NOT_CALLED = {
 ACTIVE = {
     "layers traced": 1,
     "layers stamped": 5,
-    "layers": 6,
-    "layers differentiated": 1,
-    "pieces": 65,
-    "pieces compiled": 37,
+    "layers": 12,
+    "layers differentiated": 2,
+    "pieces": 83,
+    "pieces compiled": 22,
 }
 
 

@@ -149,7 +149,7 @@ def resume(ways: list[Way], folder: Path) -> None:
             assert_close_relative(*(pairs(file["state"]) for file in files), 1e-4, what=f"{what}: optimizer in files")
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "then"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.exhaustive)])
 def test_complex_parameters_train_and_resume_as_in_a_single_process(
     ranks: Ranks, tmp_path: Path, first: int, then: int
 ) -> None:

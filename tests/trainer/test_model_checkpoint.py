@@ -24,7 +24,6 @@ from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.folders import read_whole
 from lightning_zero.integrations.trainer import saving
-from lightning_zero.native.watchdog import Watchdog
 from tests.helpers.damage import flip
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer, whole_state
@@ -162,7 +161,6 @@ def _one_stopped(saved: str, home: str, what: str, rank: int, how: str) -> None:
         said: list[str] = []
         patch.setattr(together, "TO_COME_S", 1.0)
         patch.setattr(saving.log, "error", lambda text, *args: said.append(text % args))
-        patch.setattr(Watchdog, "leave", Watchdog.close)  # its timer ends a rank that waits for the other's file
         found = _stopped(saved, f"{home}/saved", what, (rank,), how)
     if (engine := engine_of(found["module"])) is not None:
         engine.watchdog.close()  # or its timer may end this rank while it waits for the other's file

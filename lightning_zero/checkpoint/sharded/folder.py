@@ -139,7 +139,10 @@ class LocalFolder:
 
     def create(self, name: str) -> BinaryIO:
         with self._in_folder():
-            return open(self._place / name, "xb", buffering=0)
+            try:
+                return open(self._place / name, "xb", buffering=0)
+            except FileExistsError:  # without locks two saves may have begun in one folder
+                raise _another_save(self._path) from None
 
     @property
     def _place(self) -> Path:
