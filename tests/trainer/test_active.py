@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.command import python_path
 from tests.ranks.pool import REPO
@@ -54,4 +55,7 @@ def test_every_optimization_is_in_use_as_with_every_supported_torch(tmp_path: Pa
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["active"] == ACTIVE
     never = {name for name, count in found["calls"].items() if not count}
-    assert never == NOT_CALLED.keys() & found["calls"].keys(), "torch calls others now, or does not ask"
+    expected = NOT_CALLED.keys() & found["calls"].keys()
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+        expected |= {"torch.fx.graph.pytree.tree_iter"}  # earlier ones do not ask
+    assert never == expected, "torch calls others now, or does not ask"
