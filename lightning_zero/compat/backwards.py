@@ -21,11 +21,11 @@ _COPIES = Patch(
     {
         # AOTAutograd copies a backward right before it compiles it, and no other graph. (torch 2.11+)
         f"{_COMPILE}.copy": None,
-        # What it keeps of it. (torch 2.11+)
+        # Holds the graph of a backward that is compiled later. (torch 2.11+)
         f"{_COMPILE}.AutogradLazyBackwardCompileInfo": (
             "bw_module, placeholder_list, saved_context, saved_compile_context"
         ),
-        # The same, for its cache. (torch 2.11+)
+        # Turns the graph into bytes for AOTAutograd's cache. (torch 2.11+)
         f"{_COMPILE}.serialize_graph_module": "gm",
     },
 )

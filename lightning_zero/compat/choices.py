@@ -27,9 +27,9 @@ __all__ = ["choices_by_hints"]
 _CHOICES = Patch(
     "Inductor's choices of kernels do not cause recompilations for other sizes",
     {
-        # Whether padding a product can pay. (torch 2.11+)
+        # Decides if padding a matrix product can save time. (torch 2.11+)
         "torch._inductor.fx_passes.pad_mm.is_mm_compute_bound": "M, K, N, dtype",
-        # Whether two sums share a kernel. (torch 2.11+)
+        # Decides if two reductions share a kernel. (torch 2.11+)
         "torch._inductor.scheduler.MixOrderReduction.can_fuse": "node1, node2",
     },
 )

@@ -32,7 +32,7 @@ _CUT = Patch(
 _CUTS = Patch(
     "cuts that several memory budgets share are searched once",
     {
-        # What is saved, and what must be, with some options and with some nodes that need not. (torch 2.11+)
+        # Chooses the saved nodes for one set of options, and the nodes that must be saved. (torch 2.11+)
         "torch._functorch.partitioners.solve_min_cut": "joint_graph, node_info, min_cut_options, dont_ban",
     },
 )

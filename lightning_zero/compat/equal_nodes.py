@@ -30,7 +30,7 @@ _MERGE = Patch(
         "torch._functorch.partitioners.fx_graph_cse": ("fx_g", "fx_g, extra_node_key"),
     },
     needs=(
-        # Whether there is no write between two nodes, and which nodes write. (torch 2.11+)
+        # Compare two nodes for writes between them, and tell nodes that write. (torch 2.11+)
         "torch._inductor.pattern_matcher.same_mutation_regions",
         "torch._inductor.pattern_matcher.is_mutation_op",
         # An op without its overload, and those that draw numbers. (torch 2.11+)

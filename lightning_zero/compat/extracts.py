@@ -33,7 +33,7 @@ _COPIES = Patch(
         f"{_PARTITION}.classify_nodes": "joint_module, static_lifetime_input_indices, num_fwd_outputs",
         # Copies a backward in the order of autograd. (torch 2.11+)
         f"{_PARTITION}.reordering_to_mimic_autograd_engine": "gm",
-        # What it asks for functorch's settings. (torch 2.11+)
+        # The module that the partitioner reads settings from. (torch 2.11+)
         f"{_PARTITION}.config": None,
         # Goes through each graph four times, all of which are torch's. (torch 2.11+)
         "torch.fx.Graph.lint": "self",
@@ -48,7 +48,7 @@ _COPIES = Patch(
         f"{_PARTITION}.config.recompute_views",
         f"{_PARTITION}.config.treat_parameters_as_free_to_save",
         f"{_PARTITION}.config.max_dist_from_bw",
-        # Whether a node is tagged as the other half's, or writes into what is. (torch 2.11+)
+        # Tell nodes that are tagged for one half, or write into such a node's memory. (torch 2.11+)
         f"{_PARTITION}._must_be_in_backward",
         f"{_PARTITION}._must_be_in_forward",
     ),

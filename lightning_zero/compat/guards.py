@@ -27,11 +27,11 @@ _VALUES = Patch(
             "self, f_code, output_graph, cache_entries, guard_fail_fn, guard_filter_fn, shape_code_parts, "
             "runtime_global_scope, save_guards, strict_error, guard_build_local_state",
         ),
-        # What that asks for Dynamo's settings. (torch 2.11+)
+        # The module that guards read Dynamo's settings from. (torch 2.11+)
         "torch._dynamo.guards.config": None,
     },
     needs=(
-        # What paths may call. (torch 2.11+)
+        # The functions that a source's path may call. (torch 2.11+)
         "torch._dynamo.guards._get_closure_vars",
     ),
 )

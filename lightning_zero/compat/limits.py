@@ -11,7 +11,6 @@ from lightning_zero.compat.lookup import module
 
 convert_frame = module("torch._dynamo.convert_frame")
 
-
 __all__ = ["LimitHit", "limits_noticed"]
 
 # The message that Dynamo logs then holds "hit config.". (torch 2.11+)

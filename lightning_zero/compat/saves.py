@@ -8,7 +8,7 @@ from typing import Any
 from lightning_zero.compat.lookup import private
 from lightning_zero.compat.patches import Patch, swapped
 
-# Where AOTAutograd keeps compiled graphs. (torch 2.11+)
+# AOTAutograd's cache of compiled graphs. (torch 2.11+)
 AOTAutogradCache = private("torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache")
 
 __all__ = ["KERNELS_LATER", "saved_later"]

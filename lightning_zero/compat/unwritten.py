@@ -38,7 +38,7 @@ _TEXT = Patch(
     {
         # Writes a forward and a backward as text, for logs and for what is kept of them in the cache. (torch 2.11+)
         f"{_COMPILE}._log_fw_bw_graphs": "fw_module, bw_module, maybe_subclass_meta, fw_metadata, aot_config",
-        # Likewise a joint graph. (torch 2.11+)
+        # Writes a joint graph as text. (torch 2.11+)
         f"{_COMPILE}._log_joint_graph": "fx_g, aot_config",
         # Says of each part of a graph's key in the cache what it was. (torch 2.11+; 2.13 does where asked)
         "torch._inductor.codecache.FxGraphCachePickler.debug_lines": "self, inp",
@@ -58,14 +58,14 @@ _NODES = Patch(
         # Each node that is made is searched for symbols that should be nodes, more than half of what making it takes.
         # (torch 2.13+; earlier ones do not ask)
         "torch.fx.graph.pytree.tree_iter": "tree, is_leaf",
-        # Whether an op does more than it returns, which is asked for each node, eight times. (torch 2.11+)
+        # Tells ops with side effects; called eight times for each node. (torch 2.11+)
         "torch._library.utils.is_impure": "op, args, kwargs, impure_random",
     },
 )
 _MODULES = Patch(
     "a graph that Dynamo looks through does not become code first",
     {
-        # What Dynamo makes graphs of, as fx.GraphModule, and asks for. (torch 2.11+)
+        # The module torch.fx, whose GraphModule Dynamo constructs. (torch 2.11+)
         "torch._dynamo.output_graph.fx": None,
     },
     needs=(

@@ -1,4 +1,4 @@
-"""Which optimizations of compilation are in use, as counts: one that a new torch has switched off shows none."""
+"""Counts of the compiler optimizations in use. A count of zero shows an optimization that a new torch has disabled."""
 
 from __future__ import annotations
 
