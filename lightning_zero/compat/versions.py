@@ -7,7 +7,7 @@ import re
 import warnings
 from importlib.metadata import version
 
-__all__ = ["SUPPORTED", "is_newer", "tested", "warn_of_newer"]
+__all__ = ["SUPPORTED", "install_tested", "is_newer", "tested", "warn_of_newer"]
 
 # Minor versions, oldest first, with which all test suites pass.
 SUPPORTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "lightning": ("2.6",)}
@@ -17,6 +17,11 @@ def tested(library: str) -> str:
     """Return the tested versions of a library as text, such as "2.11, 2.13, 2.14 and 2.15"."""
     *most, last = SUPPORTED[library]
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def install_tested() -> str:
+    """Return the command that installs the newest tested torch."""
+    return f"pip install 'torch=={SUPPORTED['torch'][-1]}.*'"
 
 
 def is_newer(installed: str, library: str = "torch") -> bool:
