@@ -54,7 +54,7 @@ class RemoteRanges:
         """
         begins, ends = zip(*spans, strict=True)
         try:
-            found = self._fs.cat_ranges([self._place] * len(spans), list(begins), list(ends), on_error="raise")
+            found = self._ranges(begins, ends)
             now = self._look()
         except Exception as error:  # stores raise their own
             raise CheckpointError(f"{self._url} cannot be read: {type(error).__name__}: {error}") from error
@@ -63,7 +63,15 @@ class RemoteRanges:
         for data, begin, end in zip(found, begins, ends, strict=True):
             if len(data) != end - begin:
                 raise CheckpointError(f"{self._url} gave {len(data):,} bytes where {end - begin:,} were asked for.")
-        return list(found)
+        return found
+
+    def _ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        try:
+            return list(self._fs.cat_ranges([self._place] * len(begins), list(begins), list(ends), on_error="raise"))
+        except (AttributeError, NotImplementedError):
+            # Directories of a file system without asynchronous functions, in fsspec before 2026.9.
+            pairs = zip(begins, ends, strict=True)
+            return [self._fs.cat_file(self._place, start=begin, end=end) for begin, end in pairs]
 
     def _look(self) -> dict[str, str]:
         self._fs.invalidate_cache()  # all of it: some stores forget a name, and not the list in which it stands

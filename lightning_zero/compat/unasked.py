@@ -11,9 +11,11 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_zero.compat.lookup import find, private
 from lightning_zero.compat.patches import Patch
+from lightning_zero.compat.versions import minor
 
 __all__ = ["BROADCAST", "TENSOR", "look_first"]
 
@@ -43,6 +45,16 @@ _TRANSFORMS = Patch(
     # Makes the variables that torch.func.grad and its like differentiate for. (torch 2.11+)
     {f"{_EAGER}._wrap_tensor_for_grad": "maybe_tensor, level"},
 )
+# Asked by torch 2.13 and newer whether an argument intercepts them, and by 2.11 not, unlike others of their module. The
+# parameters do not matter. (torch 2.11+)
+_ASKED_LATER = (
+    "isend irecv send recv broadcast reduce all_reduce_coalesced all_gather_coalesced gather scatter reduce_scatter "
+    "all_to_all"
+).split()
+_COLLECTIVES = Patch(
+    "collectives of torch.distributed are refused for shards",
+    {f"torch.distributed.{name}": None for name in _ASKED_LATER} if minor(str(torch.__version__)) < (2, 13) else {},
+)
 # Names for users.
 _SHOWN = {"torch.distributed._broadcast_coalesced": BROADCAST, f"{_EAGER}._wrap_tensor_for_grad": "torch.func.grad"}
 
@@ -66,6 +78,27 @@ def look_first(look: Look) -> None:
             setattr(owner, attribute, _looking(getattr(owner, attribute), _SHOWN.get(name, name), look))
         if patch is _COPIES:
             _register_builtin(torch.tensor, "aten::tensor")
+    for name in () if _COLLECTIVES.reason else _COLLECTIVES.names:
+        attribute = name.rpartition(".")[-1]
+        asking = _asking(getattr(torch.distributed, attribute))
+        for owner in (torch.distributed, torch.distributed.distributed_c10d):
+            setattr(owner, attribute, asking)
+
+
+def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        tensors = [one for value in (*args, *kwargs.values()) for one in _tensors(value)]
+        if not torch.compiler.is_compiling() and has_torch_function(tensors):
+            return handle_torch_function(asking, tensors, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return asking
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [one for one in values if isinstance(one, torch.Tensor)]
 
 
 def _looking(function: Callable[..., Any], name: str, look: Look) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import re
 import warnings
 from importlib.metadata import version
 
-__all__ = ["SUPPORTED", "install_tested", "is_newer", "tested", "warn_of_newer"]
+__all__ = ["SUPPORTED", "install_tested", "is_newer", "minor", "tested", "warn_of_newer"]
 
 # Minor versions, oldest first, with which all test suites pass.
 SUPPORTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "lightning": ("2.6",)}
@@ -26,7 +26,7 @@ def install_tested() -> str:
 
 def is_newer(installed: str, library: str = "torch") -> bool:
     """Return whether a version of a library is newer than all that were tested."""
-    return _minor(installed) > _minor(SUPPORTED[library][-1])
+    return minor(installed) > minor(SUPPORTED[library][-1])
 
 
 def warn_of_newer() -> None:
@@ -52,6 +52,7 @@ def _installed(library: str) -> str:
     return version(library)
 
 
-def _minor(text: str) -> tuple[int, int]:
+def minor(text: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; (0, 0) if it has no such."""
     matched = re.match(r"(\d+)\.(\d+)", text)
     return (int(matched[1]), int(matched[2])) if matched else (0, 0)

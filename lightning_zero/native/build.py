@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero.compat.versions import tested
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.cache import (
     check_owner,
@@ -38,7 +40,7 @@ from lightning_zero.native.cache import (
 )
 from lightning_zero.native.commands import Commands
 
-__all__ = ["build", "is_built", "kernel_source", "source_directory"]
+__all__ = ["build", "is_built", "kernel_source", "loaded_runtime", "source_directory"]
 
 log = logging.getLogger(__name__)
 
@@ -210,8 +212,8 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
         linked = temporary / library.name
         _run(
             commands,
-            [*compiler, MARK, "-shared", *map(str, objects), f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES]
-            + ["-o", str(linked)],
+            [*compiler, MARK, "-shared", *map(str, objects), *loaded_runtime()]
+            + [f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES, "-o", str(linked)],
         )
         linked.chmod(0o755)  # whatever the umask: others would be refused a library that more than its owner can write
         (temporary / "built-by").write_text(f"{shlex.join(compiler)}\n{version}")
@@ -222,6 +224,19 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     say("Built lightning_zero's C++ executor in %.0f s (%s).", time.monotonic() - start, library)
+
+
+def loaded_runtime() -> list[str]:
+    """Return the path of the C++ standard library that this process has loaded, as a list; empty if there is none.
+
+    Linked by its path. Where a compiler finds only the static one, parts of that would become parts of the executor, and
+    two copies in one process crash when either prints a number.
+    """
+    try:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    except OSError:  # not Linux
+        return []
+    return sorted(path for path in paths if re.search(r"/libstdc\+\+\.so[.\d]*$", path))[:1]
 
 
 def _compile_unit(commands: Commands, lean: Sequence[str], command: list[str]) -> None:
@@ -274,7 +289,7 @@ def _run(commands: Commands, command: list[str]) -> None:
         raise NativeBuildError(
             f"Building lightning_zero's C++ executor failed with torch {torch.__version__}:\n"
             + "\n".join(errors or result.stderr.splitlines()[-20:])
-            + "\nA C++20 compiler (g++ 10 or newer) and torch 2.11 to 2.13 are needed. The command was:\n"
+            + f"\nA C++20 compiler (g++ 10 or newer) and torch {tested('torch')} are supported. The command was:\n"
             + shlex.join(command)
         )
     made = command[command.index("-o") + 1] if "-o" in command else None

@@ -19,7 +19,7 @@ import torch
 
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native import build as build_module
-from lightning_zero.native.build import build, kernel_source, source_directory
+from lightning_zero.native.build import build, kernel_source, loaded_runtime, source_directory
 from tests.unit.native.stand_in import WRITE, Compiler
 
 
@@ -132,7 +132,28 @@ def test_a_compiler_that_is_no_command_is_named(tmp_path: Path) -> None:
         build(tmp_path, "g++ '-O2")
 
 
-def test_nobody_sees_half_a_library(tmp_path: Path) -> None:
+@pytest.mark.skipif(not loaded_runtime(), reason="no C++ library of GNU's is loaded")
+def test_the_c_plus_plus_library_of_the_process_is_used_where_a_compiler_would_take_a_static_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "one.cpp").write_text(
+        "#include <sstream>\nvoid print(std::ostream& to, long number) { to << number; }\n"
+    )
+    printing = "_M_insertIlE"  # of std::ostream, which a static library would bring along
+
+    def defined(*libraries: str) -> bool:
+        target = str(tmp_path / "one.so")
+        command = ["g++", "-fPIC", "-shared", "-static-libstdc++", str(tmp_path / "one.cpp"), *libraries, "-o", target]
+        subprocess.run(command, check=True)
+        symbols = subprocess.run(["nm", "-D", "--defined-only", target], check=True, capture_output=True, text=True)
+        return printing in symbols.stdout
+
+    assert not defined(*loaded_runtime())
+    assert defined()
+
+
+def test_nobody_sees_half_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     compiler = Compiler(tmp_path, WRITE.format(pause=0.15))
     seen: set[str] = set()
     results: list[Path] = []
