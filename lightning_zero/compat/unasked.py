@@ -48,9 +48,9 @@ _TRANSFORMS = Patch(
 # Asked by torch 2.13 and newer whether an argument intercepts them, and by 2.11 not, unlike others of their module. The
 # parameters do not matter. (torch 2.11+)
 _ASKED_LATER = (
-    "isend irecv send recv broadcast reduce all_reduce_coalesced all_gather_coalesced gather scatter reduce_scatter "
-    "all_to_all"
-).split()
+    *("isend", "irecv", "send", "recv", "broadcast", "reduce", "all_reduce_coalesced", "all_gather_coalesced"),
+    *("gather", "scatter", "reduce_scatter", "all_to_all"),
+)
 _COLLECTIVES = Patch(
     "collectives of torch.distributed are refused for shards",
     {f"torch.distributed.{name}": None for name in _ASKED_LATER} if minor(str(torch.__version__)) < (2, 13) else {},

@@ -22,7 +22,7 @@ from lightning_zero.compile.graph import is_op, reduces, shard_of, weight_nodes
 from lightning_zero.compile.passes.saved import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
 from lightning_zero.compile.regions import save_boundaries
 from lightning_zero.config import RecomputePolicy
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.profiling.tensors import is_view, nbytes
 
 __all__ = ["tag_activations", "tag_drawn", "tag_gathers"]
 
@@ -34,14 +34,15 @@ OUTSIDE, OF_WEIGHTS = 1, sys.maxsize
 def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
     """Tags what a user's policy has an opinion on, in place; runs after :func:`tag_gathers`, whose tags stay.
 
-    Ops that draw random numbers are left out: computed again they would draw others.
+    Ops that draw random numbers are left out, which would draw others, and views: to save one is to save its input, and
+    where torch has them depends on its version.
     """
     backward = after_tangents(graph)
     for node in graph.nodes:
         if node.op != "call_function" or node in backward or RECOMPUTE in node.meta or not is_op(node):
             continue
         value = node.meta.get("val")
-        if not isinstance(value, Tensor) or torch.Tag.nondeterministic_seeded in node.target.tags:
+        if not isinstance(value, Tensor) or torch.Tag.nondeterministic_seeded in node.target.tags or is_view(node):
             continue
         again = recompute(str(node.target), nbytes(value), _module_path(node))
         if again is not None:

@@ -229,8 +229,8 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
 def loaded_runtime() -> list[str]:
     """Return the path of the C++ standard library that this process has loaded, as a list; empty if there is none.
 
-    Linked by its path. Where a compiler finds only the static one, parts of that would become parts of the executor, and
-    two copies in one process crash when either prints a number.
+    The executor is linked with it by its path. Where a compiler finds only a static one, parts of that would become
+    parts of the executor, and two copies in one process crash when either prints a number.
     """
     try:
         paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}

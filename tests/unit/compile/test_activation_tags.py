@@ -21,7 +21,7 @@ def joint(called_in: str = "L['module'].net.0") -> Graph:
         "a": ("L['module']", object),
         "b": (called_in, object),
     }
-    hidden = b.call(aten.relu.default, y)
+    hidden = b.call(aten.relu.default, b.call(aten._unsafe_view.default, y, [4, 8]))
     dropped = b.call(aten.bernoulli.default, hidden)
     return b.done(dropped, b.call(aten.mul.Tensor, g, hidden))
 
@@ -77,7 +77,7 @@ def test_the_policy_is_asked_about_activations_only() -> None:
         return None
 
     graph = tag_activations(tag_gathers(joint()), policy)
-    # Not about weights, which have their tags; random ops, which would draw again; and what backward computes.
+    # Not about weights, which have their tags; views; random ops, which would draw again; and what backward computes.
     assert asked == [("aten.mm.default", 4 * 8 * 4, "net.0"), ("aten.relu.default", 4 * 8 * 4, "")]
     tagged = [node.name for node in graph.nodes if "recompute" in node.meta]
     assert tagged == ["gather_default"]
