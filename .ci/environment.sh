@@ -1,5 +1,6 @@
 # Sourced by .ci/run and examples/quickstart.sh, from the repository root. Defines `use_environment EXTRAS`, which makes
 # sure that lightning_zero is installed, editable, in $LZ_VENV (default .venv) and puts that environment first in PATH.
+# LZ_TORCH names another torch than the usual one, as pip's requirement.
 
 find_python() {
   local candidate
@@ -14,16 +15,29 @@ find_python() {
 }
 
 use_environment() {
-  local extras=$1 venv=${LZ_VENV:-.venv} python
+  local extras=$1 venv=${LZ_VENV:-.venv} quiet=--quiet python
   if [[ ! -x $venv/bin/python ]]; then
     python=$(find_python)
     "$python" -m venv "$venv"
   fi
   PATH=$(cd "$venv/bin" && pwd):$PATH
   export PATH
-  # torch comes first and by exact version, which takes a CPU build where one is offered; left to the range below, pip
-  # would fetch several GB of CUDA packages. A torch that is there already (on a GPU machine) stays.
+  # torch comes first and by exact version: some indexes offer a CPU build of one. A torch that is there already (on a GPU
+  # machine) stays.
   python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' ||
-    python -m pip install torch==2.13.0
-  python -m pip install --quiet -e ".${extras:+[$extras]}"
+    install_torch "${LZ_TORCH:-torch==2.13.0}"
+  [[ ! -t 1 ]] || quiet=
+  python -m pip install $quiet -e ".${extras:+[$extras]}"
+}
+
+install_torch() {
+  local torch=$1
+  # Without a GPU, uv fetches the build without CUDA. pip takes what its index offers first.
+  if command -v uv >/dev/null && ! command -v nvidia-smi >/dev/null; then
+    echo "Installing $torch without CUDA (downloads 0.2 GB)."
+    uv pip install --python "$(command -v python)" --torch-backend=cpu "$torch" && return
+    echo "uv could not; pip is next."
+  fi
+  echo "Installing $torch (downloads 0.2 GB where the index has a build without CUDA, else about 3 GB)."
+  python -m pip install "$torch"
 }
