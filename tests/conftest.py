@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: the oracle's threads would wait for one another on the cores that the ranks need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +27,7 @@ if QUICK not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
 
 import pytest  # noqa: E402
 
+from tests.helpers.marks import mark_variants  # noqa: E402
 from tests.ranks.pool import Ranks, serve_nurseries  # noqa: E402
 from tests.ranks.shared_gpu import shares_gpu  # noqa: E402
 
@@ -44,7 +46,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if config.getoption("--exhaustive"):
         what = "all tests, those marked slow or exhaustive, too: 20 to 21"
     elif config.getoption("--slow"):
-        what = "what .ci/run runs (--exhaustive runs all): 17 to 18"
+        what = "what .ci/run runs (--exhaustive runs all): 15 to 16"
     else:
         what = "what is quick (--slow runs what .ci/run does): 8 to 9"
     return f"lightning_zero: {what} minutes on two cores, one more where the C++ executor has to be built; without GPUs by gloo"
@@ -86,6 +88,17 @@ def _adds_nothing(item: pytest.Item) -> bool:
     is what takes time."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return params.get("world_size") == 1 and params.get("backend") == "aot_eager"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Any:
+    made = yield
+    if isinstance(made, list):  # the variants of one test, before any selection
+        try:
+            mark_variants([item for item in made if isinstance(item, pytest.Function)])
+        except ValueError as error:
+            raise collector.CollectError(str(error)) from error
+    return made
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

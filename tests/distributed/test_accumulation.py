@@ -57,6 +57,11 @@ NONE, ZERO = True, False  # zero_grad(set_to_none=...)
         pytest.param(3, "aot_eager", Lengths, "fours and three", ZERO, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.exhaustive_variants(
+    "3-aot_eager-Branches-twos and one-True",
+    "3-aot_eager-Lengths-fours and three-False",
+    "2-aot_eager-Branches-twos and one-False",
+)
 def test_micro_batches_add_up(
     ranks: Ranks, world_size: int, backend: str, case: type[Case], window: str, set_to_none: bool
 ) -> None:

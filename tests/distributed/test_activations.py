@@ -63,7 +63,7 @@ def train_all_ways() -> dict[str, Any]:
     return {choice: train(options) for choice, options in CHOICES.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # see test_memory.py and the test below
 def test_saving_less_changes_memory_and_nothing_else(ranks: Ranks) -> None:
     (found,) = ranks.run(1, train_all_ways, deadline=120)
     expected, usual, _, _ = found.pop("as usual")
@@ -125,6 +125,7 @@ def errors(backend: str, checkpointed: bool, budget: float) -> list[float]:
         pytest.param("inductor", True, 0.3, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive_variants("aot_eager-True-0.3", "aot_eager-False-0.0")
 def test_what_is_computed_again_draws_no_other_numbers(
     ranks: Ranks, backend: str, checkpointed: bool, budget: float
 ) -> None:

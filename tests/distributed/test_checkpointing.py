@@ -22,7 +22,7 @@ ALL = WAYS | TRANSFORMERS
 STEPS, SAMPLES = 3, 8
 # By function and by wrapper, reentrant and not, and two regions that read one weight; the others vary these.
 QUICK = ("checkpoint", "weights of two regions")
-EXHAUSTIVE = ("checkpoint_wrapper",)
+EXHAUSTIVE = ("checkpoint_wrapper", "reentrant checkpoint_wrapper", "products saved", "regions that end in a view")
 LAYERS = ("blocks.", "layers.", ".h.")  # in the names of their weights
 NORMS = ("norm.", ".ln_")  # whose weights may stay, being small
 

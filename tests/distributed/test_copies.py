@@ -112,6 +112,7 @@ def copies(backend: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "backend"), [(1, EAGER), (2, EAGER), (2, "aot_eager"), (3, EAGER)])
+@pytest.mark.exhaustive_variants("3-eager")
 def test_a_copy_is_a_plain_module(ranks: Ranks, world_size: int, backend: str) -> None:
     ranks.run(world_size, copies, backend)
 

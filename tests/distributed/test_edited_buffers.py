@@ -121,6 +121,7 @@ def differences(backend: str, edits: str, checkpointed: bool) -> dict[str, float
         pytest.param("inductor", ALL, True, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive_variants("aot_eager-Queue-False")
 def test_backward_reads_buffers_as_forward_has_read_them(
     ranks: Ranks, backend: str, edits: str, checkpointed: bool
 ) -> None:

@@ -72,6 +72,7 @@ def train(ways: dict[str, dict[str, Any]], ranks_per_host: int) -> dict[str, tup
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_host"), list(WAYS))
+@pytest.mark.exhaustive_variants("4-2")
 def test_first_layers_run_before_the_last_part_has_come(ranks: Ranks, world_size: int, ranks_per_host: int) -> None:
     with single_thread():
         batches = make_batches(Layers, STEPS, SAMPLES)

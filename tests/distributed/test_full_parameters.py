@@ -268,5 +268,6 @@ def unshard_and_train_on(backend: str) -> None:
     [(3, EAGER), pytest.param(2, "aot_eager", marks=pytest.mark.slow)],
     ids=["W=3-eager", "W=2-aot_eager"],
 )
+@pytest.mark.exhaustive_variants("W=2-aot_eager")
 def test_an_unsharded_module_trains_on_like_any_other(ranks: Ranks, world_size: int, backend: str) -> None:
     ranks.run(world_size, unshard_and_train_on, backend)

@@ -85,6 +85,16 @@ def check(over: Reference, plain: Reference, rtol: float = 1e-6) -> None:
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.exhaustive] * (way in EXHAUSTIVE)) for way in WAYS]
 )
+@pytest.mark.exhaustive_variants(
+    "one rank",
+    "by copies, poisoned",
+    "modules one after another",
+    "heads in turn, state on the host",
+    "a frozen encoder",
+    "checkpointed by the reentrant way, reduced in float32",
+    "kept until backward",
+    "stage 2",
+)
 def test_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, way: str) -> None:
     world, case, options = WAYS[way]
     for (over, less, dtypes), (plain, more, _) in ranks.run(world, both, case, options):
@@ -328,6 +338,7 @@ def of(transport: str) -> list[Then]:
 
 
 @pytest.mark.parametrize("transport", TRIED)
+@pytest.mark.exhaustive_variants("replayed")
 def test_what_comes_before_the_step_is_as_right_as_ever(over: Found, plain: Found, transport: str) -> None:
     # Which transport it was changes no bit of a sum of two.
     expected = plain("replayed" if transport == "replayed" else "copies")

@@ -118,6 +118,7 @@ class ItemInTheMiddle(DataDependent):
 
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "aot_eager"), (3, EAGER)])
 @pytest.mark.parametrize("case", [DataDependent, ItemInTheMiddle, "CompilerDisabled"])
+@pytest.mark.exhaustive_variants("DataDependent-3-eager", "ItemInTheMiddle-2-aot_eager", "CompilerDisabled-3-eager")
 def test_broken_graphs_train_as_in_one_process(
     ranks: Ranks, world_size: int, case: type[Case] | str, backend: str
 ) -> None:
@@ -199,6 +200,7 @@ TRIPS = [{0: "forward", 2: "backward"}, {0: "backward", 2: "forward"}]
 
 @pytest.mark.parametrize("trips", TRIPS, ids=["forward first", "backward first"])
 @pytest.mark.parametrize(("world_size", "backend"), [*((2, backend) for backend in BACKENDS), (3, EAGER)])
+@pytest.mark.exhaustive_variants("2-aot_eager-backward first")
 def test_training_goes_on_after_an_exception(
     ranks: Ranks, world_size: int, trips: dict[int, str], backend: str
 ) -> None:

@@ -112,6 +112,9 @@ def check(out: Reference, expected: Reference) -> None:
         pytest.param(4, 1, "no copy per host", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive_variants(
+    "4-2-kept, gradients by copies", "4-2-poisoned", "2-1-replayed", "3-1-compiled", "4-2-eager"
+)
 def test_training_over_hosts_equals_one_process(ranks: Ranks, world_size: int, ranks_per_host: int, way: str) -> None:
     backend, options = WAYS[way]
     out, counters, _ = ranks.run(world_size, train, ranks_per_host, backend, **options)[0]
@@ -137,6 +140,7 @@ def test_training_over_hosts_equals_one_process(ranks: Ranks, world_size: int, r
         pytest.param(3, 1, "replayed", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive_variants("2-1-compiled", "3-1-compiled", "4-2-kept, gradients by copies")
 def test_replicas_on_all_hosts_equal_one_process_and_each_other(
     ranks: Ranks, world_size: int, ranks_per_host: int, way: str
 ) -> None:
@@ -170,6 +174,7 @@ def test_replicas_on_all_hosts_equal_one_process_and_each_other(
         "weights of each gather",
     ],
 )
+@pytest.mark.exhaustive_variants("replicas, each micro-batch", "gradients of each micro-batch", "once per step")
 def test_what_crosses_hosts_in_a_step(ranks: Ranks, options: dict[str, Any], gathers: int, reductions: int) -> None:
     out, counters, nbytes = ranks.run(4, train, 2, "aot_eager", MICRO, **options)[0]
     check(out, reference(4, MICRO))
@@ -188,6 +193,7 @@ def test_what_crosses_hosts_in_a_step(ranks: Ranks, options: dict[str, Any], gat
         *((3, 1, way) for way in ("eager", "replayed")),
     ],
 )
+@pytest.mark.exhaustive_variants("4-2-kept, gradients by copies", "3-1-replayed")
 def test_accumulated_micro_batches_are_reduced_across_hosts_once(
     ranks: Ranks, world_size: int, ranks_per_host: int, way: str
 ) -> None:
@@ -210,6 +216,7 @@ def timed(gbs: float) -> tuple[Reference, float, float]:
     return out, taken, crossed / (1e9 * gbs)
 
 
+@pytest.mark.exhaustive  # the others here count what is sent
 def test_an_emulated_network_is_as_slow_as_asked_and_changes_nothing(ranks: Ranks) -> None:
     for out, taken, least in ranks.run(2, timed, 1e-5):
         check(out, reference(2, steps=2))

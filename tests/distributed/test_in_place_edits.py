@@ -163,6 +163,7 @@ def train_with_edits(backend: str) -> Reference:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.exhaustive_variants("W=3-aot_eager")
 def test_training_goes_on_from_what_was_edited(ranks: Ranks, world_size: int, backend: str) -> None:
     out = ranks.run(world_size, train_with_edits, backend)[0]
     expected = edited_training(build(Net), None, make_batches(Net, 6, SAMPLES), world_size)

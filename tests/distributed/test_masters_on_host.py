@@ -46,6 +46,7 @@ REPLAYED = CAPTURED | {"emulate_cuda_graph_model": True, "resident_mb": 1.0}
         pytest.param(3, "SGD", {"reduce_transport": "copy"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.exhaustive_variants("2-SGD-options2", "3-SGD-options3", "1-AdamW-options0")
 def test_training_is_the_same_to_the_last_bit(
     ranks: Ranks, world_size: int, name: str, options: dict[str, Any]
 ) -> None:
@@ -72,6 +73,7 @@ def planned_and_by_hand(name: str, **options: Any) -> tuple[Any, Any, Any]:
         pytest.param(2, "AdamW", REPLAYED, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive_variants("1-AdamW-options0")
 def test_a_plan_that_needs_it_is_the_same_as_by_hand(
     ranks: Ranks, world_size: int, name: str, options: dict[str, Any]
 ) -> None:

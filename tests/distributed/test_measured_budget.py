@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -99,6 +100,7 @@ def test_weights_stay_within_what_the_fullest_rank_has_left(ranks: Ranks) -> Non
         assert "keeping weights from forward to backward" in line
 
 
+@pytest.mark.exhaustive  # see test_memory_budget.py
 def test_with_room_for_all_everything_stays(ranks: Ranks) -> None:
     for auto in ranks.run(2, train, [TOTAL // 2] * 2):
         assert auto["gathered"][AGAIN - 1 : AGAIN + 1] == [

@@ -110,6 +110,7 @@ def crossings(autocast: bool, tagged: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.exhaustive_variants("fp32")
 def test_no_gathered_weight_crosses_from_forward_to_backward(ranks: Ranks, autocast: bool) -> None:
     """In generated code neither: see test_checkpointing.py."""
     out = ranks.run(2, crossings, autocast, True)[0]
@@ -229,6 +230,7 @@ def test_the_peak_of_the_first_step_does_not_grow_with_the_number_of_layers(rank
 
 
 @pytest.mark.parametrize("backend", [pytest.param("aot_eager", marks=pytest.mark.slow), EAGER])
+@pytest.mark.exhaustive_variants("aot_eager")
 def test_without_precautions_the_peak_does_grow(ranks: Ranks, backend: str) -> None:
     """The tests above can fail."""
     few, many = (min(ranks.run(2, peaks, backend, layers, False, 4, True)[0][2:]) for layers in (FEW, MANY))

@@ -259,7 +259,7 @@ def twice() -> list[dict[str, Any]]:
     return [with_charts(TOTAL, "inductor") for _ in range(2)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_warm_start.py trains with graphs out of the cache
 def test_a_graph_out_of_torchs_cache_says_what_it_said_when_it_was_compiled(ranks: Ranks) -> None:
     [(cold, warm)] = ranks.run(1, twice)
     assert "out of torch's cache" not in "".join(cold["said"])
@@ -428,7 +428,7 @@ def test_what_was_planned_holds_under_other_options_but_for_those_that_are_set_b
     assert activations["compiles_in"] == [1, AGAIN]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_what_was_planned_holds changes options later
 def test_a_later_trainer_has_its_own_budget(ranks: Ranks) -> None:
     less = {"memory": (HELD + 0.5 * SAVED) / GIB}
     for found in ranks.run(2, train, Device(eager=1000), 7, less, memory="auto"):

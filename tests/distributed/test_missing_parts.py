@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -106,6 +107,7 @@ def over_a_network_that_brings_nothing() -> tuple[str, float]:
         return "trained on", 0.0
 
 
+@pytest.mark.exhaustive  # the other test waits on devices
 def test_a_host_that_waits_for_a_part_ends_within_the_time_limit(ranks: Ranks) -> None:
     for text, seconds in ranks.run(4, over_a_network_that_brings_nothing, deadline=90):
         assert f"A wait took longer than the timeout of {TIMEOUT_S:.0f} s" in text

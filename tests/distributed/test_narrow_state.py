@@ -77,6 +77,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.exhaustive_variants("3")
 def test_any_number_of_ranks_and_any_way_to_step_give_the_same_bits(ranks: Ranks, world_size: int) -> None:
     (alone,) = ranks.run(1, train, state_dtype="bf16")
     assert alone["kinds"] == KINDS
@@ -161,6 +162,7 @@ def train_in_all_ways(events: list[tuple[str, Event]]) -> list[str]:
 @pytest.mark.parametrize(
     "events", [EVENTS[:2], pytest.param(EVENTS[2:], marks=pytest.mark.slow)], ids=["usual", "others"]
 )
+@pytest.mark.exhaustive_variants("others")
 def test_whatever_happens_all_ways_to_step_give_the_same_bits(ranks: Ranks, events: list[tuple[str, Event]]) -> None:
     for wrong in ranks.run(2, train_in_all_ways, events, deadline=180):
         assert wrong == []

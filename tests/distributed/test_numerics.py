@@ -114,6 +114,7 @@ def train(
         pytest.param(2, "bf16-true", "aot_eager", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.exhaustive_variants("2-bf16-true-aot_eager")
 def test_unclipped_training_is_bitwise_that_of_one_process(
     ranks: Ranks, world_size: int, precision: str, backend: str
 ) -> None:
@@ -129,6 +130,7 @@ def test_unclipped_training_is_bitwise_that_of_one_process(
     ("world_size", "backend"),
     [*((world_size, EAGER) for world_size in (1, 2, 3)), (3, "aot_eager")],
 )
+@pytest.mark.exhaustive_variants("3-eager")
 def test_clipped_training_equals_one_process(ranks: Ranks, world_size: int, backend: str) -> None:
     out = ranks.run(world_size, train, "fp32", backend, CLIP, sgd)[0]
     expected = reference("fp32", world_size, CLIP, sgd)
@@ -192,13 +194,14 @@ class Unstepped(torch.optim.SGD):
     ],
 )
 @pytest.mark.parametrize("world_size", [3], ids="W={}".format)
+@pytest.mark.exhaustive_variants("W=3-autocast-aot_eager")
 def test_each_low_precision_step_equals_that_of_one_process(
     ranks: Ranks, world_size: int, precision: str, backend: str
 ) -> None:
     ranks.run(world_size, follow, precision, backend)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the test above compares each step
 def test_low_precision_loss_curve_lies_on_that_of_one_process(ranks: Ranks) -> None:
     """Where there is a copy of the weights to be led astray by; without one, each step tells (above)."""
     out = ranks.run(3, train, "bf16-mixed", "aot_eager", CLIP)[0]
@@ -284,6 +287,7 @@ def train_with_scaler_in_one_process(world: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("world_size", "backend"), [*((world_size, EAGER) for world_size in (1, 2, 3)), (3, "aot_eager")]
 )
+@pytest.mark.exhaustive_variants("3-eager")
 def test_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, world_size: int, backend: str) -> None:
     expected = train_with_scaler_in_one_process(world_size)
     for rank, out in enumerate(ranks.run(world_size, train_with_scaler, backend)):

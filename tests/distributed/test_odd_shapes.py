@@ -39,6 +39,9 @@ def optimizer_of(case: str) -> Any:
     ("world_size", "backend"), [*((world_size, EAGER) for world_size in (1, 2, 3)), (3, "aot_eager")]
 )
 @pytest.mark.parametrize("case", ["OddMLP", "NonContiguous", "MixedDtypes"])
+@pytest.mark.exhaustive_variants(
+    "NonContiguous-3-aot_eager", "MixedDtypes-3-aot_eager", "NonContiguous-3-eager", "MixedDtypes-2-eager"
+)
 def test_odd_parameters_train_as_in_one_process_and_padding_stays_zero(
     ranks: Ranks, world_size: int, case: str, backend: str
 ) -> None:

@@ -107,6 +107,7 @@ def train_both_ways(cases: list[tuple[str, Event]], emulate: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("cases", "emulate"), [(OWN, False), (CAPTURED, True)], ids=["own", "captured"])
+@pytest.mark.exhaustive_variants("own")
 def test_training_is_the_same_to_the_last_bit(ranks: Ranks, cases: list[tuple[str, Event]], emulate: bool) -> None:
     for wrong in ranks.run(2, train_both_ways, cases, emulate, deadline=120):
         assert wrong == []

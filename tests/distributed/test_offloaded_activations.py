@@ -78,6 +78,9 @@ def both(way: str) -> list[dict[str, Any]]:
     ("way", "world_size"),
     [(way, 2) if way in QUICK else pytest.param(way, 1, marks=pytest.mark.slow) for way in WAYS],
 )
+@pytest.mark.exhaustive_variants(
+    "called twice before a backward-1", "without passes-1", "activations checkpointed-1", "several graphs-1"
+)
 def test_training_is_the_same_to_the_last_bit(ranks: Ranks, way: str, world_size: int) -> None:
     for plain, away in ranks.run(world_size, both, way, deadline=240):
         assert_same_bits(away["out"], plain["out"])
@@ -299,10 +302,10 @@ class TwoLayers(Deep):
         del self.layers[2:]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the others here compile with aot_eager
 @pytest.mark.parametrize(
     ("case", "whole"),
-    [pytest.param(TwoLayers, True, marks=pytest.mark.exhaustive), (Deep, False)],
+    [(TwoLayers, True), (Deep, False)],
     ids=["whole", "in pieces"],
 )
 def test_generated_code_keeps_what_is_on_its_way(ranks: Ranks, case: type[Case], whole: bool) -> None:

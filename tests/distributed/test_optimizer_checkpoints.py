@@ -177,6 +177,7 @@ def test_a_file_holds_what_a_single_process_would_have(home: str, kind: type[Cas
 
 # All write the same, as the test above shows; each reads what another wrote.
 @pytest.mark.parametrize(("world", "written_by"), [(1, 2), (2, 3), (3, 1)])
+@pytest.mark.exhaustive_variants("3-1")
 def test_training_that_goes_on_equals_one_that_was_not_interrupted(
     ranks: Ranks, home: str, world: int, written_by: int
 ) -> None:

@@ -59,6 +59,7 @@ def all_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> None:
         pytest.param("OddMLP", True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.exhaustive_variants("OddMLP-True", "LoRA-False")
 def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: str, mixed: bool) -> None:
     for results in ranks.run(2, all_ways, case, mixed, WAYS if case == "NeverUsed" else WAYS[:3], deadline=240):
         all_equal(results)
@@ -86,7 +87,7 @@ def test_mixed_precision_and_a_tied_weight_change_no_bit_either(tied: Any) -> No
         all_equal(results[:3])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the test above places weights in two ways
 def test_nor_do_they_where_weights_come_early_or_late(ranks: Ranks) -> None:
     for results in ranks.run(2, all_ways, TiedLayer, True, (OFF, EARLY, LATE), deadline=240):
         all_equal(results)
@@ -97,7 +98,7 @@ def test_copies_from_peers_bring_the_same_bits(tied: Any) -> None:
         copies_are_equal([collected, on, resident])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # see test_peers.py
 def test_copies_from_two_peers_bring_the_same_bits(ranks: Ranks) -> None:
     for results in ranks.run(3, all_ways, TiedLayer, True, (COLLECTED, COPIED), deadline=240):
         copies_are_equal(results)
@@ -129,6 +130,7 @@ def mean_of_parts(case: type[Case], mixed: bool) -> list[tuple[Reference, dict[s
 
 
 @pytest.mark.parametrize(("world_size", "mixed"), [(2, True), pytest.param(3, False, marks=pytest.mark.slow)])
+@pytest.mark.exhaustive_variants("3-False")
 def test_gradients_pushed_to_peers_are_the_same(ranks: Ranks, world_size: int, mixed: bool) -> None:
     for (on, _), *others in ranks.run(world_size, mean_of_parts, OneLayer, mixed, deadline=240):
         for one_sided, _ in others:
@@ -147,7 +149,7 @@ def starts(options: dict[str, Any]) -> list[list[int]]:
         return [[gather.started for gather in graph.gathers] for graph in engine.session.plans.plan.graphs]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_places_do_differ(ranks: Ranks) -> None:
     """The tests above compare something."""
     usual, early, late = (ranks.run(1, starts, options)[0] for options in (ON, EARLY, LATE))
@@ -156,6 +158,7 @@ def test_places_do_differ(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("gather_transport", [pytest.param("collective", marks=pytest.mark.slow), "copy"])
+@pytest.mark.exhaustive_variants("collective")
 def test_a_compute_copy_follows_its_master(ranks: Ranks, gather_transport: str) -> None:
     """In-place changes that leave no trace in version counters, between steps, are seen by the next step."""
     for before, after, expected in ranks.run(2, change_masters_behind_the_back, gather_transport, deadline=120):

@@ -167,6 +167,7 @@ def falls_back(nth: int, oracle: dict[str, str]) -> tuple[Any, Any]:
         (4, "copy", "collective"),
     ],
 )
+@pytest.mark.exhaustive_variants("1-collective-collective", "4-copy-collective")
 def test_where_memory_runs_out_collectives_take_over(
     ranks: Ranks, nth: int, gather_transport: str, reduce_transport: str
 ) -> None:
@@ -351,7 +352,7 @@ def lengths_in_one_process(world: int, edited: bool = True) -> list[list[float]]
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # see test_agreement.py
 def test_ranks_with_batches_of_other_lengths_train(ranks: Ranks) -> None:
     world = 3
     expected, unedited = lengths_in_one_process(world), lengths_in_one_process(world, edited=False)

@@ -44,6 +44,7 @@ def with_and_without(case: str | type[Case], mixed: bool, backend: str) -> list[
         ("NeverUsed", "aot_eager", False),
     ],
 )
+@pytest.mark.exhaustive_variants("TiedLayer-aot_eager-True", "LoRA-aot_eager-False")
 def test_accumulation_is_bitwise_the_same_and_gathers_once(
     ranks: Ranks, case: str | type[Case], backend: str, mixed: bool
 ) -> None:

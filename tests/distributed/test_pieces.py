@@ -39,11 +39,11 @@ def train(lengths: tuple[int, ...], options: dict[str, Any]) -> tuple[Reference,
         return train_sharded(engine, model, batches(lengths), sgd(model)), lines
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_warm_start.py trains in pieces
 @pytest.mark.parametrize(
     ("world_size", "lengths", "options"),
     [
-        pytest.param(1, (60,), {"compile_whole_graphs": True}, marks=pytest.mark.exhaustive),
+        (1, (60,), {"compile_whole_graphs": True}),
         # Another length: sizes become dynamic, and everything is compiled once more.
         (2, (60, 84), {"resident_mb": 0.01, "resident_until": "step", "gather_transport": "collective"}),
     ],

@@ -115,6 +115,7 @@ def check(mine: Reference, theirs: Reference) -> None:
 
 
 @pytest.mark.parametrize(("options", "eager", "begin"), [({}, SAVED, 1), (REPLAYED, 100, AGAIN)])
+@pytest.mark.exhaustive_variants("options1-100-5")
 def test_from_the_plan_on_a_training_is_what_it_is_with_rounded_gradients(
     ranks: Ranks, options: Any, eager: int, begin: int
 ) -> None:

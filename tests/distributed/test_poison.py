@@ -42,6 +42,7 @@ def with_and_without(case: str | type[Case], backend: str, options: dict[str, An
     ],
     ids=["groups", "kept for backward", "kept for the step", "one by one", "eager", "no gradients"],
 )
+@pytest.mark.exhaustive_variants("kept for the step", "one by one")
 def test_results_are_the_same_to_the_bit(
     ranks: Ranks, case: str | type[Case], backend: str, options: dict[str, Any], mixed: bool
 ) -> None:

@@ -23,11 +23,8 @@ QUICK = (
     "accumulated, kept until the step",
     "dropout",
     "buffers",
-    "an evaluation between",
     "a weight edited between",
-    "called twice before a backward",
     "modules one after another, accumulated",
-    "a weight in two modules, stage 1",
     "a graph that is broken in two",
 )
 # What others do, too: test_replays_by_collectives.py, test_stages.py, test_gradients_over_copies.py, and those here that
@@ -39,6 +36,9 @@ ELSEWHERE = (
 EXHAUSTIVE = (
     *("frozen weights, gradients dropped first, then added to", "a weight in two modules", "a frozen encoder"),
     *("sizes in turn", "another weight trained from then on"),
+    *("called twice before a backward", "a module used twice, kept until backward", "a teacher", "heads in turn"),
+    *("gradients added to first, then dropped", "activations checkpointed, by the reentrant way"),
+    *("an evaluation between", "a weight in two modules, stage 1"),
 )
 EMULATED = [
     pytest.param(name, marks=how_seldom(name, QUICK, EXHAUSTIVE))

@@ -42,6 +42,7 @@ def check(ranks: Ranks, world_size: int, way: str, by: str) -> None:
     ("way", "world_size"),
     [("clipped", 2), pytest.param("accumulated, kept until the step", 3, marks=pytest.mark.slow)],
 )
+@pytest.mark.exhaustive_variants("accumulated, kept until the step-3")
 def test_replays_train_like_runs_and_meet_as_often(ranks: Ranks, world_size: int, way: str) -> None:
     check(ranks, world_size, way, "weights and gradients")
 
@@ -67,7 +68,7 @@ def test_a_rank_that_runs_goes_along_with_one_that_replays(ranks: Ranks) -> None
     assert replayed.losses == ran.losses
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a rank that runs goes along with one that replays
 def test_a_rank_captures_another_length_while_the_other_replays(ranks: Ranks) -> None:
     found = ranks.run(2, both, "shorter on one", deadline=150)
     for (replayed, counters), (plain, expected) in found:

@@ -105,6 +105,7 @@ def _export(folder: str, most: int, dtype: torch.dtype | None) -> tuple[list[str
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.exhaustive_variants("3")
 def test_what_is_written_is_read_by_others(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     (tmp_path / "config.json").write_text("{}")
     for most, count in ((10**9, 1), (1500, 4)):

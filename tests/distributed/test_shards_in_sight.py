@@ -210,6 +210,7 @@ def _table() -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.exhaustive_variants("1", "2")
 def test_each_function_is_right_or_refused(ranks: Ranks, world_size: int) -> None:
     for result in ranks.run(world_size, _table):
         for name, (ours, expected) in result["right"]:

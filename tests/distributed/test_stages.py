@@ -90,6 +90,7 @@ def check(out: Reference, expected: Reference) -> None:
         pytest.param(3, "replayed", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive_variants("3-*", "2-gradients by copies, poisoned")
 def test_accumulated_training_equals_one_process_and_moves_no_more_than_it_must(
     ranks: Ranks, world_size: int, way: str
 ) -> None:
@@ -106,6 +107,7 @@ def test_accumulated_training_equals_one_process_and_moves_no_more_than_it_must(
 
 
 @pytest.mark.parametrize("way", ["eager", "replayed"])  # the first steps of the latter run compiled code
+@pytest.mark.exhaustive_variants("replayed")
 def test_between_hosts_weights_and_gradients_travel_once_per_step(ranks: Ranks, way: str) -> None:
     backend, options = WAYS[way]
     steps = 5 if way.startswith("replayed") else STEPS
@@ -119,8 +121,8 @@ def test_between_hosts_weights_and_gradients_travel_once_per_step(ranks: Ranks, 
         assert counters["reduce_bytes_across"] == reductions * nbytes // 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # test_hosts.py counts what crosses hosts
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), (2, 1)])
 def test_of_replicas_only_gradients_travel_between_hosts(ranks: Ranks, world_size: int, ranks_per_host: int) -> None:
     options: dict[str, Any] = {"ranks_per_host": ranks_per_host, "replicate_over": "hosts"}
     both = ranks.run(world_size, train_both, "aot_eager", STEPS, **options)[0]

@@ -48,6 +48,7 @@ class EqualUses(Case):
         (3, "CalledTwice", EAGER),
     ],
 )
+@pytest.mark.exhaustive_variants("3-TiedAcrossBreak-aot_eager", "3-CalledTwice-eager")
 def test_tied_parameters_train_as_in_one_process(
     ranks: Ranks, world_size: int, case: str | type[Case], backend: str
 ) -> None:
@@ -88,6 +89,7 @@ def two_losses_of_two_forwards(model: TwoHeads, batch: Batch) -> list[Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("losses", [two_losses_of_one_forward, two_losses_of_two_forwards])
 @pytest.mark.parametrize("world_size", [1, 3], ids="W={}".format)
+@pytest.mark.exhaustive_variants("W=3-two_losses_of_two_forwards-aot_eager")
 def test_two_backward_passes_in_one_step_add_up(ranks: Ranks, world_size: int, losses: object, backend: str) -> None:
     retain = losses is two_losses_of_one_forward
     out, _ = ranks.run(
@@ -124,6 +126,7 @@ class LateSurprise(Case):
 
 @pytest.mark.parametrize(("world_size", "backend"), [(1, EAGER), (2, "aot_eager"), (3, EAGER)])
 @pytest.mark.parametrize("case", [LateSurprise])
+@pytest.mark.exhaustive_variants("LateSurprise-1-eager")
 def test_a_gradient_that_arrives_after_its_bucket_has_left_is_not_lost(
     ranks: Ranks, world_size: int, case: type[Case], backend: str
 ) -> None:

@@ -70,6 +70,7 @@ def both(case: type[Case], kind: str, layers: int, kinds: int, options: dict[str
     ],
     ids=["dropout", "two ranks", "three ranks, one apart", "weights that stay"],
 )
+@pytest.mark.exhaustive_variants("two ranks", "three ranks, one apart")
 def test_layers_that_are_traced_once_train_to_the_last_bit(
     ranks: Ranks, world: int, case: type[Case], kind: str, layers: int, kinds: int, options: dict[str, Any]
 ) -> None:

@@ -74,6 +74,7 @@ ONE_SIDED = (Parts, "aot_eager", {"reduce_transport": "copy"})
         pytest.param(3, *ONE_SIDED, id="3-one-sided", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.exhaustive_variants("2-whole", "3-one-sided")
 def test_ranks_that_call_other_modules_train_as_if_they_had_no_gradients_there(
     ranks: Ranks, world_size: int, make: Callable[[], Any], backend: str, options: dict[str, Any]
 ) -> None:
@@ -100,6 +101,7 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.exhaustive_variants("eager")
 def test_recurrent_modules_read_their_weights_once_per_time_step_and_lengths_differ(ranks: Ranks, backend: str) -> None:
     expected = expected_after(Packed, 2)
     for found in ranks.run(2, train, Packed, backend, {}, deadline=120):
@@ -231,6 +233,7 @@ def read_before_and_after(write: Callable[[Engine, nn.Linear], None], late_rank:
 
 
 @pytest.mark.parametrize("write", WRITES, ids=[write.__name__ for write in WRITES])
+@pytest.mark.exhaustive_variants("assign_gathered_data")
 def test_what_is_written_is_seen_from_there_on_and_not_before(
     ranks: Ranks, write: Callable[[Engine, nn.Linear], None]
 ) -> None:

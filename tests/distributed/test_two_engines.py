@@ -47,6 +47,7 @@ def train_in_turn(backend: str) -> list[list[Reference]]:
     [(3, EAGER), pytest.param(2, "aot_eager", marks=pytest.mark.slow)],
     ids=["W=3-eager", "W=2-aot_eager"],
 )
+@pytest.mark.exhaustive_variants("W=3-eager")
 def test_two_engines_trained_in_turn(ranks: Ranks, world_size: int, backend: str) -> None:
     outs = ranks.run(world_size, train_in_turn, backend)[0]
     for number, (case, seed, make) in enumerate([(CASES[0], 0, adamw), (CASES[1], 0, sgd), (CASES[0], 1, sgd)]):

@@ -184,7 +184,7 @@ def fails_while_its_device_waits() -> None:
             time.sleep(40)  # as a call that waits for the device
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a replay past the timeout ends likewise
 def test_a_rank_that_has_failed_does_not_wait_for_its_device_for_ever(ranks: Ranks) -> None:
     begun = time.monotonic()
     with pytest.raises(RankFailure) as caught:

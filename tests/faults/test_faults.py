@@ -29,5 +29,6 @@ def checked(request: pytest.FixtureRequest, native_library: None) -> Iterator[Ca
 
 
 @pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.exhaustive_variants("*started by Lightning", "*replicate_over=hosts")
 def test_a_job_ends_soon_and_says_why(case: Case, checked: Callable[[str], None]) -> None:
     checked(str(case))

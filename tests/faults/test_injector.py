@@ -125,6 +125,7 @@ def test_the_deadline_ends_ranks_and_whatever_they_started() -> None:
     assert "_hang_holding_the_gil" in outcome.ranks[0].stacks, "nobody can tell where the ranks were"
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_sleeps_goes_on() -> None:
     with job(Training(), Fault("sleep", "forward", seconds=0.5)) as made:
         outcome = made.run(limit_s=60)

@@ -13,6 +13,7 @@ SEQUENCES = {1: 400, 2: 200, 3: 160}
     [pytest.param(1, marks=pytest.mark.exhaustive), 2, pytest.param(3, marks=pytest.mark.slow)],
     ids="W={}".format,
 )
+@pytest.mark.exhaustive_variants("W=3")
 def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> None:
     first = 10_000 * world_size
     results = ranks.run(world_size, run_sequences, range(first, first + SEQUENCES[world_size]), deadline=180)

@@ -197,6 +197,7 @@ def test_leftover_collective_is_noticed(pool: RankPool) -> None:
     assert pool.pids == []
 
 
+@pytest.mark.exhaustive
 def test_what_leaves_a_collective_behind_may_be_the_last_call(pool: RankPool) -> None:
     pool.run(leave_collective_on, 1, last=True)
     assert not pool.pids
@@ -223,7 +224,7 @@ def test_dead_rank_is_reported_and_replaced(pool: RankPool) -> None:
     assert pool.pids == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux's")
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     script = (
@@ -300,6 +301,7 @@ def test_ranks_end_with_the_connection_over_which_they_were_forked(
     assert wait_until_gone([ranks[1].pid])
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_tests_that_is_told_to_end_says_what_has_failed_so_far(tmp_path: Path) -> None:
     tests = tmp_path / "test_long.py"
     tests.write_text(

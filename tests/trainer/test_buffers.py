@@ -120,6 +120,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "compiled"), (3, "eager")])
+@pytest.mark.exhaustive_variants("3-eager")
 def test_each_rank_sees_what_it_sees_under_ddp(ranks: Ranks, world_size: int, kind: str) -> None:
     outs = ranks.run(world_size, _train_all, ("ddp", kind))
     for ddp, *ours in outs:

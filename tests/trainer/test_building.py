@@ -234,6 +234,7 @@ MODELS = [
     + [(3, "eager", make) for make in (OnMeta, Initialised, TiedInitialised)]
     + [(2, "compiled", TiedInitialised)],
 )
+@pytest.mark.exhaustive_variants("3-eager-OnMeta", "2-eager-InInitOnMeta", "2-eager-OnMeta")
 def test_model_equals_one_built_on_a_single_device(ranks: Ranks, world_size: int, kind: str, make: Any) -> None:
     for result in ranks.run(world_size, _fit_both, kind, make):
         ours, single = result[kind], result["single"]
@@ -339,6 +340,7 @@ def _most_while_building(kind: str, make: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "make", [Deep, pytest.param(DeepInitialised, marks=pytest.mark.slow), DeepOnMeta], ids=lambda make: make.__name__
 )
+@pytest.mark.exhaustive_variants("DeepInitialised", "DeepOnMeta")
 def test_no_rank_holds_the_whole_model_while_building(ranks: Ranks, make: Any) -> None:
     layer = 4 * Deep.width**2 + 5 * Deep.width
     for most, whole in ranks.run(3, _most_while_building, "eager", make):

@@ -69,6 +69,7 @@ def _saved_under(kinds: list[str], home: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["captured", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.exhaustive_variants("compiled")
 def test_what_is_saved_and_when_training_stops_equal_ddps(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     for result in ranks.run(2, _saved_under, ["ddp", kind], str(tmp_path)):
         ours, ddp = result[kind], result["ddp"]

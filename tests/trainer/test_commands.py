@@ -64,7 +64,7 @@ def _peers(names: tuple[str, ...]) -> list[Any]:
         return [train(replace(job, peer=name)) for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # see unit/bench
 def test_peers_train_the_same_model_on_the_same_data(ranks: Ranks) -> None:
     (ours, ddp), others = ranks.run(2, _peers, ("zero3_compile", "ddp"))
     assert others == [None, None]
@@ -96,7 +96,7 @@ class Line(pl.LightningModule):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # see unit/bench
 def test_bench_sets_ours_beside_others(
     native_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

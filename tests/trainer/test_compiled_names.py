@@ -99,6 +99,7 @@ def _files(kind: str, make: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "make"), [("eager", Compiled), pytest.param("compiled", Compiled, marks=pytest.mark.slow), ("eager", Late)]
 )
+@pytest.mark.exhaustive_variants("compiled-Compiled")
 def test_files_of_compiled_modules_fit_either_way(ranks: Ranks, kind: str, make: Any) -> None:
     for result in ranks.run(2, _files, kind, make):
         keys = [f"net._orig_mod.{part}.{key}" for part in ("0._orig_mod", "2") for key in KEYS]

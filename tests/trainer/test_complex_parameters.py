@@ -149,12 +149,15 @@ def resume(ways: list[Way], folder: Path) -> None:
             assert_close_relative(*(pairs(file["state"]) for file in files), 1e-4, what=f"{what}: optimizer in files")
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive_variants("2-3-all", "3-1-all")
+@pytest.mark.parametrize(
+    ("first", "then", "ways"), [(2, 3, WAYS[:3]), (2, 3, WAYS), (3, 1, WAYS)], ids=["2-3-three", "2-3-all", "3-1-all"]
+)
 def test_complex_parameters_train_and_resume_as_in_a_single_process(
-    ranks: Ranks, tmp_path: Path, first: int, then: int
+    ranks: Ranks, tmp_path: Path, first: int, then: int, ways: list[Way]
 ) -> None:
-    ranks.run(first, train, WAYS, tmp_path, deadline=300)
-    ranks.run(then, resume, WAYS, tmp_path, deadline=300)
+    ranks.run(first, train, ways, tmp_path, deadline=300)
+    ranks.run(then, resume, ways, tmp_path, deadline=300)
 
 
 def _full(param: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ def _copied_under(kinds: list[str], *args: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "precision"), [("eager", "32-true"), ("compiled", "32-true"), ("eager", "bf16-mixed")]
 )
+@pytest.mark.exhaustive_variants("eager-bf16-mixed")
 def test_copies_after_a_fit_are_ddps(ranks: Ranks, tmp_path: Path, kind: str, precision: str) -> None:
     rtol = 3 * RTOL if precision == "32-true" else 1e-2
     for result in ranks.run(2, _copied_under, ["ddp", kind], precision, str(tmp_path)):

@@ -155,6 +155,7 @@ def _go_on(kind: str, home: str, how: str, word: str) -> tuple[int, list[str], s
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("how", "word"), [("damaged", "last"), ("damaged", "hpc"), ("incomplete", "hpc")])
+@pytest.mark.exhaustive_variants("damaged-hpc-sharded")
 def test_training_goes_on_from_the_newest_whole_one(
     ranks: Ranks, tmp_path: Path, kind: str, how: str, word: str
 ) -> None:

@@ -75,14 +75,14 @@ def test_a_gpt_from_scratch_with_pictures_of_loss_and_plan(ranks: Ranks, tmp_pat
     assert all((out / name).stat().st_size > 1000 for name in ("loss.png", "plan/report.html"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the first example trains as this one does
 def test_a_mixture_of_experts(ranks: Ranks, tmp_path: Path) -> None:
     for steps, found in ranks.run(2, run, "mixture_of_experts", [*CPU, "--steps", "30"], str(tmp_path), deadline=120):
         assert steps == 30
         assert found["train_loss"] < 4.0  # the logarithm of 64 is 4.16
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # see test_weight_averaging.py
 def test_a_vision_model_whose_weights_are_averaged(ranks: Ranks, tmp_path: Path) -> None:
     arguments = [*CPU, "--epochs", "3", "--pictures", "768", "--out", str(tmp_path / "out")]
     for _, found in ranks.run(2, run, "vision_ema", arguments, str(tmp_path), deadline=120):
@@ -94,8 +94,8 @@ SHAPE = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermedi
 SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 4}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["weights", "LoRA"])
+@pytest.mark.exhaustive  # distributed/test_outline.py trains a GPT-2
+@pytest.mark.parametrize("lora", [False, True], ids=["weights", "LoRA"])
 def test_a_transformers_model_is_tuned_and_exported(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
     transformers = pytest.importorskip("transformers")
     if lora:

@@ -75,6 +75,7 @@ def _finetuned_under(kinds: list[str], *args: Any) -> dict[str, Any]:
         pytest.param("compiled", "backbone", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.exhaustive_variants("compiled-backbone")
 def test_unfrozen_parameters_train_as_on_a_single_device(ranks: Ranks, tmp_path: Path, kind: str, name: str) -> None:
     for result in ranks.run(2, _finetuned_under, ["single", kind], name, str(tmp_path)):
         (*ours, groups), again = result[kind][0], result[kind][1]

@@ -108,6 +108,7 @@ def _alone(path: str) -> list[float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.exhaustive_variants("1")
 def test_other_numbers_of_ranks_go_on_from_fsdp2s(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     path = str(tmp_path / "x.ckpt")
     wanted = ranks.run(2, _uninterrupted)[0]

@@ -71,6 +71,7 @@ def uninterrupted(ranks: Ranks) -> dict[str, tuple[list[float], dict[str, Tensor
 
 
 @pytest.mark.parametrize(("name", "kind", "world"), READERS, ids=str)
+@pytest.mark.exhaustive_variants("Scheduled-single-1", "Scheduled-eager-1", "Scheduled-eager-3", "PlainSGD-eager-2")
 def test_resumed_training_equals_uninterrupted(
     ranks: Ranks, files: Any, uninterrupted: Any, name: str, kind: str, world: int
 ) -> None:
@@ -155,6 +156,7 @@ def _with_callback_under(home: str, *kinds: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["eager", "captured"])
+@pytest.mark.exhaustive_variants("captured")
 def test_best_and_last_of_model_checkpoint(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     for ddp, ours in ranks.run(2, _with_callback_under, str(tmp_path), "ddp", kind):
         name, score, files = ours.pop("best")

@@ -146,6 +146,7 @@ def _compare(results: list[dict[str, Any]], rtol: float = 2 * RTOL) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.exhaustive_variants("1")
 def test_hooks_see_and_change_what_they_do_under_ddp(ranks: Ranks, accumulate: int) -> None:
     hows = ("ddp", "eager", "compiled", "stage 1", "stage 2") if accumulate == 2 else ("ddp", "eager", "compiled")
     _compare(ranks.run(2, _hooked_under, hows, {"accumulate_grad_batches": accumulate}, deadline=240))
@@ -161,7 +162,7 @@ def test_hooks_see_float32_gradients_of_bf16_mixed_training(ranks: Ranks) -> Non
     _compare(results, rtol=3e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the others here compile with aot_eager
 def test_hooks_of_code_that_inductor_compiles_see_what_they_do_under_ddp(ranks: Ranks) -> None:
     _compare(ranks.run(2, _hooked_under, ("ddp", "inductor"), {}, deadline=300))
 
@@ -258,6 +259,7 @@ def _failing(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
+@pytest.mark.exhaustive_variants("compiled")
 def test_a_hook_that_fails_ends_the_backward_with_its_error(ranks: Ranks, kind: str) -> None:
     for own, size, dtype, number in ranks.run(2, _failing, kind, deadline=120):
         assert own == "ArithmeticError: a hook's own"

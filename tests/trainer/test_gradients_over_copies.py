@@ -77,6 +77,7 @@ def fit_both(kind: str, resumed: bool, by_plan: bool) -> tuple[Any, ...]:
     ("kind", "resumed", "by_plan"),
     [("compiled", False, False), ("compiled, captured", True, False), ("compiled", True, True)],
 )
+@pytest.mark.exhaustive_variants("compiled-True-True", "compiled-False-False")
 def test_a_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, kind: str, resumed: bool, by_plan: bool) -> None:
     for over, plain, (found, expected), (after, kept), plan in ranks.run(
         2, fit_both, kind, resumed, by_plan, deadline=120

@@ -110,6 +110,7 @@ def _beside_training(home: str) -> dict[str, Held]:
     return found
 
 
+@pytest.mark.exhaustive  # see test_ranks_hold_what_is_promised
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow)])
 def test_saves_beside_training_hold_one_copy(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     for rank, found in enumerate(ranks.run(world_size, _beside_training, str(tmp_path), deadline=240)):
@@ -186,7 +187,7 @@ def _by_commands(home: str) -> dict[str, Held]:
     return {name: _held(main, ["checkpoint", *words]) for name, words in commands.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_other_numbers_of_ranks_other_formats_and_commands(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, _write, str(tmp_path), deadline=240)
     for found in ranks.run(3, _from_elsewhere, str(tmp_path), deadline=240):

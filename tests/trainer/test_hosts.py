@@ -94,6 +94,7 @@ def both(kind: str, trainer: dict[str, Any], options: dict[str, Any]) -> tuple[A
         "no copy per host",
     ],
 )
+@pytest.mark.exhaustive_variants("eager, reduced once", "accumulated, reduced once")
 def test_training_on_hosts_equals_ddps(
     ranks: Ranks, kind: str, trainer: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -112,6 +113,7 @@ def resumed(path: str, ways: dict[str, tuple[str, dict[str, Any]]]) -> dict[str,
 
 
 @pytest.mark.parametrize(("saved", "kind"), [("full", "eager"), ("sharded", "compiled")], ids=["full", "sharded"])
+@pytest.mark.exhaustive_variants("sharded")
 def test_checkpoints_of_hosts_go_on_elsewhere_and_the_other_way_round(
     ranks: Ranks, tmp_path: Path, saved: str, kind: str
 ) -> None:
@@ -216,6 +218,7 @@ def awaited_layer_by_layer() -> list[int]:
     return seen[-1]
 
 
+@pytest.mark.exhaustive  # see distributed/test_exchange.py
 def test_hosts_exchange_weights_in_the_order_in_which_compiled_code_reads_them(ranks: Ranks) -> None:
     """What is not compiled reads most weights in its backward only, the last layer's first: were that the order, the
     first layer would have to wait for everything."""

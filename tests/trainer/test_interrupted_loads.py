@@ -132,6 +132,7 @@ def test_loads_by_hand_tell_it_too(ranks: Ranks, tmp_path: Path, world_size: int
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.exhaustive_variants("1")
 def test_who_goes_on_is_told_and_nothing_is_saved(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     for rank, found in enumerate(ranks.run(world_size, _interrupted, str(tmp_path))):
         unsaved, end = found["opening"]  # the module is what it was

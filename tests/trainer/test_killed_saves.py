@@ -85,6 +85,12 @@ EXHAUSTIVE = [
     ("beside", "after fsync manifest.json"),
     ("beside", "before remove *.incomplete"),
     ("beside", "before parting"),
+    ("beside", "before copy"),
+    ("beside", "before order of rank 0"),
+    ("beside", "after sync home"),
+    ("sharded", "after begin"),
+    ("sharded", "after finish .metadata"),
+    ("full", "after make folders"),
 ]
 WAYS = [(True, False), (False, True), (True, True), (False, False)]  # over another; everywhere
 CASES = [

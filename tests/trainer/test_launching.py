@@ -46,7 +46,7 @@ def test_started_by_the_trainer(by_the_trainer: list[dict[str, Any]]) -> None:
     _check(by_the_trainer, "LightningEnvironment")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the pool's ranks are started as torchrun starts them
 def test_started_by_torchrun(native_library: None, by_the_trainer: list[dict[str, Any]], tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(*torchrun, str(SCRIPT), str(tmp_path), "zero3_compile", "2", cwd=tmp_path)

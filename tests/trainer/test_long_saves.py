@@ -165,9 +165,10 @@ Found = Callable[[Callable[[], Any]], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def found(native_library: None) -> Iterator[Found]:
+def found(request: pytest.FixtureRequest, native_library: None) -> Iterator[Found]:
     """By function, what was said on each rank, and how long it took; they sleep for most of their time."""
-    with ranks_beside([full_and_async, beside, exported, of_fabric, stalled, gathered], deadline=120) as outcome:
+    calls: list[Callable[..., Any]] = [full_and_async] if request.config.getoption("--exhaustive") else []
+    with ranks_beside([*calls, beside, exported, of_fabric, stalled, gathered], deadline=120) as outcome:
         yield outcome
 
 
@@ -182,6 +183,7 @@ CASES: dict[str, Callable[[], Any]] = {"fabric": of_fabric, "exported": exported
 
 
 @pytest.mark.parametrize("case", WRITES)
+@pytest.mark.exhaustive_variants("full", "async")
 def test_while_bytes_move_nobody_is_alarmed_or_ended(found: Found, case: str) -> None:
     both = [each[case] for each in found(full_and_async)] if case in ("full", "async") else found(CASES[case])
     for rank, (text, seconds) in enumerate(both):

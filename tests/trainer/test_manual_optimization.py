@@ -47,6 +47,7 @@ def _train_under(make: Any, *kinds: str) -> dict[str, dict[str, Any]]:
     [(make, world_size) for make in (GAN, Alternating, Accumulating) for world_size in (2, 3)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
+@pytest.mark.exhaustive_variants("Accumulating-2")
 def test_manual_optimization_equals_a_single_device(ranks: Ranks, world_size: int, make: Any) -> None:
     kinds = ("eager",) if world_size == 3 else ("captured",) if make is Alternating else ("compiled", "captured")
     results = ranks.run(world_size, _train_under, make, "single", *kinds, deadline=90)

@@ -79,7 +79,7 @@ def save_and_resume(home: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # see test_offload.py
 def test_checkpoints_with_and_without_it_are_the_same(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(1, save_and_resume, str(tmp_path), deadline=240):
         assert found[0]["seen"]

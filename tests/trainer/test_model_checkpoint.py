@@ -176,6 +176,7 @@ def _one_stopped(saved: str, home: str, what: str, rank: int, how: str) -> None:
     ("saved", "rank", "how"),
     [("full", 1, "link"), pytest.param("sharded", 0, "OnExceptionCheckpoint", marks=pytest.mark.slow)],
 )
+@pytest.mark.exhaustive_variants("sharded-0-OnExceptionCheckpoint")
 def test_a_rank_that_raises_alone_saves_nothing_and_nobody_waits(
     ranks: Ranks, tmp_path: Path, saved: str, rank: int, how: str
 ) -> None:

@@ -163,6 +163,7 @@ echo "$@" >> "$REQUEUED"
 """
 
 
+@pytest.mark.exhaustive  # test_requeue.py saves at a signal and goes on
 def test_a_job_of_slurm_saves_at_each_signal_and_goes_on_from_the_newest(tmp_path: Path) -> None:
     out, commands, requeued = tmp_path / "out", tmp_path / "bin", tmp_path / "requeued"
     commands.mkdir()

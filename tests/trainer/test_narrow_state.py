@@ -74,6 +74,7 @@ def save_and_resume(kind: str, home: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["eager", "captured"])
+@pytest.mark.exhaustive_variants("eager")
 def test_a_training_goes_on_to_the_last_bit_and_files_are_read_with_and_without_it(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:

@@ -69,6 +69,7 @@ def save_and_resume(kind: str, home: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["eager", "captured"])
+@pytest.mark.exhaustive_variants("eager")
 def test_checkpoints_with_and_without_it_are_the_same(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     for found in ranks.run(2, save_and_resume, kind, str(tmp_path), deadline=120):
         for other in found[1:]:

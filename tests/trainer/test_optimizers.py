@@ -69,6 +69,7 @@ def _grouped(*kinds: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world_size", "kind"), [(2, "eager"), (3, "eager"), (2, "captured"), (3, "captured")])
+@pytest.mark.exhaustive_variants("3-eager")
 def test_weight_decay_groups_by_dimensions_equal_ddps(ranks: Ranks, world_size: int, kind: str) -> None:
     for result in ranks.run(world_size, _grouped, "ddp", kind):
         (*ours, groups), (*ddp, expected) = result[kind], result["ddp"]
@@ -200,6 +201,7 @@ def _train_in_epochs(kind: str, epochs: int, before: str = "", after: str = "", 
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.exhaustive_variants("full")
 def test_optimizers_with_state_dicts_of_their_own_resume_at_another_world_size(
     ranks: Ranks, tmp_path: Any, form: Any
 ) -> None:

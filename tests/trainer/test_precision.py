@@ -146,6 +146,7 @@ def _with_a_scaler(kinds: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.exhaustive_variants("3")
 def test_loss_scaling_equals_ddps_and_is_kept_in_checkpoints(ranks: Ranks, world_size: int) -> None:
     """Gradients that overflow on one rank skip the step on all."""
     for runs in ranks.run(world_size, _with_a_scaler, ["ddp", "eager"]):

@@ -91,6 +91,7 @@ def check(ranks: Ranks, world: int, kinds: list[str], cases: list[tuple[str, dic
 @pytest.mark.parametrize(
     ("world", "transport"), [(2, {}), (2, {"gather_transport": "collective"}), (3, {"gather_transport": "collective"})]
 )
+@pytest.mark.exhaustive_variants("2-transport1", "3-transport2")
 def test_a_rank_without_gradients_counts_as_zero(ranks: Ranks, world: int, transport: dict[str, Any]) -> None:
     kinds = ["compiled", "eager", *([] if transport else ["captured"])]
     check(ranks, world, kinds, [(how, transport) for how in WAYS], RTOL)
@@ -107,6 +108,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.exhaustive_variants("*stage*", "*collective*")
 def test_it_does_so_with_other_options(ranks: Ranks, options: dict[str, Any]) -> None:
     check(ranks, 2, ["compiled", "eager"], [(how, options) for how in ("none", "constant")], RTOL)
 
@@ -120,6 +122,7 @@ def test_the_error_about_a_rank_without_a_forward_by_hand_says_what_to_write(ran
         ranks.run(2, _by_hand, "none", last=True)
 
 
+@pytest.mark.exhaustive  # test_precision.py scales losses
 def test_it_does_so_with_a_scaled_loss(ranks: Ranks) -> None:
     options = {"scaled": True, "gradient_clip_val": 0.2}
     # A single process cannot unscale gradients that are not there, if its loss is a constant.

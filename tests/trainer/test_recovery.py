@@ -99,6 +99,7 @@ def _fail_under(kind: str) -> dict[str, Any]:
     ("world_size", "kind"),
     [(1, "eager"), (2, "eager"), pytest.param(2, "compiled", marks=pytest.mark.slow)],
 )
+@pytest.mark.exhaustive_variants("2-compiled")
 def test_fit_after_an_exception_equals_a_single_devices(ranks: Ranks, world_size: int, kind: str) -> None:
     for results in ranks.run(world_size, _fail_under, kind, deadline=120):
         for place, (single, ours) in results.items():

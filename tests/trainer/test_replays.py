@@ -16,7 +16,10 @@ FAST = ("losses kept", "accumulated and clipped")
 VALIDATED = (*FAST, "saved and validated", "weights averaged")  # evaluations are compiled, too
 # The first is part of others; the engine's own, in tests/distributed/test_replays.py, show the rest.
 ELSEWHERE = ("plain", "kept until the step", "activations checkpointed", "batch norm")
-EXHAUSTIVE = ("checkpointed by the reentrant way", "predictions in between")
+EXHAUSTIVE = (
+    *("checkpointed by the reentrant way", "predictions in between", "weights averaged", "unfrozen later"),
+    *("anomalies looked for", "accumulated more later", "batches skipped"),
+)
 
 
 class Emulated(ZeroStrategy):

@@ -175,6 +175,7 @@ def _resumed_under(kinds: list[str], *args: Any) -> dict[str, Any]:
     [(name, "eager", False) for name in MODULES]
     + [("Resumed", "eager", True), ("Late", "eager", True), ("Rebuilt", "compiled", False)],
 )
+@pytest.mark.exhaustive_variants("Resumed-eager-True", "Late-eager-True", "OnMeta-eager-False")
 def test_resuming_is_what_it_is_under_ddp(ranks: Ranks, name: str, kind: str, average: bool) -> None:
     for result in ranks.run(2, _resumed_under, ["ddp", kind], name, average):
         ours, ddp = result[kind], result["ddp"]

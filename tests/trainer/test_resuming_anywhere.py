@@ -132,6 +132,7 @@ def _resumed(kind: str, home: str, options: dict[str, Any]) -> tuple[Any, dict[s
     ]
     + [pytest.param("eager", "full, async", marks=pytest.mark.exhaustive)],
 )
+@pytest.mark.exhaustive_variants("eager-sharded, async", "compiled-sharded", "eager-full")
 def test_it_goes_on_from_any_step(ranks: Ranks, tmp_path: Path, kind: str, saved: str) -> None:
     for (losses, state), resumed in ranks.run(2, _resumed, kind, str(tmp_path), KINDS.get(saved, {})):
         for name, found in resumed.items():

@@ -101,6 +101,7 @@ def _all_ways(work: Callable[..., Any], home: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("work", [_stopped, _inside])
+@pytest.mark.exhaustive_variants("_stopped")
 def test_it_is_as_under_ddp(ranks: Ranks, tmp_path: Path, work: Callable[..., Any]) -> None:
     for wanted, *others in ranks.run(2, _all_ways, work, str(tmp_path), deadline=240):
         (losses, seen), kept = wanted

@@ -62,6 +62,7 @@ def _train(kind: str, name: str, path: str, plugin: bool) -> dict[str, Any]:
         pytest.param("sharded", True, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive_variants("full-True")
 def test_training_goes_on_as_from_the_moment_of_the_save(ranks: Ranks, tmp_path: Path, kind: str, plugin: bool) -> None:
     path = str(tmp_path / "x.ckpt")
     name = "Scheduled"
@@ -112,6 +113,7 @@ def _collects(kind: str, path: str, beside: bool) -> tuple[bool, list[bool]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.exhaustive_variants("sharded")
 def test_python_looks_for_garbage_when_the_start_is_over_and_not_in_a_save(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
@@ -192,6 +194,7 @@ def _kept(kind: str, home: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.exhaustive_variants("sharded")
 def test_model_checkpoint_keeps_what_it_is_told_to(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     for found in ranks.run(2, _kept, kind, str(tmp_path)):
         assert found == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
@@ -256,6 +259,7 @@ def _named_alike(kind: str, home: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.exhaustive_variants("full")
 def test_names_of_saves_that_go_on_are_taken_and_nothing_goes_on_after_training(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
@@ -291,7 +295,7 @@ def _with_options(home: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the first test here does so for one way to shard
 def test_it_is_what_was_there_whatever_is_sharded_how(ranks: Ranks, tmp_path: Path) -> None:
     compared, _ = ranks.run(2, _with_options, str(tmp_path), deadline=120)
     assert compared == dict.fromkeys(WITH, 2 * 6 * 2)

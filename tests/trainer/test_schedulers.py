@@ -98,6 +98,7 @@ OTHERS = [name for name in SCHEDULERS if name not in QUICK]
     [(QUICK, ["captured"]), pytest.param(OTHERS, ["captured", "eager"], marks=pytest.mark.slow)],
     ids=["three, captured", "others"],
 )
+@pytest.mark.exhaustive_variants("others")
 def test_scheduled_rates_and_what_the_monitor_logs_equal_ddps(ranks: Ranks, names: list[str], kinds: list[str]) -> None:
     for rank, result in enumerate(ranks.run(2, _all_scheduled, names, "ddp", *kinds, deadline=240)):
         ddp = result.pop("ddp")

@@ -37,6 +37,7 @@ def folders(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.exhaustive_variants("3")
 def test_training_goes_on_from_them_on_any_number_of_ranks(
     ranks: Ranks, folders: dict[tuple[str, int], tuple[str, dict]], world_size: int
 ) -> None:

@@ -167,6 +167,7 @@ STORIES = [_one_trainer, _several_trainers, _evaluation_only]
         for place in ((1, "eager"), (2, "compiled"), (3, "eager"))
     ],
 )
+@pytest.mark.exhaustive_variants("one_trainer-3-eager", "several_trainers-3-eager")
 def test_stages_in_any_order_equal_a_single_devices(ranks: Ranks, world_size: int, kind: str, story: Any) -> None:
     for rank, result in enumerate(ranks.run(world_size, _tell, story, "single", kind, deadline=90)):
         ours, single = result[kind], result["single"]

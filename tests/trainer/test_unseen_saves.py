@@ -151,6 +151,7 @@ OTHERS = [_in_a_thread, _full_beside, _sharded]
         *(pytest.param(one, marks=pytest.mark.exhaustive) for one in OTHERS),
     ],
 )
+@pytest.mark.exhaustive_variants("_at_the_end", "_of_fabric", "_at_a_url", "_sharded_beside")
 def test_while_bytes_leave_the_process_nobody_is_alarmed_or_ended(
     ranks: Ranks, tmp_path: Path, attempt: Callable[[str], Found]
 ) -> None:
@@ -159,6 +160,7 @@ def test_while_bytes_leave_the_process_nobody_is_alarmed_or_ended(
         assert "No progress" not in text, text
 
 
+@pytest.mark.exhaustive  # test_long_saves.py names the writer, too
 def test_where_none_do_it_is_named_who_writes_by_what(ranks: Ranks, tmp_path: Path) -> None:
     (writer, _), (waiting, _) = ranks.run(2, _standing, str(tmp_path))
     for text in (writer, waiting):

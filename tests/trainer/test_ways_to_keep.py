@@ -125,10 +125,10 @@ def under_ddp(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return ranks.run(2, _all_ways, "ddp", str(tmp_path_factory.mktemp("ddp")), deadline=120)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_model_checkpoint.py keeps the best and the last
 @pytest.mark.parametrize(
     "kind",
-    ["sharded, async", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("sharded", "full, async"))],
+    ["sharded, async", "sharded", "full, async"],
 )
 def test_what_is_kept_is_what_is_kept_under_ddp(
     ranks: Ranks, tmp_path: Path, under_ddp: dict[str, Any], kind: str

@@ -91,6 +91,7 @@ def _averaged_under(kinds: list[str], *args: Any, **arguments: Any) -> dict[str,
 
 
 @pytest.mark.parametrize(("kind", "name"), [("captured", "ema"), ("eager", "mean"), ("eager", "parameters only")])
+@pytest.mark.exhaustive_variants("eager-mean", "eager-parameters only")
 def test_averages_equal_ddps(ranks: Ranks, tmp_path: Path, kind: str, name: str) -> None:
     for result in ranks.run(2, _averaged_under, ["ddp", kind], name, str(tmp_path)):
         ours, ddp = result[kind], result["ddp"]
@@ -114,6 +115,7 @@ def test_averages_start_from_the_first_ranks_values(ranks: Ranks, tmp_path: Path
     ("kind", "gather_transport"),
     [("eager", "auto"), pytest.param("compiled", "auto", marks=pytest.mark.slow), ("eager", "collective")],
 )
+@pytest.mark.exhaustive_variants("compiled-auto", "eager-collective")
 def test_weights_that_are_held_do_not_undo_an_exchange(
     ranks: Ranks, tmp_path: Path, kind: str, gather_transport: str
 ) -> None:

@@ -94,6 +94,7 @@ def _fit_with_each(home: str, transport: str) -> dict[str, tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("transport", ["auto", "collective"])
+@pytest.mark.exhaustive_variants("collective")
 def test_what_is_written_behind_a_save_is_not_in_it(ranks: Ranks, tmp_path: Path, transport: str) -> None:
     found, _ = ranks.run(2, _fit_with_each, str(tmp_path), transport, deadline=120)
     assert found == {edit.__name__: (2 * 6, False) for edit in EDITS}

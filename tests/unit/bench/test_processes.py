@@ -85,6 +85,7 @@ def test_nothing_outlives_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
         _gone(pid)
 
 
+@pytest.mark.exhaustive
 def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     rank = """
 import os, pathlib, subprocess, sys, time

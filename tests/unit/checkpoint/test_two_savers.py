@@ -164,6 +164,7 @@ def test_the_one_that_was_too_late_leaves_the_other_alone(tmp_path: Path, no_loc
 
 @pytest.mark.parametrize("locks", [True, False])
 @pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.exhaustive_variants("sharded-False")
 def test_of_two_at_the_same_time_one_wins(
     tmp_path: Path, request: pytest.FixtureRequest, kind: str, locks: bool
 ) -> None:

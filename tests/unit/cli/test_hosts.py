@@ -103,7 +103,7 @@ sys.exit(main(["doctor", "--no-self-test", "--json"]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the tests above compare versions
 def test_two_processes_that_claim_different_versions_of_torch() -> None:
     end = run_ranks(["-c", CLAIMS], 2, 120.0)
     assert end.status == (1, 0), end.outputs

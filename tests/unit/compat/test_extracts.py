@@ -101,6 +101,7 @@ def _boxed(module: Any, inputs: Any) -> Any:
 
 @pytest.mark.parametrize("rows", [4, 6], ids=["fixed", "any length"])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.exhaustive_variants("buffers-any length", "layers-fixed", "checkpointed-any length")
 def test_halves_are_the_same_and_fewer_nodes_are_copied(name: str, rows: int) -> None:
     x = torch.linspace(-1, 1, rows * 16).view(rows, 16)
     expected, before, results = partitioned(LOSSES[name](), nullcontext(), x)

@@ -88,6 +88,7 @@ def compile_passes(graph: Graph, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("options", [{}, {"resident_mb": float("inf")}], ids=["gathered", "kept"])
+@pytest.mark.exhaustive_variants("gathered-True", "kept-False")
 def test_four_times_the_layers_are_four_times_the_work(backward: bool, options: dict[str, Any]) -> None:
     few, many = (counted(partial(compile_passes, model(count, backward), options)) for count in (FEW, MANY))
     growth = {file: many[file] / lines for file, lines in few.items() if many[file] > 500}

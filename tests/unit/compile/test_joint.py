@@ -137,6 +137,7 @@ def passed(module: nn.Module, outlined: bool, first: bool = False) -> tuple[list
 
 
 @pytest.mark.parametrize("block", [Wasteful, Checkpointed, Attending])
+@pytest.mark.exhaustive_variants("Attending", "Checkpointed")
 def test_what_passes_do_to_one_layer_is_what_they_do_to_each(block: type[Block]) -> None:
     module = Whole(block)
     whole, _ = passed(module, False)

@@ -75,6 +75,7 @@ def partitioned(step: Callable[[Tensor, Tensor], Tensor]) -> tuple[list[Node], l
 
 
 @pytest.mark.parametrize("step", [whole, reentrant, in_a_view, of_several_results])
+@pytest.mark.exhaustive_variants("whole", "in_a_view")
 def test_each_region_is_computed_again_from_what_came_into_it(step: Callable[[Tensor, Tensor], Tensor]) -> None:
     saved, backward = partitioned(step)
     # Of each region's two products, the first once more, and two derivatives of both; the last one's result is there.

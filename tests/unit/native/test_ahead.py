@@ -158,6 +158,7 @@ def test_a_program_that_ends_does_not_wait_and_leaves_nothing(slowly: Compiler, 
     assert not [path for path in running if path.exists() and slowly.path.encode() in path.read_bytes()]
 
 
+@pytest.mark.exhaustive
 def test_a_forked_process_neither_waits_for_the_thread_nor_ends_the_build(slowly: Compiler) -> None:
     owner = Owner()
     ahead = BuildAhead(owner)

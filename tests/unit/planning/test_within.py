@@ -199,6 +199,7 @@ class Manual(Net):
     automatic_optimization = False
 
 
+@pytest.mark.exhaustive  # see distributed/test_planned_gradients.py
 def test_gradients_lie_over_copies_where_a_step_has_one_micro_batch_and_does_not_fit_otherwise() -> None:
     card = Device("large", 10**11, 1e12, 1e12, 1e12, 1e11, context=0.0)
     with torch.device("meta"):

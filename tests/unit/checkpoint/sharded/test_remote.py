@@ -151,6 +151,7 @@ def _dying(fs: type, after: int) -> tuple[ExitStack, list[str]]:
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["a new place", "over another"])
+@pytest.mark.exhaustive_variants("memory-over another")
 def test_a_save_that_dies_leaves_the_last_checkpoint_or_the_new_one(root: str, over: bool, tmp_path: Path) -> None:
     fs = MemoryFileSystem if root.startswith("memory") else Mounted
     found: list[float | None] = []

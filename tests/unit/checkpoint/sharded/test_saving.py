@@ -30,6 +30,7 @@ NAMED = {  # a save that does not come by these is another one than this test is
 @pytest.mark.parametrize("exchanges", [True, False], ids=["one rename", "two renames"])
 @pytest.mark.parametrize("before", [None, "sharded", "full"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.exhaustive_variants("sharded-sharded-two renames")
 def test_a_save_that_dies_leaves_the_last_checkpoint_or_the_new_one(
     tmp_path: Path, kind: str, before: str | None, exchanges: bool
 ) -> None:

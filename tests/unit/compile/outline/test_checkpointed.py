@@ -136,11 +136,14 @@ class Editing(Block):
         "a part of each layer",
     ],
 )
+@pytest.mark.exhaustive_variants(
+    "every second layer", "products saved", "regions in regions", "edits of what comes in", "a part of each layer"
+)
 def test_the_joint_graph_is_that_of_the_whole(make: Callable[[], nn.Module], count: int) -> None:
     assert any("PREFER_RECOMPUTE" in line for line in same_graph(make(), count))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_a_region_only_hands_on_keeps_no_layer_from_being_traced_once() -> None:
     module = Handing()
     whole, _ = joint_graph(module, False)

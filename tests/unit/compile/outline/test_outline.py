@@ -66,6 +66,9 @@ from tests.unit.compile.outline.modules import (
         "expanded gradient",
     ],
 )
+@pytest.mark.exhaustive_variants(
+    "edits of its own", "frozen in part", "other dtypes", "functions with derivatives", "expanded gradient", "permuted"
+)
 def test_the_joint_graph_is_that_of_the_whole(make: Callable[[], nn.Module], count: int) -> None:
     same_graph(make(), count)
 
@@ -106,6 +109,7 @@ def test_a_layer_takes_no_longer_to_put_in_for_those_before_it(monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: Stack(Attending), Tied], ids=["a bias", "weights"])
+@pytest.mark.exhaustive_variants("a bias")
 def test_what_all_layers_read_gets_the_same_sum_of_gradients(make: Callable[[], nn.Module]) -> None:
     module = make()
     whole, _ = joint_graph(module, False)
@@ -120,7 +124,7 @@ def test_what_autocast_casts_once_in_all_stays_in_one_graph() -> None:
     assert joint_graph(module, True, torch.bfloat16)[1] == 0  # parameters of which no gather stands between
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # see traced_once/test_calls.py for layers that differ
 def test_layers_that_cannot_be_put_in_place_are_traced_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Stack(Block)
     whole, _ = joint_graph(module, False)

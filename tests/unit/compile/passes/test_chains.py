@@ -109,10 +109,12 @@ def test_graphs_agree_about_what_crosses(now: Run) -> None:
     assert len(output.meta[DESCRIBED]) == len(results(forward))
 
 
+@pytest.mark.exhaustive  # what a custom function keeps saves no chain either
 def test_what_computes_nothing_again_is_left_alone() -> None:
     assert Run(1.0).chained == 0
 
 
+@pytest.mark.exhaustive  # what a custom function keeps saves no chain either
 def test_what_users_want_computed_again_is() -> None:
     def checkpoint(forward: Graph, backward: Graph) -> None:
         for node in backward.nodes:

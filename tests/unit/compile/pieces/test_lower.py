@@ -68,9 +68,11 @@ def trained(module: nn.Module, batches: list[Tensor], cache: PieceCache | None) 
 
 
 @pytest.mark.slow
-def test_pieces_are_compiled_once_and_do_what_the_whole_does() -> None:
+@pytest.mark.exhaustive_variants("two lengths")
+@pytest.mark.parametrize("lengths", [(70,), (70, 50)], ids=["one length", "two lengths"])
+def test_pieces_are_compiled_once_and_do_what_the_whole_does(lengths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    batches = [torch.randn(rows, WIDTH) for rows in (70, 50)]  # the second length makes sizes dynamic
+    batches = [torch.randn(rows, WIDTH) for rows in lengths]  # the second length makes sizes dynamic
     module, cache = Layers(3), PieceCache()
     by_pieces = trained(module, batches, cache)
     assert by_pieces[1].norm() > 0
@@ -98,7 +100,7 @@ class Padded(Layers):
         return logits, logits.float().logsumexp(-1).mean()  # type: ignore[return-value]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # see test_strides.py
 def test_backward_gets_a_padded_product_of_any_length_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_device", "has_triton"):
         monkeypatch.setattr(f"torch._inductor.fx_passes.pad_mm.{name}", lambda *_: True)

@@ -130,6 +130,19 @@ CHANGES = [scaled, frozen, hooked, evaluated, normed, replaced, without_bias, pa
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("later", [False, True], ids=["before", "behind the first call"])
+@pytest.mark.exhaustive_variants(
+    "before-tied",
+    "before-tied_in_itself",
+    "before-repeated",
+    "behind the first call-scaled",
+    "behind the first call-frozen",
+    "behind the first call-hooked",
+    "behind the first call-evaluated",
+    "behind the first call-normed",
+    "behind the first call-replaced",
+    "behind the first call-without_bias",
+    "behind the first call-patched",
+)
 def test_a_layer_that_differs_does_what_it_does(change: Callable[[Model], None], later: bool) -> None:
     counts = []
     for once in (False, True):
@@ -273,6 +286,7 @@ KINDS = [Counting, Numbered, Averaging, Editing, EditingItsOwn, Viewing, Without
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.exhaustive_variants("Averaging")
 def test_whatever_layers_do_is_done(kind: type[Layer]) -> None:
     model = Model(kind)
     compiled = Compiled(model)
@@ -404,6 +418,7 @@ def test_what_a_stamped_part_returns_may_be_written_into() -> None:
 
 
 @pytest.mark.parametrize("setting", ["no_grad", "autocast"])
+@pytest.mark.exhaustive_variants("autocast")
 def test_settings_that_hold_for_some_layers_hold_for_these(setting: str) -> None:
     class Partly(Model):
         def forward(self, x: Tensor, **_: Any) -> Tensor:

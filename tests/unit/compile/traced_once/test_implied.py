@@ -84,6 +84,20 @@ SEEN = [name for name in CHANGES if name not in ("a method of the class", "the f
 
 @pytest.mark.parametrize("calls", [1, 3])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.exhaustive_variants(
+    "a number of the class-1",
+    "the code of a property-3",
+    "a number of a layer in front*-3",
+    "a method of a layer in front*-1",
+    "the class of a layer-1",
+    "the class of the one that was traced-1",
+    "a shorter tuple-3",
+    "another tuple-3",
+    "a list-3",
+    "the forward of the class-1",
+    "a method of a layer in front*-3",
+    "another tuple-1",
+)
 def test_what_changes_is_seen_where_it_is_in_layers_that_are_traced(change: Any, calls: int) -> None:
     """Dynamo takes some of a class for granted: its methods."""
     found = []

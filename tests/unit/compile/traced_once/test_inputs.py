@@ -86,6 +86,7 @@ def test_other_tensors_are_inputs_likewise() -> None:
 
 
 @pytest.mark.parametrize("name", ["table", "plain"])
+@pytest.mark.exhaustive_variants("plain")
 def test_sizes_that_change_compile_as_often_as_ever(name: str) -> None:
     counts = []
     for once in (False, True):
@@ -127,6 +128,15 @@ class Weighted(nn.Module):
 
 @pytest.mark.parametrize("number", [0, 1, 4])
 @pytest.mark.parametrize("change", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.exhaustive_variants(
+    "of another dtype-1",
+    "of another dtype-4",
+    "of another size-0",
+    "of another size-4",
+    "with other strides-0",
+    "with other strides-1",
+    "frozen-0",
+)
 def test_another_weight_later_is_seen(change: Callable[[nn.Parameter], Any], number: int) -> None:
     model: Any = Model(Weighted)
     compiled = Compiled(model)
@@ -206,6 +216,7 @@ class Looping(Model):
 
 
 @pytest.mark.parametrize("numbers", [(1,), range(5), "in turn", "nan"], ids=["one", "all", "in turn", "nan"])
+@pytest.mark.exhaustive_variants("in turn", "all")
 def test_numbers_of_layers_that_change_compile_as_often_as_ever(numbers: Any) -> None:
     counts = []
     for once in (False, True):
