@@ -48,7 +48,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     elif config.getoption("--slow"):
         what = "what .ci/run runs (--exhaustive runs all): 15 to 16"
     else:
-        what = "what is quick (--slow runs what .ci/run does): 8 to 9"
+        what = "what is quick (--slow runs what .ci/run does): 6 to 7"
     return f"lightning_zero: {what} minutes on two cores, one more where the C++ executor has to be built; without GPUs by gloo"
 
 
