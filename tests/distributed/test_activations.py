@@ -63,7 +63,7 @@ def train_all_ways() -> dict[str, Any]:
     return {choice: train(options) for choice, options in CHOICES.items()}
 
 
-@pytest.mark.exhaustive  # see test_memory.py and the test below
+@pytest.mark.slow
 def test_saving_less_changes_memory_and_nothing_else(ranks: Ranks) -> None:
     (found,) = ranks.run(1, train_all_ways, deadline=120)
     expected, usual, _, _ = found.pop("as usual")

@@ -114,7 +114,7 @@ def train_after_other_compilations() -> tuple[list[dict[str, Tensor]], list[int]
     return params, inputs
 
 
-@pytest.mark.exhaustive  # torch 2.14 alone takes notes
+@pytest.mark.slow
 def test_ranks_train_together_after_one_has_compiled_something_else(ranks: Ranks) -> None:
     found = ranks.run(2, train_after_other_compilations, deadline=120)
     model = build(Residual)
