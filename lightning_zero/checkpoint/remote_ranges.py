@@ -34,6 +34,7 @@ class RemoteRanges:
     def __init__(self, url: str, at: tuple[Any, str] | None = None) -> None:
         self._url = url
         self._fs, self._place = located(url) if at is None else at
+        self._several = True
         self.identity = self._look()
         self.size = int(self.identity["size"])
 
@@ -66,12 +67,15 @@ class RemoteRanges:
         return found
 
     def _ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        try:
-            return list(self._fs.cat_ranges([self._place] * len(begins), list(begins), list(ends), on_error="raise"))
-        except (AttributeError, NotImplementedError):
-            # Directories of a file system without asynchronous functions, in fsspec before 2026.9.
-            pairs = zip(begins, ends, strict=True)
-            return [self._fs.cat_file(self._place, start=begin, end=end) for begin, end in pairs]
+        if self._several:
+            try:
+                places = [self._place] * len(begins)
+                return list(self._fs.cat_ranges(places, list(begins), list(ends), on_error="raise"))
+            except (AttributeError, NotImplementedError):
+                # Directories of a file system without asynchronous functions, in fsspec before 2026.9.
+                self._several = False
+        pairs = zip(begins, ends, strict=True)
+        return [self._fs.cat_file(self._place, start=begin, end=end) for begin, end in pairs]
 
     def _look(self) -> dict[str, str]:
         self._fs.invalidate_cache()  # all of it: some stores forget a name, and not the list in which it stands

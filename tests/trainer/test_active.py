@@ -55,7 +55,8 @@ def test_every_optimization_is_in_use_as_with_every_supported_torch(tmp_path: Pa
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["active"] == ACTIVE
     never = {name for name, count in found["calls"].items() if not count}
-    expected = NOT_CALLED.keys() & found["calls"].keys()
+    # Collectives of torch before 2.13 are for users' code, too.
+    expected = {name for name in found["calls"] if name in NOT_CALLED or name.startswith("torch.distributed.")}
     if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         expected |= {"torch.fx.graph.pytree.tree_iter"}  # earlier ones do not ask
     assert never == expected, "torch calls others now, or does not ask"
