@@ -119,7 +119,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--out", default="runs/gpt", type=Path)
     add("--no-sample", action="store_true")
     add("--checkpoint", action="store_true", help="save every --val-every steps under --out")
-    add("--report", action="store_true", help="pictures of loss and plan in --out; needs matplotlib")
+    add("--report", action="store_true", help="the plan, and a picture of the losses, in --out; needs matplotlib")
     args = parser.parse_args(arguments)
     if args.compile and args.strategy != "ddp":
         parser.error("--compile is for --strategy ddp; zero3_compile compiles by itself.")
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> L.Trainer:
         report(args, trainer, watch)
         if args.report:
             draw_losses(args.out / "metrics.csv", args.out / "loss.png")
-            print(f"pictures: {args.out / 'loss.png'}, {args.out / 'plan' / 'report.html'}")
+            print(f"picture of the losses: {args.out / 'loss.png'}; plan: {args.out / 'plan' / 'plan.txt'}")
     return trainer
 
 

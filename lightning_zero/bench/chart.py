@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from html import escape
 from importlib.util import find_spec
@@ -38,9 +39,15 @@ def _bars(rows: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, float, bool]]
 
 
 def _as_png(bars: Sequence[tuple[str, float, bool]], floor: float | None, title: str) -> bytes:
-    from lightning_zero.report.pictures import figure, png
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    drawn, axes = figure(title, height=1.0 + 0.4 * len(bars))
+    # Not pyplot, which keeps figures in a global list and opens windows.
+    drawn = Figure(figsize=(9, 1.0 + 0.4 * len(bars)), layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.add_subplot()
+    axes.set_title(title, fontsize=10, parse_math=False)
+    axes.spines[["top", "right"]].set_visible(False)
     for row, (_, ms, own) in enumerate(bars):
         axes.barh(row, ms, color=OWN if own else OTHER)
         axes.text(ms, row, f" {ms:.1f}", va="center", fontsize=8)
@@ -49,7 +56,9 @@ def _as_png(bars: Sequence[tuple[str, float, bool]], floor: float | None, title:
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.invert_yaxis()
     axes.set_xlabel("ms per step (median)" + ("; dotted: one device, no communication" if floor is not None else ""))
-    return png(drawn)
+    buffer = io.BytesIO()
+    drawn.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def as_svg(bars: Sequence[tuple[str, float, bool]], floor: float | None, title: str) -> str:

@@ -16,11 +16,10 @@ from lightning_zero.checkpoint.background.saver import BackgroundSaver
 from lightning_zero.checkpoint.full import Room, model_state, optimizer_state, shard_optimizer_state
 from lightning_zero.checkpoint.halfway import Halfway
 from lightning_zero.checkpoint.lateness import shows
-from lightning_zero.checkpoint.opened import Opened
 from lightning_zero.checkpoint.opening import open_folder
 from lightning_zero.checkpoint.sharded.again import SavedState, fingerprint, place_of_again, save_again
 from lightning_zero.checkpoint.sharded.contents import bytes_of
-from lightning_zero.checkpoint.sharded.opened import kind_anew, kind_of
+from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_anew, kind_of
 from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
 from lightning_zero.checkpoint.sharded.plans import Plans
 from lightning_zero.checkpoint.sharded.saving import save_sharded
@@ -250,7 +249,7 @@ class Checkpoints:
         held += [value for value in kept if isinstance(value, Tensor)]
         self.saver.prepare(sum(value.nbytes for value in held) + ROOM)
 
-    def open(self, path: str | Path) -> Opened:
+    def open(self, path: str | Path) -> OpenedFolder:
         """Opens a sharded checkpoint. Its files are compared with their checksums first, by all ranks together.
         Collective.
 
@@ -258,7 +257,7 @@ class Checkpoints:
             CheckpointError: on every rank: it is no checkpoint, incomplete or damaged.
         """
         what = f"open the checkpoint {path}"
-        opened: list[Opened] = []
+        opened: list[OpenedFolder] = []
         self.together.each(what, lambda: opened.append(open_folder(str(path))))
         [folder] = opened
         saves = self.together.each(what, lambda: folder.save_id)

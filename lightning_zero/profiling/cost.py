@@ -1,7 +1,7 @@
 """What each node of a graph costs: floating-point operations, bytes moved, and seconds on a device.
 
-The estimate is simple on purpose. It serves to compare places for a transfer and to draw pictures, not to predict a
-step's time to the percent.
+The estimate is simple on purpose. It serves to compare places for a transfer, not to predict a step's time to the
+percent.
 
 * Operations are counted by torch's own formulas (``torch.utils.flop_counter``); an op without one has none.
 * Views cost nothing.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 
 from lightning_zero.profiling.cost import DeviceSpeed
 
-__all__ = ["DEVICES", "Device", "device_called", "device_named"]
+__all__ = ["DEVICES", "Device", "device_called"]
 
 GIB = 2**30
 
@@ -78,11 +77,3 @@ def device_called(name: str) -> Device:
     raise ValueError(
         f"device={name!r} is none of {known}. Pass one of these, or lightning_zero.Device(...) with its data sheet."
     )
-
-
-def device_named(name: str) -> Device | None:
-    """That whose driver calls it so, as ``NVIDIA H100 80GB HBM3``; None for one that is not in the table."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    parts = {device: device.name.lower().split("-") for device in DEVICES}
-    known = [device for device in DEVICES if words.issuperset(parts[device])]
-    return max(known, key=lambda device: len(parts[device]), default=None)

@@ -7,6 +7,7 @@ be the same in a graph that comes out of a cache which an earlier run filled, wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -19,7 +20,6 @@ from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.extrema import all_max
 from lightning_zero.mesh import Mesh
-from lightning_zero.profiling.bandwidth import BandwidthTable, Samples, check_samples, seconds_between
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 
 __all__ = ["NOMINAL", "Costs", "measure_costs"]
@@ -31,6 +31,29 @@ COPIED_BESIDE_COMPUTE = 0.8  # copy engines compete for memory only
 
 SIZES = (1 << 18, 1 << 20, 1 << 23, 1 << 25, 1 << 27)
 REPETITIONS = 4
+
+Samples = tuple[tuple[int, float], ...]  # measured (bytes, seconds), by growing bytes
+
+
+def _check_samples(name: str, samples: Samples) -> None:
+    """Raise :class:`ValueError` unless samples are positive and their bytes grow."""
+    sizes = [size for size, _ in samples]
+    if not samples or sizes != sorted(set(sizes)) or min(sizes) <= 0 or min(s for _, s in samples) <= 0:
+        raise ValueError(f"{name}={samples!r}: pass (bytes, seconds), all positive, by growing bytes.")
+
+
+def _seconds_between(samples: Samples, nbytes: int) -> float:
+    """Interpolate between two samples, in logarithms. A smaller transfer takes as long as the smallest, a larger one
+    runs at the bandwidth of the largest."""
+    if nbytes <= samples[0][0]:
+        return samples[0][1] if nbytes > 0 else 0.0
+    if nbytes >= samples[-1][0]:
+        return samples[-1][1] * nbytes / samples[-1][0]
+    (size, seconds), (larger, more) = next(
+        pair for pair in zip(samples, samples[1:], strict=False) if pair[0][0] <= nbytes <= pair[1][0]
+    )
+    way = math.log(nbytes / size) / math.log(larger / size)
+    return seconds * (more / seconds) ** way
 
 
 @dataclass(frozen=True)
@@ -53,7 +76,7 @@ class Costs:
     host_bytes_per_s: float = HOST_BYTES_PER_S
 
     def __post_init__(self) -> None:
-        check_samples("gathers", self.gathers)
+        _check_samples("gathers", self.gathers)
 
     @property
     def are_nominal(self) -> bool:
@@ -62,13 +85,7 @@ class Costs:
 
     def gather_seconds(self, nbytes: int) -> float:
         """For an all-gather whose result has so many bytes, beside compute."""
-        return seconds_between(self.gathers, nbytes) / self.beside
-
-    def table(self, world_size: int) -> BandwidthTable:
-        """Transfers as passes expect them, beside compute. Reduce-scatters are not measured here; they are taken to be
-        as fast as all-gathers of as many bytes."""
-        beside = tuple((size, seconds / BESIDE_COMPUTE) for size, seconds in self.gathers)
-        return BandwidthTable(world_size, beside, beside)
+        return _seconds_between(self.gathers, nbytes) / self.beside
 
     def node_seconds(self, graph: Graph) -> list[float]:
         """For each node, in the graph's order, on the compute stream."""

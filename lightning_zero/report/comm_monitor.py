@@ -42,7 +42,7 @@ class CommMonitor(Callback):
     * ``comm/gathered_mib``, ``comm/reduced_mib``: of whole weights and gradients' buckets, per step, on each rank;
     * ``comm/exposed_ms_estimated``: per step, how long compute stands idle for transfers. Nothing can measure that in a
       replayed step: it comes from the plan and from measured speeds of device and links, corrected by the time that a
-      pass really takes, as in ``PlanReport``. Not on CPUs, and not where a pass runs something else than each of its
+      pass really takes. Not on CPUs, and not where a pass runs something else than each of its
       graphs once;
     * ``memory/peak_mib``, ``memory/reserved_mib``: of the device's allocator (peaks since torch's own statistics were
       last reset, which this leaves alone), and ``memory/master_shard_mib``, ``gradient``, ``compute_copy``,

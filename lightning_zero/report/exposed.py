@@ -1,25 +1,31 @@
-"""How long a pass forward and backward waits for transfers, by the plans of its graphs.
+"""Estimate how long a pass forward and backward waits for transfers, by the plans of its graphs.
 
-Nothing measures that without slowing the pass down. Plans hold estimates of compute and of transfers, from what the
-engine has measured of the device and of the links; where it is known how long a pass really takes, compute is corrected
-by one factor, as in a :class:`~lightning_zero.report.PlanReport`.
+A measurement would slow the pass down. Plans hold estimates of compute and of transfers from the measured speeds of the
+device and of the links. If the real time of a pass is known, one factor corrects compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from lightning_zero.compile.plan import GraphPlan, Plan
-from lightning_zero.report.correction import compute_factor
-from lightning_zero.report.timeline import Compute, Gather, Reduce, Streams
 
-__all__ = ["exposed_seconds", "plan_streams", "step_plans"]
+__all__ = ["exposed_seconds", "step_plans"]
+
+HALVINGS = 40
+REDUCE, START, WAIT = range(3)  # in this order if they are at the same place
 
 
 def step_plans(plan: Plan, gathered: int) -> list[GraphPlan] | None:
-    """The graphs of a pass: of those of one kind for the same weights, the ones that came last, and each once. None
-    where these gather other bytes than a pass does: then they are not what it runs."""
+    """Return the graphs of a pass: the last one of each kind for the same weights.
+
+    Args:
+        plan: of all graphs.
+        gathered: bytes that a pass gathers.
+
+    Returns:
+        None if these graphs gather other bytes, so that a pass does not run each of them once.
+    """
     latest: dict[object, GraphPlan] = {}
     for graph in plan.graphs:
         touched = graph.gathers if graph.kind == "forward" else graph.reduces
@@ -28,38 +34,51 @@ def step_plans(plan: Plan, gathered: int) -> list[GraphPlan] | None:
     return graphs if sum(gather.bytes for graph in graphs for gather in graph.gathers) == gathered else None
 
 
-def plan_streams(graph: GraphPlan) -> Streams | None:
-    """What a graph's streams have to do; None where its plan has no seconds. Nodes between two places at which
-    something starts or is waited for are one; the first and the last take no time."""
-    if not graph.compute_s:
-        return None
-    places = {0.0, graph.compute_s, *(reduce.at_s for reduce in graph.reduces)}
-    for gather in graph.gathers:
-        places |= {gather.started_s, gather.waited_s}
-    ordered = sorted(places)
-    number = {place: index for index, place in enumerate(ordered)}
-    spans = [Compute("", 0.0), *(Compute("", after - before) for before, after in pairwise(ordered)), Compute("", 0.0)]
-    gathers = tuple(
-        Gather(g.weights[0], number[g.started_s] + 1, number[g.waited_s] + 1, g.transfer_s) for g in graph.gathers
-    )
-    reduces = tuple(Reduce(r.weights[0], number[r.at_s], r.transfer_s) for r in graph.reduces)
-    return Streams(tuple(spans), gathers, reduces)
-
-
 def exposed_seconds(graphs: Sequence[GraphPlan], pass_s: float | None = None) -> float | None:
-    """In which compute stands idle for weights, or gradients are on their way after the last node.
+    """Return the seconds in which compute waits for weights, or gradients are reduced after the last node.
 
     Args:
-        pass_s: how long the graphs together really took; None where that is not known.
+        graphs: of the pass.
+        pass_s: measured seconds of the graphs together; None if unknown.
 
     Returns:
-        None where some plan has no seconds.
+        None if some plan has no seconds.
     """
-    streams = [plan_streams(graph) for graph in graphs]
-    known = [one for one in streams if one is not None]
-    if not known or len(known) < len(streams):
+    computed = sum(graph.compute_s for graph in graphs)
+    if not graphs or not all(graph.compute_s for graph in graphs):
         return None
-    # Where transfers alone are estimated to take longer than the pass did, nothing is corrected.
-    factor = (None if pass_s is None else compute_factor(known, pass_s)) or 1.0
-    runs = [one.run(factor) for one in known]
-    return sum(sum(run.exposed) + run.tail for run in runs)
+    factor = 1.0
+    # If transfers alone are estimated to take longer than the pass did, nothing is corrected.
+    if pass_s is not None and _run(graphs, 0.0)[0] < pass_s:
+        low, factor = 0.0, pass_s / computed  # the latter is right if no transfer is exposed
+        for _ in range(HALVINGS):
+            middle = (low + factor) / 2
+            low, factor = (middle, factor) if _run(graphs, middle)[0] < pass_s else (low, middle)
+    return _run(graphs, factor)[1]
+
+
+def _run(graphs: Sequence[GraphPlan], factor: float) -> tuple[float, float]:
+    """Return the seconds of all graphs, and the exposed ones, if compute takes ``factor`` times as long as planned.
+
+    Gathers run one after another on a stream of their own, and so do reductions.
+    """
+    seconds = exposed = 0.0
+    for graph in graphs:
+        events = [(gather.started_s, START, n) for n, gather in enumerate(graph.gathers)]
+        events += [(gather.waited_s, WAIT, n) for n, gather in enumerate(graph.gathers)]
+        events += [(reduce.at_s, REDUCE, n) for n, reduce in enumerate(graph.reduces)]
+        now = at = gathers_end = reduces_end = waited = 0.0
+        ends: dict[int, float] = {}
+        for place, what, number in sorted(events):
+            now, at = now + (place - at) * factor, place
+            if what == START:
+                gathers_end = ends[number] = max(now, gathers_end) + graph.gathers[number].transfer_s
+            elif what == WAIT:
+                waited += max(ends[number] - now, 0.0)
+                now = max(now, ends[number])
+            else:
+                reduces_end = max(now, reduces_end) + graph.reduces[number].transfer_s
+        now += (graph.compute_s - at) * factor
+        seconds += max(now, gathers_end, reduces_end)
+        exposed += waited + max(reduces_end - now, 0.0)
+    return seconds, exposed

@@ -1,4 +1,8 @@
-"""Counts the floating-point operations of code that runs eagerly, by torch's own formulas."""
+"""Count the floating-point operations of code that runs eagerly, by torch's own formulas.
+
+``torch.utils.flop_counter.FlopCounterMode`` is not used: a formula that raises would end the training step there, it
+counts no attention on CPUs, and it puts hooks on all modules, whose calls the engine records in that step.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ import torch
 
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.headroom import MARGIN, MemoryGauge, limit_of
-from lightning_zero.report.stopwatch import Stopwatch
 from tests.helpers.options import config
 from tests.ranks.pool import Ranks
 
@@ -49,25 +48,15 @@ def train(resident: float | str, until: str) -> tuple[list[float], list[int], li
         engine.shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses, gathered = [], []
-        watch = Stopwatch(device, lambda: engine.executor.counters().get("gather_bytes", 0))
         for step in range(8):
-            watch.begin()
             with engine.train_step():
                 loss = model(torch.full((8, 1024), 0.1 * step, device=device)).square().mean()
             loss.backward()
-            watch.backward_ends()
             with engine.optimizers.stepping(optimizer):
                 optimizer.step()
             optimizer.zero_grad()
-            watch.end()
             losses.append(loss.item())
             gathered.append(engine.executor.counters().get("gather_bytes", 0))
-        measured = watch.measured()
-        assert measured.pass_s is not None
-        assert measured.batch_s is not None
-        assert 0 < measured.pass_s <= measured.batch_s
-        assert measured.added is not None
-        assert measured.added > 0
     finally:
         engine.close()
     return losses, [b - a for a, b in zip(gathered, gathered[1:], strict=False)], [s for s in said if "auto" in s]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import shutil
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,17 +21,15 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from lightning_zero.checkpoint.deepspeed.loading import load_mapped
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.weights.files import saved_values
 from lightning_zero.integrations.files import FileIO, load_file
 from lightning_zero.integrations.folders import read_whole
-from tests.helpers import deepspeed
 from tests.helpers.folders import write_folder
 
 __all__ = ["FORMATS", "copied", "damages", "read", "values_in", "write"]
 
-FORMATS = ("full", "sharded", "dcp", "zero2", "zero3", "safetensors")
+FORMATS = ("full", "sharded", "dcp", "safetensors")
 INDEX = "model.safetensors.index.json"
 HUGE = (1 << 62, 1 << 70, -1)
 
@@ -58,21 +54,13 @@ def write(kind: str, path: Path) -> Path:
     elif kind == "dcp":
         dcp.save(_state(), checkpoint_id=path, no_dist=True)
         torch.save({"epoch": 1}, path / "meta.pt")
-    elif kind == "safetensors":
+    else:
         path.mkdir()
         weights = _state()["state_dict"]
         save_file({"up.weight": weights.pop("up.weight")}, path / "one.safetensors")
         save_file(weights, path / "two.safetensors")
         where = {"up.weight": "one.safetensors"} | dict.fromkeys(weights, "two.safetensors")
         (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    else:
-        groups = [{"lr": 0.1, "params": {"b.weight": torch.randn(11, 8), "a.weight": torch.randn(13, 8)}}]
-        groups += [{"lr": 0.1, "params": {"b.bias": torch.randn(13), "scale": torch.randn(())}}]
-        trained = {name: value for group in groups for name, value in group["params"].items()}
-        moments = {name: {"step": torch.tensor(3.0), "exp_avg": value + 1} for name, value in trained.items()}
-        others = {"frozen": torch.randn(7, 3), "mean": torch.arange(4.0)}
-        shared = {"tied": "b.weight"}
-        deepspeed.write(path, int(kind[-1]), 2, groups, moments, others, {"epoch": 1}, frozen=["frozen"], shared=shared)
     return path
 
 
@@ -113,15 +101,10 @@ def damages(kind: str) -> Iterator[tuple[str, Damage]]:
             yield from _bytes_of(name)
         yield from _of_metadata()
         yield from _of_pickles()
-    elif kind == "safetensors":
+    else:
         for name in ("one.safetensors", INDEX):
             yield from _bytes_of(name, flips=())
         yield from _of_safetensors()
-    else:
-        part, model = "zero_pp_rank_1_mp_rank_00_optim_states.pt", _model_file(kind)
-        for name in (part, model):
-            yield from _bytes_of(f"checkpoint/{name}")
-        yield from _of_deepspeed(kind)
 
 
 def _bytes_of(name: str, flips: tuple[float, ...] = (0.4, 0.6)) -> Iterator[tuple[str, Damage]]:
@@ -402,133 +385,6 @@ def _of_safetensors() -> Iterator[tuple[str, Damage]]:
         yield f"index to {name}", index(f'{{"weight_map": {{"scale": "{name}"}}}}')
     yield "index to another file", index('{"weight_map": {"scale": "one.safetensors"}}')
     yield "index of bytes", lambda at: (at / INDEX).write_bytes(b"\xff\xfe\xff")
-
-
-def _model_file(kind: str) -> str:
-    return "zero_pp_rank_0_mp_rank_00_model_states.pt" if kind == "zero3" else "mp_rank_00_model_states.pt"
-
-
-def _of_deepspeed(kind: str) -> Iterator[tuple[str, Damage]]:
-    def edit(file: str, change: Callable[[dict[str, Any]], Any]) -> Damage:
-        def damage(folder: Path) -> None:
-            path = folder / "checkpoint" / file
-            with deepspeed._classes():  # also to save what stands for their objects
-                found = load_mapped(path, None)
-                change(found)
-                data = io.BytesIO()
-                torch.save(_copied(found), data)
-            path.write_bytes(data.getvalue())
-
-        return damage
-
-    model, part = _model_file(kind), "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-
-    def of_model(**changed: Any) -> Damage:
-        return edit(model, lambda found: found.update(changed))
-
-    def of_part(**changed: Any) -> Damage:
-        return edit(part, lambda found: found["optimizer_state_dict"].update(changed))
-
-    yield "tied to itself", of_model(shared_params={"tied": "tied"})
-    yield "tied in a circle", of_model(shared_params={"tied": "b", "b": "c", "c": "tied"})
-    yield "tied to nothing", of_model(shared_params={"tied": "nothing"})
-    yield "ties of a list", of_model(shared_params=["tied"])
-    yield "ties of numbers", of_model(shared_params={"tied": 3})
-    for shapes in (None, {}, [3], [{"b.weight": 3}], [{3: (1,)}], [{"b.weight": (-1, 8)}], [{"b.weight": (1 << 70,)}]):
-        yield f"param_shapes {shapes}", of_model(param_shapes=shapes)
-    yield "a shape twice", edit(model, lambda found: found["param_shapes"][1].update({"b.weight": (11, 8)}))
-    yield "a large shape", edit(model, lambda found: found["param_shapes"][0].update({"b.weight": (1 << 40, 8)}))
-    yield "a group less", edit(model, lambda found: found["param_shapes"].pop())
-    yield "no module", of_model(module=None)
-    yield "module of a list", of_model(module=[1])
-    yield "another version", edit(part, lambda found: found.update(ds_version="0.1"))
-    for stage in (0, 4, -1, "x", None, 1 << 70):
-        yield f"zero_stage {stage}", of_part(zero_stage=stage)
-    for count in (1, 7, "x", [1, "x"], {}):
-        yield f"partition_count {count}", of_part(partition_count=count)
-    yield "no state", edit(part, lambda found: found.pop("optimizer_state_dict"))
-    yield "state of a list", edit(part, lambda found: found.update(optimizer_state_dict=[1]))
-    groups = "fp32_flat_groups" if kind == "zero3" else "single_partition_of_fp32_groups"
-    for name, given in (
-        ("none", None),
-        ("numbers", [1.0, 2.0]),
-        ("short", [torch.ones(3), torch.ones(1)]),
-        ("expanded", [torch.ones(1).expand(1 << 40), torch.ones(1)]),
-        ("square", [torch.ones(8, 12), torch.ones(7)]),
-    ):
-        yield f"weights: {name}", of_part(**{groups: given})
-    inner = "optimizer_state_dict" if kind == "zero3" else "base_optimizer_state"
-
-    def of_optimizer(change: Callable[[dict[str, Any]], Any]) -> Damage:
-        def on_each(folder: Path) -> None:
-            for rank in range(2):
-                edit(
-                    part.replace("rank_1", f"rank_{rank}", 1),
-                    lambda found: change(found["optimizer_state_dict"][inner]),
-                )(folder)
-
-        return on_each
-
-    for numbers in ([-1], [7], [1], ["x"], [0, 0], 3):
-        yield f"params {numbers}", of_optimizer(lambda found, n=numbers: found["param_groups"][0].update(params=n))
-    yield "moments of words", of_optimizer(lambda found: found["state"][0].update(exp_avg="x"))
-    yield "short moments", of_optimizer(lambda found: found["state"][0].update(exp_avg=torch.ones(2)))
-    yield "state of a number", of_optimizer(lambda found: found["state"].update({0: 3}))
-    yield "groups of words", of_optimizer(lambda found: found.update(param_groups="xy"))
-    for tag in ("", "..", "../..", "x" * 100_000, "a\0b", "\udcff", "/"):
-        yield (
-            f"latest {tag!r:.20}",
-            lambda at, tag=tag: (
-                (at / "latest").write_bytes(tag.encode(errors="surrogateescape")),
-                (at / "checkpoint").rename(at / "checkpoint-"),
-            ),
-        )
-    if kind == "zero3":
-        yield "frozen of words", edit(model, lambda found: found["frozen_param_fragments"].update(frozen="x"))
-        yield "frozen shapes", of_model(frozen_param_shapes={"frozen": (-7, 3)})
-        yield "frozen shapes of a list", of_model(frozen_param_shapes=[1])
-        return
-    for start, count in ((-1, 88), (0, -5), (1 << 70, 1), ("x", 1), (None, None), (0.5, 3)):
-
-        def moved(found: dict[str, Any], start: Any = start, count: Any = count) -> None:
-            place = next(iter(found["optimizer_state_dict"]["param_slice_mappings"][0].values()))
-            place.start, place.numel = start, count
-
-        yield f"a slice of {start}, {count}", edit(part, moved)
-
-    def shared(found: dict[str, Any]) -> None:
-        for place in found["optimizer_state_dict"]["param_slice_mappings"][1].values():
-            place.start = 0
-
-    yield "slices that overlap", edit(part, shared)
-    yield "slices of words", of_part(param_slice_mappings="ab")
-    yield (
-        "a group of slices less",
-        edit(part, lambda found: found["optimizer_state_dict"]["param_slice_mappings"].pop()),
-    )
-
-
-def _copied(value: Any) -> Any:
-    """Objects of DeepSpeed's classes again where others stand for them; tensors in memory of their own."""
-    if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copied(inner) for inner in value)
-    if isinstance(value, Tensor):
-        return value if 0 in value.stride() else value.clone()
-    if type(value).__name__ == "StandIn":
-        return _again(value)
-    return value
-
-
-def _again(value: Any) -> Any:
-    if value.made_of:
-        return vars(sys.modules["deepspeed.runtime.zero.config"])["ZeroStageEnum"](*value.made_of)
-    fragment = vars(sys.modules["deepspeed.utils.tensor_fragment"])["fragment_address"]
-    scaler = vars(sys.modules["deepspeed.runtime.fp16.loss_scaler"])["LossScaler"]
-    made = fragment(0, 0) if "numel" in vars(value) else scaler()
-    vars(made).update({key: inner for key, inner in vars(value).items() if key != "made_of"})
-    return made
 
 
 def copied(good: Path, to: Path) -> Path:

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_zero import export_safetensors, load_safetensors
 from lightning_zero.cli.main import main
-from tests.helpers import deepspeed
 from tests.helpers.elsewhere import mount
 from tests.helpers.large import LAYERS, WEIGHT, Few, fit
 from tests.helpers.resident import MIB, Held, holding
@@ -153,7 +152,7 @@ def test_what_is_loaded_stays_where_it_was_put(ranks: Ranks, tmp_path: Path, wor
 
 
 def _write(home: str) -> None:
-    """By two ranks: both of our kinds, FSDP2's and DeepSpeed's."""
+    """By two ranks: both of our kinds, and FSDP2's."""
     for kind in ("full", "sharded"):
         module, trainer = fit(state_dict_type=kind)
         trainer.save_checkpoint(f"{home}/{kind}.ckpt")
@@ -169,15 +168,11 @@ def _write(home: str) -> None:
     if dist.get_rank() == 0:
         found = torch.load(f"{home}/full.ckpt", weights_only=True)
         torch.save(found, f"{home}/ddp.ckpt")  # as Lightning's own file is written
-        weights, [optimizer] = found.pop("state_dict"), found.pop("optimizer_states")
-        [group] = optimizer["param_groups"]
-        moments = dict(zip(weights, optimizer["state"].values(), strict=True))
-        deepspeed.write(Path(home) / "deepspeed.ckpt", 3, 2, [group | {"params": weights}], moments, {}, found)
 
 
 def _from_elsewhere(home: str) -> dict[str, Held]:
     close(fit()[0])  # what is imported on the way is nobody's
-    return {name: _loading(f"{home}/{name}.ckpt") for name in ("full", "sharded", "ddp", "fsdp2", "deepspeed")}
+    return {name: _loading(f"{home}/{name}.ckpt") for name in ("full", "sharded", "ddp", "fsdp2")}
 
 
 def _by_commands(home: str) -> dict[str, Held]:

@@ -20,7 +20,7 @@ import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import archive, full, telling
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
-from lightning_zero.checkpoint.weights import writing
+from lightning_zero.checkpoint.weights import exporting
 from lightning_zero.integrations.folders import read_whole
 from tests.helpers.beside import ranks_beside
 from tests.helpers.callbacks import SavesAfter
@@ -58,7 +58,7 @@ def slow_disk(seconds: Callable[[int], float]) -> Iterator[None]:
         file = open(*args, **kwargs)  # noqa: SIM115 - its user closes it
         return Slow(file, seconds) if kwargs else file
 
-    with patch.object(archive, "open", opened, create=True), patch.object(writing, "open", opened, create=True):
+    with patch.object(archive, "open", opened, create=True):
         yield
 
 
@@ -133,7 +133,19 @@ def beside() -> tuple[str, float]:
 
 def exported() -> tuple[str, float]:
     _, module = _trained()
-    found = _said(slowly, lambda: lightning_zero.export_safetensors(module, "exported", max_shard_size="1GB"))
+    original = exporting.save_file
+
+    def late(tensors: Any, path: Path, metadata: Any) -> None:
+        with open(f"{path}.more", "wb", buffering=0) as file:
+            for _ in range(24):
+                file.write(bytes(1 << 16))
+                time.sleep(0.4)
+        original(tensors, path, metadata)
+
+    with patch.object(exporting, "save_file", late):
+        found = _said(
+            lambda call: 0.0, lambda: lightning_zero.export_safetensors(module, "exported", max_shard_size="1GB")
+        )
     close(module)
     return found
 

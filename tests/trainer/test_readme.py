@@ -59,7 +59,7 @@ def test_snippets_run_one_after_the_other(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for done in ranks.run(2, run_all, str(tmp_path), deadline=240):
         assert len(done) == len(snippets()) > 4
-    assert (tmp_path / "report" / "report.html").exists()
+    assert (tmp_path / "report" / "plan.txt").exists()
 
 
 def anchors(page: Path) -> set[str]:

@@ -25,7 +25,6 @@ TRUSTED = {
     ("checkpoint/sharded/raw.py", "torch.load"): NOTHING,
     ("checkpoint/remote.py", "torch.load"): NOTHING,
     ("checkpoint/sharded/opened.py", "torch.load"): USER,
-    ("checkpoint/deepspeed/loading.py", "torch.load"): USER,
     ("cli/checkpoint/found.py", "torch.load"): USER,
     ("integrations/files.py", "torch.load"): LIGHTNING,
 }

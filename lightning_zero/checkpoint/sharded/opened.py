@@ -22,7 +22,6 @@ from lightning_zero.checkpoint.damaged import named_damage
 from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.lateness import ask_again
 from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.opened import Opened
 from lightning_zero.checkpoint.ranges import LocalRanges, Placed
 from lightning_zero.checkpoint.remote_ranges import RemoteRanges
 from lightning_zero.checkpoint.sharded.boxes import Box
@@ -66,16 +65,19 @@ def kind_anew(path: str | Path) -> str:
     return kind_of(path)
 
 
-class OpenedFolder(Opened):
-    """In torch's format, of ours or others.
+class OpenedFolder:
+    """A sharded checkpoint in torch's format. Reads no tensor until it is asked for one.
 
     Args:
         path: of the folder, or its URL.
 
     Attributes:
         path: as given.
-        manifest: None where somebody else wrote the checkpoint.
-        metadata: what ``.metadata`` says.
+        save_id: another one for each save; None if the manifest is missing.
+        has_checksums: True if :meth:`check` compares contents in addition to lengths.
+        world_size: number of ranks that wrote it; None if the manifest is missing.
+        manifest: None if another program wrote the checkpoint.
+        metadata: the content of ``.metadata``.
 
     Raises:
         CheckpointError: it is no checkpoint, or not a whole one.
@@ -233,6 +235,15 @@ class OpenedFolder(Opened):
     # -- what is in them
 
     def content(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the checkpoint as one dict. A sharded tensor is a
+        :class:`~lightning_zero.checkpoint.sharded.values.SavedValue`.
+
+        Args:
+            weights_only: False: trust the files, and unpickle anything in them.
+
+        Raises:
+            CheckpointError: it is damaged, or holds nothing that a loop could resume from.
+        """
         with named_damage(self.path):
             return self._content(weights_only)
 

@@ -11,14 +11,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_zero.checkpoint.claim import begun_at_once
+from lightning_zero.checkpoint.disk import AT_ONCE, Disk
 from lightning_zero.checkpoint.held import HeldFolder
 from lightning_zero.checkpoint.places import INCOMPLETE, beside, make_folders, remove, sync_folder
 from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.unseen import Unseen
 from lightning_zero.checkpoint.weights.files import INDEX, Part, plan_files
-from lightning_zero.checkpoint.weights.writing import write_tensors
 
 __all__ = ["Weight", "export", "in_dtype"]
 
@@ -124,7 +127,32 @@ def _stop_for(error: Exception | None, ends: Sequence[Future[None]]) -> None:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], wrote: Callable[[int], None]) -> None:
-    write_tensors(beside(path, INCOMPLETE), tensors, {"format": "pt"} | metadata, wrote)
+    """Write one file under its temporary name and flush it to the disk.
+
+    Raises:
+        ValueError: safetensors has no name for a tensor's dtype.
+        OSError: the file could not be written.
+    """
+    work = beside(path, INCOMPLETE)
+    work.touch()
+    mode = work.stat().st_mode
+    try:
+        with Unseen(lambda count: wrote(0)):  # save_file() reports no progress, and the other ranks wait for this one
+            save_file(tensors, work, {"format": "pt"} | metadata)
+    except KeyError as error:  # the library looks the dtype up
+        key, dtype = next((key, value.dtype) for key, value in tensors.items() if value.dtype in error.args)
+        instead = "Make it torch.complex64" if dtype.is_complex else "Export with dtype="
+        raise ValueError(f"safetensors cannot hold {key!r}, of {dtype}. {instead}, or leave it out.") from None
+    except SafetensorError as error:
+        raise OSError(f"{error}: {str(path)!r}") from error
+    os.chmod(work, mode)  # safetensors 0.8 makes files that only their owner may read
+    with open(work, "rb") as file:
+        disk, size = Disk(file.fileno()), os.fstat(file.fileno()).st_size
+        for begin in range(0, size, AT_ONCE):
+            count = min(AT_ONCE, size - begin)
+            disk.follow(count)
+            wrote(count)
+        disk.settle(lambda: wrote(0))
 
 
 def _put_in_place(folder: Path, files: Sequence[Part], weights: Mapping[str, Weight]) -> None:

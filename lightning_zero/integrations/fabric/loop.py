@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.explain import explain
-from lightning_zero.report.other_sharding import other_sharding
 from lightning_zero.report.running import running
 from lightning_zero.report.start import StartClock
 
@@ -137,6 +135,4 @@ def _alive(references: list[weakref.ref[Optimizer]]) -> list[Optimizer]:
 
 
 def _running(engine: Engine, optimizers: list[weakref.ref[Optimizer]]) -> str:
-    if other := other_sharding(engine):
-        rank_zero_warn(other)
     return running(engine, _alive(optimizers))

@@ -48,7 +48,6 @@ from lightning_zero.integrations.trainer.stage_end import meet_at_end
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.watchdog import Lane
-from lightning_zero.report.other_sharding import other_sharding
 from lightning_zero.report.running import running
 from lightning_zero.report.start import StartClock
 
@@ -219,8 +218,6 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     def _running(self) -> str:
         if self._engine is None or self.lightning_module is None:
             return ""
-        if other := other_sharding(self._engine, self.lightning_module.trainer.accumulate_grad_batches):
-            rank_zero_warn(other)
         return running(self._engine, self.optimizers)
 
     def _show_start(self, lines: Iterable[str]) -> None:

@@ -23,7 +23,6 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO, load_file
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.mapped import mapped
-from tests.helpers import deepspeed
 from tests.helpers.folders import sharded
 
 VALUES = {"a": torch.randn(300, 512), "b": torch.randn(1 << 17)}
@@ -51,12 +50,6 @@ def _others(path: Path) -> Callable[[], Values]:
     return lambda: open_folder(str(path)).content()["state_dict"]
 
 
-def _deepspeeds(path: Path) -> Callable[[], Values]:
-    moments = {key: {"step": torch.tensor(1.0), "exp_avg": value} for key, value in VALUES.items()}
-    deepspeed.write(path, 2, 2, [{"lr": 0.1, "params": VALUES}], moments, {"frozen": VALUES["a"] + 1}, {})
-    return lambda: open_folder(str(path)).content()["state_dict"]
-
-
 def _safetensors(path: Path) -> Callable[[], Values]:
     path.mkdir()
     save_file(VALUES, path / "model.safetensors")
@@ -64,7 +57,7 @@ def _safetensors(path: Path) -> Callable[[], Values]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("write", [_file, _folder, _others, _deepspeeds, _safetensors])
+@pytest.mark.parametrize("write", [_file, _folder, _others, _safetensors])
 def test_reading_says_so(tmp_path: Path, write: Callable[[Path], Callable[[], Values]]) -> None:
     path = tmp_path / "x.ckpt"
     opened = write(path)

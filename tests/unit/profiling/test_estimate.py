@@ -19,15 +19,6 @@ def test_a_gather_beside_compute_is_slower_than_what_was_measured() -> None:
     assert costs.gather_seconds(0) == 0.0
 
 
-def test_a_table_holds_what_passes_go_by() -> None:
-    costs = Costs(((100, 1.0), (10000, 4.0)), SPEED)
-    table = costs.table(3)
-    assert table.world_size == 3
-    for size in (50, 100, 1000, 20000):
-        assert table.gather_seconds(size) == pytest.approx(costs.gather_seconds(size))
-        assert table.reduce_seconds(size) == pytest.approx(costs.gather_seconds(size))
-
-
 def test_a_node_takes_what_its_operations_or_its_bytes_take() -> None:
     b = Builder()
     x, y = b.input("x", 2, 3), b.input("y", 3, 5)

@@ -3,14 +3,10 @@
 from pathlib import Path
 
 from lightning_zero.compile.passes.trace import PassTrace
-from lightning_zero.report.passes import pass_table, write_passes
+from lightning_zero.report.passes import write_passes
 
 SWAP = PassTrace("swap", 1.25, 6, ("neg",), ("relu",), ("mm", "add"), (), "--- before\n+++ after swap\n-relu\n+neg\n")
 LOOK = PassTrace("look", 0.5, 6, (), (), (), (), "")
-
-
-def test_a_row_for_each_pass_in_order() -> None:
-    assert pass_table([SWAP, LOOK]).rows == (("swap", 1.25, 6, 1, 1, 2, 0), ("look", 0.5, 6, 0, 0, 0, 0))
 
 
 def test_only_passes_that_did_something_leave_a_diff(tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 """What a report writes, when, on which rank, and that its failures stay its own."""
 
-import base64
 import gc
-import json
-import re
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,18 +16,10 @@ from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.grouping import GroupLimits
 from lightning_zero.compile.passes.trace import PassTrace
 from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
-from lightning_zero.profiling.bandwidth import BandwidthTable
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import Costs
 from lightning_zero.report import PlanReport
-from lightning_zero.report import plan_report as report
-from lightning_zero.report.stopwatch import BATCHES
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten
-PNG = b"\x89PNG\r\n\x1a\n"
-SPEED = DeviceSpeed({torch.float32: 1e12}, 1e11, 1e-6)
-BANDWIDTH = BandwidthTable(2, ((1 << 10, 1e-5), (1 << 20, 1e-4)), ((1 << 10, 1e-5), (1 << 20, 1e-4)))
 FORWARD = GraphPlan(
     "forward",
     8,
@@ -48,8 +37,6 @@ class Strategy:
         self.root_device = torch.device("cpu")
         self.observers: list[Any] = []
         self.pass_observers: list[Any] = []
-        self.measured: Costs | None = None
-        self.gathered = 0
         self._plan = plan
 
     def observe_graphs(self, observer: Any) -> None:
@@ -60,12 +47,6 @@ class Strategy:
 
     def plan(self) -> Plan:
         return self._plan
-
-    def costs(self) -> Costs | None:
-        return self.measured
-
-    def counters(self) -> dict[str, int]:
-        return {"gather_bytes": self.gathered}
 
 
 def forward(name: str = "w") -> Graph:
@@ -99,10 +80,8 @@ def trainer(strategy: Any, rank: int = 0) -> Any:
     return SimpleNamespace(strategy=strategy, is_global_zero=rank == 0)
 
 
-def started(
-    folder: Path, strategy: Strategy | None = None, rank: int = 0, bandwidth: BandwidthTable = BANDWIDTH
-) -> tuple[PlanReport, Any]:
-    made = PlanReport(folder, SPEED, bandwidth)
+def started(folder: Path, strategy: Strategy | None = None, rank: int = 0) -> tuple[PlanReport, Any]:
+    made = PlanReport(folder)
     given = trainer(strategy or Strategy(), rank)
     made.setup(given, MODULE, "fit")
     return made, given
@@ -117,7 +96,7 @@ def files(folder: Path) -> list[str]:
 
 
 def test_what_each_pass_did_is_written_on_request(tmp_path: Path) -> None:
-    made = PlanReport(tmp_path, SPEED, BANDWIDTH, passes=True)
+    made = PlanReport(tmp_path, passes=True)
     given = trainer(Strategy())
     made.setup(given, MODULE, "fit")
     ((observe,), (watch,)) = given.strategy.observers, given.strategy.pass_observers
@@ -135,10 +114,6 @@ def test_what_each_pass_did_is_written_on_request(tmp_path: Path) -> None:
         "graph_01_backward_00_pass_1.diff",
     ]
     assert (passes / "graph_00_forward_00_pass_0.diff").read_text() == diffs[0]
-    html = (tmp_path / "report.html").read_text()
-    assert "what pass_0 did" in html
-    assert "+forward &lt;b&gt;" in html
-    assert html.count("<caption>Passes</caption>") == 2
 
 
 def test_passes_are_watched_only_on_request(tmp_path: Path) -> None:
@@ -160,19 +135,11 @@ def test_a_batch_that_compiled_graphs_ends_with_files(tmp_path: Path) -> None:
     assert files(folder) == [
         "graph_00_forward_after.txt",
         "graph_00_forward_before.txt",
-        "graph_00_forward_memory.png",
-        "graph_00_forward_overlap.png",
         "graph_01_backward_after.txt",
         "graph_01_backward_before.txt",
-        "graph_01_backward_memory.png",
-        "graph_01_backward_overlap.png",
         "plan.json",
         "plan.txt",
-        "report.html",
-        "step.json",
-        "step.txt",
     ]
-    assert all(path.read_bytes().startswith(PNG) for path in folder.glob("*.png"))
     assert Plan.load(folder / "plan.json") == given.strategy.plan()
     assert (folder / "plan.txt").read_text() == f"{given.strategy.plan()}\n"
 
@@ -189,30 +156,15 @@ def test_the_texts_show_the_graph_before_and_after_the_passes(tmp_path: Path) ->
     assert after.splitlines()[-1].strip().startswith("return (mm_default")
 
 
-def test_the_page_holds_everything_and_fetches_nothing(tmp_path: Path) -> None:
-    made, given = started(tmp_path)
-    compiled(given.strategy.observers[0])
-    compiled_backward(given.strategy.observers[0])
-    batch_ends(made, given)
-    html = (tmp_path / "report.html").read_text()
-    assert not re.search(r"https?://|<script|<link|src=\"(?!data:)", html)
-    pictures = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', html)]
-    assert pictures == [path.read_bytes() for path in sorted(tmp_path.glob("*.png"))]
-    assert "block.&lt;first&gt;.weight, block.$a_b$.bias" in html
-    assert "<first>" not in html
-    assert "lightning_zero.gather_group.default([w]" in html
-    assert html.count("<details>") == 4
-
-
 def test_nothing_is_written_while_nothing_new_is_compiled(tmp_path: Path) -> None:
     made, given = started(tmp_path)
     batch_ends(made, given)
     assert files(tmp_path) == []
     compiled(given.strategy.observers[0])
     batch_ends(made, given)
-    (tmp_path / "report.html").unlink()
+    (tmp_path / "plan.txt").unlink()
     batch_ends(made, given)
-    assert "report.html" not in files(tmp_path)
+    assert "plan.txt" not in files(tmp_path)
 
 
 def test_graphs_compiled_later_are_added(tmp_path: Path) -> None:
@@ -222,9 +174,6 @@ def test_graphs_compiled_later_are_added(tmp_path: Path) -> None:
         batch_ends(made, given)
     assert "early" in (tmp_path / "graph_00_forward_after.txt").read_text()
     assert "late" in (tmp_path / "graph_01_forward_after.txt").read_text()
-    html = (tmp_path / "report.html").read_text()
-    assert "<h2>Graph 0, forward</h2>" in html
-    assert "<h2>Graph 1, forward</h2>" in html
 
 
 @pytest.mark.parametrize("hook", ["on_fit_end", "teardown", "on_exception"])
@@ -232,14 +181,8 @@ def test_graphs_seen_after_the_last_batch_are_written_at_the_end(tmp_path: Path,
     made, given = started(tmp_path)
     compiled(given.strategy.observers[0])
     getattr(made, hook)(given, MODULE, *{"teardown": ["fit"], "on_exception": [ValueError()]}.get(hook, []))
-    assert "report.html" in files(tmp_path)
+    assert "plan.txt" in files(tmp_path)
     assert "graph_00_forward_after.txt" in files(tmp_path)
-
-
-def test_fitting_without_compiled_graphs_leaves_a_page_that_says_so(tmp_path: Path) -> None:
-    made, given = started(tmp_path, Strategy(Plan()))
-    made.on_fit_end(given, MODULE)
-    assert "Nothing compiled yet." in (tmp_path / "report.html").read_text()
 
 
 def test_other_ranks_register_and_write_nothing(tmp_path: Path) -> None:
@@ -263,39 +206,7 @@ def test_further_stages_do_not_register_again_but_another_strategy_is_observed(t
 @pytest.mark.parametrize("rank", [0, 1])
 def test_another_strategy_is_refused_on_every_rank(tmp_path: Path, rank: int) -> None:
     with pytest.raises(MisconfigurationException, match=r"this is SimpleNamespace.*strategy='zero3_compile'"):
-        PlanReport(tmp_path, SPEED, BANDWIDTH).setup(trainer(SimpleNamespace(), rank), MODULE, "fit")
-
-
-def test_matplotlib_is_asked_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MisconfigurationException, match="pip install matplotlib"):
-        PlanReport(tmp_path)
-
-
-def test_the_device_is_measured_where_nothing_was_given(tmp_path: Path) -> None:
-    made = PlanReport(tmp_path)
-    given = trainer(Strategy())
-    made.setup(given, MODULE, "fit")
-    compiled(given.strategy.observers[0])
-    batch_ends(made, given)
-    assert "graph_00_forward_overlap.png" in files(tmp_path)
-
-
-def test_a_failure_while_drawing_is_said_once_and_the_rest_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> bytes:
-        raise RuntimeError("no ink")
-
-    monkeypatch.setattr(report, "memory_picture", fail)
-    made, given = started(tmp_path)
-    compiled(given.strategy.observers[0])
-    compiled(given.strategy.observers[0])
-    with pytest.warns(UserWarning, match=r"could not draw graph_00_forward: RuntimeError: no ink") as said:
-        batch_ends(made, given)
-    assert len(said) == 1
-    assert "graph_01_forward_after.txt" in files(tmp_path)
-    assert "report.html" in files(tmp_path)
+        PlanReport(tmp_path).setup(trainer(SimpleNamespace(), rank), MODULE, "fit")
 
 
 def test_a_failure_while_looking_at_a_graph_does_not_reach_the_compiler(tmp_path: Path) -> None:
@@ -322,21 +233,6 @@ def test_a_folder_that_cannot_be_made_does_not_end_the_training(tmp_path: Path) 
     made.on_fit_end(given, MODULE)
 
 
-def test_a_graph_without_a_plan_is_reported_without_its_streams(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(graph: Graph) -> GraphPlan:
-        raise ValueError("unreadable")
-
-    monkeypatch.setattr(report, "read_plan", fail)
-    made, given = started(tmp_path)
-    with pytest.warns(UserWarning, match="could not read a graph's plan: ValueError: unreadable"):
-        compiled(given.strategy.observers[0])
-    batch_ends(made, given)
-    assert "graph_00_forward_memory.png" in files(tmp_path)
-    assert "graph_00_forward_overlap.png" not in files(tmp_path)
-
-
 def test_graphs_are_not_kept(tmp_path: Path) -> None:
     made, given = started(tmp_path)
     graph = group_gathers(forward(), 2, GroupLimits(1 << 20))
@@ -346,66 +242,3 @@ def test_graphs_are_not_kept(tmp_path: Path) -> None:
     del graph
     gc.collect()
     assert value() is None
-
-
-def train_batch(made: PlanReport, given: Any, gathered: int = 16384) -> None:
-    made.on_train_batch_start(given, MODULE, None, 0)
-    given.strategy.gathered += gathered
-    made.on_after_backward(given, MODULE)
-    batch_ends(made, given)
-
-
-def test_measured_batches_correct_the_report(tmp_path: Path) -> None:
-    # Transfers that take next to nothing: what is measured is compute.
-    made, given = started(tmp_path, bandwidth=BandwidthTable(2, ((1, 1e-12),), ((1, 1e-12),)))
-    train_batch(made, given)
-    compiled(given.strategy.observers[0])
-    compiled_backward(given.strategy.observers[0])
-    for _ in range(BATCHES):
-        train_batch(made, given)
-        assert "Nothing is measured yet" in (tmp_path / "step.txt").read_text()
-    assert not list(tmp_path.glob("*corrected*"))
-    train_batch(made, given)
-    step = json.loads((tmp_path / "step.json").read_text())
-    row = step["step"]["ms of forward and backward"]
-    assert row["corrected"] == pytest.approx(row["measured"], rel=1e-3)
-    assert step["factor"] > 0
-    assert sorted(path.name for path in tmp_path.glob("*corrected*")) == [
-        "graph_00_forward_overlap_corrected.png",
-        "graph_01_backward_overlap_corrected.png",
-    ]
-    html = (tmp_path / "report.html").read_text()
-    for word in ("estimated", "measured", "corrected", "Memory was not measured"):
-        assert word in html
-    (tmp_path / "step.json").unlink()
-    train_batch(made, given)
-    assert "step.json" not in files(tmp_path)
-
-
-def test_graphs_compiled_later_are_measured_again(tmp_path: Path) -> None:
-    made, given = started(tmp_path)
-    for name in ("early", "late"):
-        compiled(given.strategy.observers[0], name)
-        train_batch(made, given)
-        assert "Nothing is measured yet" in (tmp_path / "step.txt").read_text()
-        for _ in range(BATCHES):
-            train_batch(made, given)
-        assert "Nothing is measured yet" not in (tmp_path / "step.txt").read_text()
-
-
-def test_what_the_strategy_has_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceSpeed, "of", None)
-    made, given = PlanReport(tmp_path), trainer(Strategy())
-    given.strategy.measured = Costs(((1 << 10, 1.0),), SPEED)
-    made.setup(given, MODULE, "fit")
-    assert made._speed is SPEED
-
-
-def test_a_failure_while_measuring_leaves_the_training_alone(tmp_path: Path) -> None:
-    made, given = started(tmp_path)
-    compiled(given.strategy.observers[0])
-    train_batch(made, given)
-    given.strategy.counters = None
-    with pytest.warns(UserWarning, match="could not measure a batch: TypeError") as said:
-        train_batch(made, given)
-    assert len(said) == 1

@@ -1,1 +1,0 @@
-"""Checkpoints that DeepSpeed has written, read without it."""
