@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_zero.alone import without_lightning
-from lightning_zero.bench.processes import run_ranks
+from lightning_zero.cli.local_ranks import run_ranks
 
 __all__ = ["RANK", "self_test"]
 

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.alone import without_lightning
-from lightning_zero.bench.processes import run_ranks
 from lightning_zero.cli.doctor.hosts import MUST_BE_EQUAL, Job, compared, said
+from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.ports import free_port
 

@@ -1,8 +1,8 @@
 """What the self-test makes of what its ranks do; the ranks themselves run in tests/trainer/test_commands.py."""
 
 from lightning_zero.alone import without_lightning
-from lightning_zero.bench.processes import run_ranks
 from lightning_zero.cli.doctor.self_test import RUNS, self_test
+from lightning_zero.cli.local_ranks import run_ranks
 
 WRITE = "import os, sys; os.environ['RANK'] == '0' and open(sys.argv[1], 'w').write('{}')"
 

@@ -1,13 +1,17 @@
-"""A plain Llama-like decoder in several sizes, and random tokens to train it on."""
+"""Models that commands take by name: a plain Llama-like decoder in several sizes, or ``script.py:Module``."""
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
+import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["SIZES", "VOCABULARY", "Decoder", "Tokens"]
+__all__ = ["SIZES", "VOCABULARY", "Decoder", "DecoderModule", "Tokens", "model_class"]
 
 SIZES = {  # width, layers, heads, hidden
     "tiny": (128, 4, 4, 352),
@@ -60,7 +64,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """Takes tokens and targets, int64 of (batch, length), and returns the mean cross entropy, 0-dim, float32."""
+    """Return the mean cross entropy (0-dim, float32) of tokens and targets, each int64 of (batch, length)."""
 
     cos: Tensor
     sin: Tensor
@@ -93,7 +97,7 @@ class Decoder(nn.Module):
 
 
 class Tokens(Dataset):
-    """Each sample the same on every rank and in every run: int64 of ``length`` + 1, the last for the targets."""
+    """Random samples, int64 of ``length`` + 1, that are equal on all ranks and in all runs."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -103,3 +107,42 @@ class Tokens(Dataset):
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.randint(VOCABULARY, (self.length + 1,), generator=torch.Generator().manual_seed(index))
+
+
+class DecoderModule(pl.LightningModule):
+    """Train the decoder of a size in ``SIZES`` on random tokens. Its initial weights depend on the seed alone."""
+
+    def __init__(self, size: str, batch: int, length: int) -> None:
+        super().__init__()
+        self.batch, self.length = batch, length
+        self.net = Decoder(*SIZES[size])
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.net(batch[:, :-1], batch[:, 1:])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Tokens(self.length), self.batch)
+
+
+def model_class(name: str) -> type[pl.LightningModule]:
+    """Return the class that ``script.py:Module`` names.
+
+    Raises:
+        ValueError: there is no such file or class, or it is no LightningModule.
+    """
+    path, _, wanted = name.rpartition(":")
+    file = Path(path)
+    if not path or not file.is_file():
+        raise ValueError(f"{name!r} is none of {', '.join(SIZES)}, nor a file and a class, as in model.py:Module.")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, wanted, None)
+    if not (isinstance(found, type) and issubclass(found, pl.LightningModule)):
+        raise ValueError(f"{file} has no LightningModule called {wanted!r}.")
+    return found

@@ -1,9 +1,10 @@
-"""Strategies that are measured beside each other, each set up as its own documentation has it: what the Trainer gets,
-and what is done to the model. All have float32 master weights, and with mixed precision bfloat16 on the wire."""
+"""The strategies that are compared. Each is set up as its own documentation says.
+
+All have float32 master weights, and with mixed precision bfloat16 on the wire.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,29 +23,29 @@ from lightning.pytorch.strategies import (
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from lightning_zero.bench.graphed import StepGraph
-from lightning_zero.bench.job import Job
-from lightning_zero.config import Tuning
+from compare.job import Job
+from compare.step_graph import StepGraph
+from lightning_zero.cli.plan import parsed_options
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 
-__all__ = ["FLOOR", "OURS", "PEERS", "Peer", "clip_by_hand", "repeated", "parsed_options", "zero_strategy"]
+__all__ = ["FLOOR", "OURS", "PEERS", "Peer", "clip_by_hand", "repeated", "zero_strategy"]
 
 Module = type[pl.LightningModule]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One way of training.
+    """A strategy to compare.
 
     Attributes:
-        title: in tables and pictures.
-        strategy: made for a job, on every rank.
-        adapt: a class of the model's that does what this way asks of a model.
+        title: name in tables and charts.
+        strategy: makes the Trainer's ``strategy`` for a job, on every rank.
+        adapt: makes a subclass of the model's class that the strategy can train.
         needs_gpus: it does not run on the CPU.
-        package: that must be installed.
-        alone: one rank, whatever there is.
-        own_precision: the Trainer has none: ``adapt`` sees to it.
-        own_clipping: likewise.
+        package: a package that must be installed.
+        alone: it runs on one rank, even if there are more devices.
+        own_precision: ``adapt`` sets the precision, and the Trainer does not.
+        own_clipping: ``adapt`` clips gradients, and the Trainer does not.
     """
 
     title: str
@@ -57,48 +58,25 @@ class Peer:
     own_clipping: bool = False
 
     def why_not(self, gpus: bool) -> str:
-        """Why it cannot run here, in words; empty where it can."""
+        """Return why it cannot run on this machine; empty if it can."""
         if self.package and find_spec(self.package) is None:
             return f"{self.package} is not installed"
         return "needs GPUs" if self.needs_gpus and not gpus else ""
 
 
 def zero_strategy(name: str, options: Sequence[str], backend: str = "inductor") -> Any:
-    """What a Trainer gets; `options` are for :func:`parsed_options`."""
+    """Return the Trainer's ``strategy``. `options` are as in :func:`~lightning_zero.cli.plan.parsed_options`."""
     if not options and backend == "inductor":
         return name
     chosen: dict[str, Any] = {"compile": name == "zero3_compile", "compile_backend": backend}
     return ZeroStrategy(**chosen | parsed_options(options))
 
 
-def parsed_options(options: Sequence[str]) -> dict[str, Any]:
-    """ZeroStrategy's arguments of ``NAME=VALUE`` with values in JSON, or ``tuning.NAME=VALUE``.
-
-    Raises:
-        ValueError: one is written in another way.
-    """
-    given: dict[str, Any] = {}
-    tuning: dict[str, Any] = {}
-    for text in options:
-        name, equals, value = text.partition("=")
-        try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError:
-            equals = ""
-        if not equals:
-            raise ValueError(f"{text!r} is no NAME=VALUE with a value in JSON, as stage=2 or reduce_dtype='\"32\"'.")
-        if name.startswith("tuning."):
-            tuning[name.removeprefix("tuning.")] = parsed
-        else:
-            given[name] = parsed
-    return given | {"tuning": Tuning(**tuning)}
-
-
-# -- what is done to models
+# -- changes of models
 
 
 def repeated(model: nn.Module) -> list[nn.Module]:
-    """The outermost items of lists of modules (a decoder's layers): what FSDP2 compiles and shards one by one."""
+    """Return the outermost items of lists of modules, a decoder's layers, which FSDP2 compiles and shards each."""
     found: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
@@ -113,7 +91,7 @@ def repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def outermost(model: nn.Module) -> Iterator[nn.Module]:
-    """What a training step calls: children, and of lists of modules their items."""
+    """Iterate over the modules that a training step calls: children, and the items of lists of modules."""
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from outermost(child)
@@ -122,14 +100,16 @@ def outermost(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def clip_by_hand(module: nn.Module, limit: float | None) -> None:
-    """By the norm of all gradients; not at all without a limit. Lightning refuses it beside a fused optimizer in mixed
-    precision, for a scaler that bfloat16 has not."""
+    """Clip gradients by their total norm, if there is a limit.
+
+    With a fused optimizer in mixed precision Lightning refuses to clip, because of a scaler that bfloat16 does not use.
+    """
     if limit:
         nn.utils.clip_grad_norm_(module.parameters(), limit)
 
 
 def compiled(base: Module, job: Job) -> Module:
-    """Compiles whole children, before they are wrapped."""
+    """Return a class whose children are compiled as a whole before they are wrapped."""
 
     class Compiled(base):  # type: ignore[misc, valid-type]
         def configure_model(self) -> None:
@@ -148,7 +128,7 @@ def compiled(base: Module, job: Job) -> Module:
 
 
 def fully_sharded(base: Module, job: Job) -> Module:
-    """``fully_shard`` and ``torch.compile`` on each repeated block, and ``fully_shard`` on the rest."""
+    """Return a class that compiles each repeated block and shards it and all other children by ``fully_shard``."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     class FullySharded(base):  # type: ignore[misc, valid-type]
@@ -173,7 +153,7 @@ def fully_sharded(base: Module, job: Job) -> Module:
 
 
 def graphed(base: Module, job: Job) -> Module:
-    """The same, with forward and backward replayed."""
+    """Return the class of :func:`fully_sharded` with forward and backward in one CUDA graph."""
 
     class Graphed(fully_sharded(base, job)):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -209,7 +189,7 @@ def _fsdp(job: Job) -> Any:
 
 
 def _marked(base: Module, job: Job) -> Module:
-    """Repeated blocks are known to FSDP's policy, which sees single modules."""
+    """Return a class that marks repeated blocks for FSDP's policy, which sees single modules."""
 
     class Marked(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
@@ -227,7 +207,7 @@ def _marked(base: Module, job: Job) -> Module:
 
 
 def _ddp(job: Job) -> Any:
-    # Of itself it sends float32 gradients of float32 weights, twice the bytes that the others send.
+    # By default it sends float32 gradients of float32 weights, twice the bytes that the others send.
     return DDPStrategy(ddp_comm_hook=bf16_compress_hook if job.precision == "bf16-mixed" else None)
 
 
@@ -236,7 +216,7 @@ def _deepspeed(job: Job) -> Any:
 
 
 class _DeepCompile(DeepSpeedStrategy):
-    """DeepSpeed's engine compiles itself when it is told to, once it is there."""
+    """Compile DeepSpeed's engine after its setup."""
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)

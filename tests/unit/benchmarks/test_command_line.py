@@ -1,4 +1,4 @@
-"""What ``bench`` makes of its command line, before anything trains."""
+"""The command line of the comparison, before anything trains."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.cli.main import main
+from compare.command_line import main
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             {"peer": "ddp", "title": "d", "ratio": None, "failed": "x\nno memory"},
         ]
 
-    monkeypatch.setattr("lightning_zero.cli.bench.compare", compare)
-    monkeypatch.setattr("lightning_zero.cli.bench.build", lambda **options: None)
+    monkeypatch.setattr("compare.command_line.compare", compare)
+    monkeypatch.setattr("compare.command_line.build", lambda **options: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     return seen
 
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_smallest_model_on_two_ranks_is_what_a_cpu_gets(
     asked: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "--out", str(tmp_path / "a" / "b")]) == 0
+    assert main(["--out", str(tmp_path / "a" / "b")]) == 0
     job, names, ranks, known = asked
     assert known == []
     assert (job.model, job.length, job.precision, ranks) == ("tiny", 128, "32-true", 2)
@@ -53,14 +53,14 @@ def test_the_smallest_model_on_two_ranks_is_what_a_cpu_gets(
 
 
 def test_json_is_all_that_is_printed(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "tiny", "--only", "zero3_compile", "--option", "cuda_graphs=false", "--json"]) == 0
+    assert main(["tiny", "--only", "zero3_compile", "--option", "cuda_graphs=false", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["ms"] == 2.0
     assert asked[0].options == ("cuda_graphs=false",)
     assert asked[1] == ["zero3_compile"]
 
 
 def test_what_is_resumed_must_be_the_same(asked: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    again = ["bench", "tiny", "--resume", "--out", str(tmp_path)]
+    again = ["tiny", "--resume", "--out", str(tmp_path)]
     assert main(again) == 0
     assert asked[3] == []
     assert main(again) == 0
@@ -69,8 +69,8 @@ def test_what_is_resumed_must_be_the_same(asked: list[Any], tmp_path: Path, caps
     assert "has another job" in capsys.readouterr().err
     (tmp_path / "bench.json").write_text("[]")
     assert main(again) == 1
-    assert "was not written by bench" in capsys.readouterr().err
-    assert main(again[:3]) == 1
+    assert "was not written by this command" in capsys.readouterr().err
+    assert main(again[:2]) == 1
     assert "--resume needs --out DIR" in capsys.readouterr().err
     assert len(asked) == 8
 
@@ -86,6 +86,6 @@ def test_what_is_resumed_must_be_the_same(asked: list[Any], tmp_path: Path, caps
 def test_what_cannot_be_is_said_at_once(
     arguments: list[str], words: str, asked: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *arguments]) == 1
+    assert main(arguments) == 1
     assert words in capsys.readouterr().err
     assert not asked

@@ -1,4 +1,4 @@
-"""FSDP2 inside CUDA graphs, as torchtitan does it: forward and backward of a training step in one graph."""
+"""FSDP2 in CUDA graphs, as in torchtitan: forward and backward of a training step in one graph."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from lightning_zero.compat.tensors import tree_leaves, tree_map_only
 
 __all__ = ["StepGraph"]
 
-RUNS_BEFORE = 3  # on the stream of the capture, which FSDP2 and the allocator need to get used to it
+RUNS_BEFORE = 3  # warm-up runs on the capture's stream, after which FSDP2 and the allocator allocate nothing new
 
 
 class StepGraph:
-    """Captures ``loss(batch)`` and its backward once, and replays them; gradients stay where they are, so optimizers
-    set them to zero instead of to None.
+    """Capture ``loss(batch)`` and its backward once, and replay them.
+
+    Gradients keep their memory, so optimizers must set them to zero instead of to None.
 
     Args:
-        loss: of a batch, 0-dim, on the device.
+        loss: returns the loss of a batch, 0-dim, on the device.
     """
 
     def __init__(self, loss: Callable[[Any], Tensor]) -> None:
@@ -32,10 +33,10 @@ class StepGraph:
         self._out: Tensor | None = None
 
     def __call__(self, batch: Any) -> Tensor:
-        """The loss of this batch; gradients are there."""
+        """Return the loss of a batch, after its backward."""
         self._runs += 1
         if self._runs <= RUNS_BEFORE:
-            return self._run_beside(batch)
+            return self._run_on_side_stream(batch)
         if self._graph is None:
             self._capture(batch)
         assert self._graph is not None
@@ -49,7 +50,7 @@ class StepGraph:
         loss.backward()
         return loss.detach()
 
-    def _run_beside(self, batch: Any) -> Tensor:
+    def _run_on_side_stream(self, batch: Any) -> Tensor:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             loss = self._run(batch)

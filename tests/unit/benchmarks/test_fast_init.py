@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_zero.bench.draws import DRAWN, quick_draws
+from compare.fast_init import DRAWN, quick_draws
 
 
 def test_large_weights_repeat_a_million_numbers_of_the_right_spread() -> None:

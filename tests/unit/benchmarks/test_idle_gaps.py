@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.bench.gaps import MEETINGS, read, summarise
+from compare.idle_gaps import MEETINGS, read, summarise
 from lightning_zero.native.build import source_directory
 
 

@@ -1,15 +1,12 @@
 """What is done to models, and what jobs are made of."""
 
-from pathlib import Path
-
-import pytest
 import torch
 from torch import nn
 
+from compare.baselines import outermost, repeated, zero_strategy
+from compare.job import Job, built_in
 from lightning_zero import ZeroStrategy
-from lightning_zero.bench.decoder import Decoder, Tokens
-from lightning_zero.bench.job import Job, built_in, model_class
-from lightning_zero.bench.peers import outermost, repeated, zero_strategy
+from lightning_zero.cli.models import Decoder, Tokens
 
 JOB = Job("zero3_compile", "tiny", 2, 8, 6, 2, "32-true", "inductor", 1.0, ("a=1",))
 
@@ -33,18 +30,6 @@ def test_built_in_models_are_the_same_for_the_same_seed() -> None:
     assert torch.equal(*weights)
     assert torch.equal(Tokens(8)[3], Tokens(8)[3])
     assert len(Tokens(8)[3]) == 9
-
-
-def test_a_class_is_found_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "model.py"
-    file.write_text("import lightning as L\nclass Mine(L.LightningModule): pass\nclass Other: pass\n")
-    assert model_class(f"{file}:Mine").__name__ == "Mine"
-    for name in ("Other", "Missing"):
-        with pytest.raises(ValueError, match=f"has no LightningModule called '{name}'"):
-            model_class(f"{file}:{name}")
-    for wrong in ("7t", f"{file}", f"{tmp_path}/no.py:Mine"):
-        with pytest.raises(ValueError, match="is none of tiny, "):
-            model_class(wrong)
 
 
 def test_options_reach_the_strategy() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.bench.chart import draw
+from compare.time_chart import draw
 
 ROWS = [
     {"peer": "floor", "title": "one device", "ms": 10.0},
@@ -18,7 +18,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_an_svg_is_drawn_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.bench.chart.find_spec", lambda name: None)
+    monkeypatch.setattr("compare.time_chart.find_spec", lambda name: None)
     path = draw(ROWS, "a & b", tmp_path)
     assert path == tmp_path / "chart.svg"
     root = ET.fromstring(path.read_text())

@@ -1,9 +1,11 @@
-"""Callbacks that measure a training without slowing it down."""
+"""Callbacks that measure a training without slowing it down, and the end of a process that has printed the results."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -11,17 +13,19 @@ import torch
 from lightning_zero.integrations.trainer.sigterm import ask_on_cpu
 from lightning_zero.report.readings import memory_by_role
 
-__all__ = ["Clock", "Start"]
+__all__ = ["Clock", "Start", "bytes_of_graphs", "exit_without_cleanup"]
 
 
 class Clock(pl.Callback):
-    """From the end of one optimizer step on the device to the end of the next. Nothing waits for the device here, as
-    nothing does in a user's training."""
+    """Measure the time from the end of one optimizer step on the device to the end of the next.
+
+    It never waits for the device during a training, as a user's training does not.
+    """
 
     def __init__(self, warm: int, ask: bool = False) -> None:
         self.warm, self.ask, self.begin, self.steady_after = warm, ask, 0.0, 0.0
         self.marks: list[Any] = []
-        self.told: list[float] = []  # when the host had queued each
+        self.queued_at: list[float] = []  # when the host had queued each step, in seconds
         self.loss: Any = None
         self.profiler: Any = None
         self.peak: float | None = None
@@ -43,18 +47,17 @@ class Clock(pl.Callback):
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             self.steady_after = time.perf_counter() - self.begin
-        self.told.append(time.perf_counter())
+        self.queued_at.append(time.perf_counter())
         if self.profiler is not None:
             self.profiler.step()
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if torch.cuda.is_available():
-            # Memory that all ranks can read is not the allocator's, and what CUDA graphs use between kernels is free to
-            # it, but to nobody else.
+            # The allocator does not count memory that all ranks can read, and counts memory of CUDA graphs as free.
             peers = getattr(trainer.strategy, "peer_bytes", 0)
-            self.peak = round((torch.cuda.max_memory_allocated() + of_graphs() + peers) / 2**30, 2)
+            self.peak = round((torch.cuda.max_memory_allocated() + bytes_of_graphs() + peers) / 2**30, 2)
             self.reserved = round((torch.cuda.max_memory_reserved() + peers) / 2**30, 2)
-            # Now: when `fit` returns, strategies have given back what they please.
+            # Here, because strategies free memory before `fit` returns.
             free, total = torch.cuda.mem_get_info()
             self.device = round((total - free) / 2**30, 2)
 
@@ -68,29 +71,31 @@ class Clock(pl.Callback):
 
     @staticmethod
     def between(begin: Any, end: Any) -> float:
-        """Milliseconds from one mark to another; the device must have passed both."""
+        """Return the milliseconds from one mark to another. The device must have passed both."""
         return float(begin.elapsed_time(end) if isinstance(begin, torch.cuda.Event) else 1e3 * (end - begin))
 
     def milliseconds(self) -> list[float]:
-        """Of the steps after warm-up; the first one of them, before which the device was waited for, left out."""
+        """Return the time of each step after warm-up, without the first, before which the host waits for the device."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         steady = self.marks[self.warm :]
         return [self.between(a, b) for a, b in zip(steady, steady[1:], strict=False)]
 
     def leads(self) -> list[float]:
-        """Milliseconds by which the device came later to the end of each such step than the host did, which queues it:
-        where that does not grow to more than a step, the device waits for the host, and not the other way round."""
+        """Return by how many milliseconds the host is ahead of the device at the end of each step after warm-up.
+
+        If that stays below the time of one step, the device waits for the host.
+        """
         if not torch.cuda.is_available() or len(self.marks) <= self.warm:
             return []
         torch.cuda.synchronize()
-        origin, begun = self.marks[self.warm - 1], self.told[self.warm - 1]  # the host had waited for the device
-        after = zip(self.marks[self.warm :], self.told[self.warm :], strict=True)
-        return [origin.elapsed_time(mark) - 1e3 * (told - begun) for mark, told in after]
+        origin, begun = self.marks[self.warm - 1], self.queued_at[self.warm - 1]  # the host had waited for the device
+        after = zip(self.marks[self.warm :], self.queued_at[self.warm :], strict=True)
+        return [origin.elapsed_time(mark) - 1e3 * (queued - begun) for mark, queued in after]
 
 
-def of_graphs() -> int:
-    """Bytes that belong to CUDA graphs, as far as no tensor holds them."""
+def bytes_of_graphs() -> int:
+    """Return the bytes that belong to CUDA graphs and to no tensor."""
     if not torch.cuda.is_available():
         return 0
     segments = (s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0))
@@ -98,7 +103,7 @@ def of_graphs() -> int:
 
 
 class Start(pl.Callback):
-    """When a step, by default the tenth, has ended on the device; what an engine counted, and its memory by role."""
+    """Measure the seconds until a step, by default the tenth, has ended. Read counters and memory by role."""
 
     def __init__(self, step: int = 10) -> None:
         self.step, self.begin = step, time.perf_counter()
@@ -120,3 +125,13 @@ class Start(pl.Callback):
             self.counters = {name: counters[name] for name in names if name in counters}
             roles = memory_by_role(engine, trainer.optimizers)
             self.roles = {role: round(count / 2**30, 2) for role, count in roles.items()}
+
+
+def exit_without_cleanup() -> NoReturn:
+    """End this process at once.
+
+    Data workers, compilers, captured graphs and process groups take seconds to end, in each row of a table.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

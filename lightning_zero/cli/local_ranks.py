@@ -1,7 +1,7 @@
-"""Ranks of a job of its own on this machine, as torchrun starts them, with a deadline.
+"""Run ranks on this machine, as torchrun does, with a deadline.
 
-Protocol: ``end = run_ranks(arguments, world_size, limit_s)``. When it returns, or raises, none of the processes is
-left: neither a rank nor what a rank has started. Where this process is killed, a shell beside it ends them.
+When :func:`run_ranks` returns or raises, all ranks and the processes that they started have ended. If this process is
+killed, a shell that it started ends them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch.distributed import TCPStore
 
 __all__ = ["JobEnd", "run_ranks"]
 
-OTHERS_END_S = 10.0  # after one has failed: they say whom they miss
+OTHERS_END_S = 10.0  # after a rank has failed, for the others' own messages
 POLL_S = 0.05
 LAST_LINES = 12
-# Of a job that this process may be a part of; a rank would take itself for one of that job's.
-SURROUNDING = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "LSB_")
+# Prefixes of variables that are removed: a rank must not think that it belongs to the job of this process.
+LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "LSB_")
 
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
-        status: of each rank; None: it had to be killed.
-        outputs: of each rank, stdout and stderr together.
-        seconds: it took.
-        limit_s: the most that it was given, in seconds.
+        status: exit status of each rank; None if it was killed at the deadline.
+        outputs: stdout and stderr of each rank, in one text.
+        seconds: duration.
+        limit_s: the deadline, in seconds.
     """
 
     status: tuple[int | None, ...]
@@ -47,7 +47,7 @@ class JobEnd:
 
     @property
     def failed(self) -> str:
-        """Why, in words: the last lines of the rank that failed; empty where all ended well."""
+        """The last lines of the rank that failed; empty if none has failed."""
         bad = [rank for rank, status in enumerate(self.status) if status not in (0, None)]
         if bad:
             rank = bad[0]
@@ -55,7 +55,7 @@ class JobEnd:
         stuck = [rank for rank, status in enumerate(self.status) if status is None]
         if stuck:
             ranks = ", ".join(map(str, stuck))
-            # The reason comes last: of a row that failed a table shows one line, the last, as of an exception.
+            # The reason is last, because tables show only the last line, which is the message of an exception.
             return f"{self._last(stuck[0])}\nnot over after {self.limit_s:g} s (ranks {ranks})"
         return ""
 
@@ -66,18 +66,18 @@ class JobEnd:
 def run_ranks(
     arguments: Sequence[str], world_size: int, limit_s: float, environment: Mapping[str, str] | None = None
 ) -> JobEnd:
-    """Runs ``python ARGUMENTS`` once for each rank.
+    """Run ``python ARGUMENTS`` once for each rank.
 
     Args:
         arguments: as in ``["-m", "package.module", "--option"]``.
         world_size: number of ranks, all on this machine.
-        limit_s: after so many seconds they are killed.
-        environment: variables besides this process's own.
+        limit_s: seconds after which ranks are killed.
+        environment: variables to add to those of this process.
     """
     begun = time.monotonic()
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(world_size)]
-        # Served here, as torchrun's agent serves it: a port that is only looked up may be taken before rank 0 has it.
+        # This process serves the store, as torchrun's agent does, so that no other process takes its port.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with ExitStack() as running:
             processes: list[subprocess.Popen[bytes]] = []
@@ -85,7 +85,7 @@ def run_ranks(
             for rank, file in enumerate(files):
                 own = _environment(rank, world_size, store.port) | dict(environment or {})
                 processes.append(_start(arguments, own, file))
-            running.callback(_dismiss, _survivor(processes))
+            running.callback(_stop_reaper, _start_reaper(processes))
             status = _wait(processes, begun + limit_s)
         outputs = tuple(_read(file) for file in files)
     return JobEnd(status, outputs, time.monotonic() - begun, limit_s)
@@ -98,32 +98,34 @@ def _start(arguments: Sequence[str], environment: dict[str, str], file: IO[bytes
         stdin=subprocess.DEVNULL,
         stdout=file,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # so that all that it starts can be ended with it
+        start_new_session=True,  # so that the processes that it starts are killed with it
     )
 
 
-def _survivor(processes: Sequence[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Ends ranks, and what they have started, when this process is gone: nobody else would, before their own timeouts.
-    It waits for the end of a pipe that only this process holds open, however this process ends."""
+def _start_reaper(processes: Sequence[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Start a shell that kills the ranks and their children when this process ends, by SIGKILL, too.
+
+    It reads a pipe that only this process holds open.
+    """
     groups = [str(process.pid) for process in processes]
     return subprocess.Popen(
         ["/bin/sh", "-c", 'read line; for group; do kill -s KILL -- "-$group"; done', "sh", *groups],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # what ends this process by a signal to its group must leave it alone
+        start_new_session=True,  # a signal to the group of this process must not end it
     )
 
 
-def _dismiss(survivor: subprocess.Popen[bytes]) -> None:
-    """Before ranks are ended, and their numbers may be others'."""
-    survivor.kill()
-    survivor.communicate()
+def _stop_reaper(reaper: subprocess.Popen[bytes]) -> None:
+    """Stop the shell before ranks end, after which other processes may get their ids."""
+    reaper.kill()
+    reaper.communicate()
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(SURROUNDING)}
-    # Ranks import the same package as this process, wherever it was started.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    # Ranks import the same package as this process, from any working directory.
     home = str(Path(__file__).resolve().parents[2])
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [home, kept.get("PYTHONPATH", "")]))
     return kept | {

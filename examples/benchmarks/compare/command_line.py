@@ -1,36 +1,52 @@
-"""``bench``: this strategy beside others, on one model."""
+"""The command line: compare this strategy with others on one model."""
 
 from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_zero.bench.chart import draw
-from lightning_zero.bench.job import MODELS, Job, model_class
-from lightning_zero.bench.peers import OURS, PEERS
-from lightning_zero.bench.rows import HEADS, Devices, brief, cells, compare
-from lightning_zero.cli.command import Command
+from compare.baselines import OURS, PEERS
+from compare.comparison import HEADS, Devices, brief, cells, compare
+from compare.job import Job
+from compare.time_chart import draw
+from lightning_zero.cli.main import run_command
+from lightning_zero.cli.models import SIZES, model_class
 from lightning_zero.cli.show import show_table, tell
 from lightning_zero.native.build import build
 
-__all__ = ["BENCH"]
+__all__ = ["main"]
 
 FILE = "bench.json"
 FEWEST = 3  # measured steps: the first of them is left out, and quantiles need two
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, and return the exit status: 0 if this strategy has a time, 1 if not, 2 for a wrong command line."""
+    parser = ArgumentParser(
+        prog="python examples/benchmarks/compare",
+        description="Trains one model under this strategy and others, and compares.",
+    )
+    _add_arguments(parser)
+    return run_command(_run, parser.parse_args(arguments))
+
+
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help=f"{', '.join(MODELS)}, or script.py:Module; by default by the device")
+    parser.add_argument(
+        "model", nargs="?", help=f"{', '.join(SIZES)}, or script.py:Module; by default 350m on GPUs and tiny on the CPU"
+    )
     parser.add_argument("--only", metavar="NAMES", help=f"with commas, of {','.join(PEERS)}; by default all")
     parser.add_argument("--ranks", type=int, help="by default one for each GPU, or two on the CPU")
-    parser.add_argument("--steps", type=int, default=40, help="of the optimizer (default %(default)s)")
-    parser.add_argument("--warm", type=int, default=15, help="of these not measured (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="samples of a rank, of built-in models")
-    parser.add_argument("--length", type=int, help="tokens of a sample, likewise; by default 2048, or 128 of tiny")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default %(default)s)")
+    parser.add_argument("--warm", type=int, default=15, help="first steps, not measured (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="samples per rank, of built-in models")
+    parser.add_argument(
+        "--length", type=int, help="tokens per sample, of built-in models; by default 2048, or 128 of tiny"
+    )
     parser.add_argument("--precision", help="by default bf16-mixed on GPUs, and 32-true on the CPU")
     parser.add_argument("--clip", type=float, default=1.0, help="norm of gradients; 0: no clipping")
     parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds that each peer gets")
@@ -38,8 +54,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for bench.json, after each peer, and a chart")
     parser.add_argument(
-        "--resume", action="store_true", help="peers that have a time in DIR/bench.json stay as they are"
+        "--resume", action="store_true", help="peers that have a time in DIR/bench.json do not run again"
     )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _run(arguments: Namespace) -> int:
@@ -54,11 +71,11 @@ def _run(arguments: Namespace) -> int:
             f"up, and {FEWEST} more are needed."
         )
     job = _job(arguments, gpus)
-    if job.model not in MODELS:
-        model_class(job.model)  # an error in it is shown once, and now
+    if job.model not in SIZES:
+        model_class(job.model)  # an error in it is shown once, before ranks start
     ranks = arguments.ranks or (torch.cuda.device_count() if gpus else 2)
     if OURS in names:
-        build(say=tell)  # here, and not within a limit
+        build(say=tell)  # before the time limit of a peer begins
     title = f"{job.model}, {ranks} x {torch.cuda.get_device_name(0) if gpus else 'CPU'}, {job.precision}"
     found = {"title": title, "torch": torch.__version__, "ranks": ranks, "job": json.loads(job.to_json())}
     known = _rows_before(found, arguments.out) if arguments.resume else []
@@ -107,10 +124,10 @@ def _write(found: dict[str, Any], folder: Path) -> None:
 
 
 def _rows_before(found: dict[str, Any], folder: Path | None) -> list[dict[str, Any]]:
-    """What an earlier call has left in the folder of the same job on the same devices; nothing where it has left none.
+    """Return the rows of an earlier call for the same job on the same devices, if any.
 
     Raises:
-        ValueError: they are of another, or there is no folder.
+        ValueError: the rows are of another job, or there is no folder.
     """
     if folder is None:
         raise ValueError(f"--resume needs --out DIR, where an earlier call has left {FILE}.")
@@ -122,7 +139,7 @@ def _rows_before(found: dict[str, Any], folder: Path | None) -> list[dict[str, A
         rows = before.pop("rows")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{file} was not written by bench ({error}): name another folder, or leave out --resume."
+            f"{file} was not written by this command ({error}): name another folder, or leave out --resume."
         ) from error
     for key, value in found.items():
         if before.get(key) != value:
@@ -131,6 +148,3 @@ def _rows_before(found: dict[str, Any], folder: Path | None) -> list[dict[str, A
                 "ones: name another folder, or leave out --resume."
             )
     return rows
-
-
-BENCH = Command("bench", "Trains one model under this strategy and others, and compares.", _add_arguments, _run)

@@ -1,5 +1,4 @@
-"""Weights for benchmarks within a second: torch draws random numbers on one core of a CPU, which takes 20 s for 1.5
-billion of them, before each row of a table."""
+"""Random initial weights within a second. torch draws random numbers on one core, 1.5 billion in 20 s."""
 
 from __future__ import annotations
 
@@ -12,14 +11,16 @@ from torch import Tensor
 
 __all__ = ["quick_draws"]
 
-DRAWN = 1 << 20  # numbers, which then repeat
+DRAWN = 1 << 20  # random numbers, which then repeat
 METHODS = ("normal_", "uniform_")
 
 
 @contextmanager
 def quick_draws() -> Iterator[None]:
-    """Inside, ``normal_`` and ``uniform_`` of large CPU tensors draw a million numbers and repeat them: no weights to
-    publish, but as good as any to measure with, and the same on every rank that has the same seed."""
+    """Inside, let ``normal_`` and ``uniform_`` of large CPU tensors draw a million numbers and repeat them.
+
+    Such weights are good enough to measure times, and equal on all ranks that have the same seed.
+    """
     before = {name: getattr(Tensor, name) for name in METHODS}
     try:
         for name, method in before.items():

@@ -1,4 +1,4 @@
-"""Runs peers one after the other, each in processes of its own: one that fails is a row that says why."""
+"""Run peers one after the other, each in its own processes. The row of a peer that fails says why."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.bench.job import Job
-from lightning_zero.bench.peers import OURS, PEERS
-from lightning_zero.bench.processes import run_ranks
+from compare.baselines import OURS, PEERS
+from compare.job import Job
+from lightning_zero.cli.local_ranks import run_ranks
 
 __all__ = ["HEADS", "RANK", "Devices", "brief", "cells", "compare", "ratios"]
 
-RANK = ("-m", "lightning_zero.bench.rank")
+HOME = str(Path(__file__).resolve().parents[1])
+RANK = ("-c", f"import sys; sys.path.insert(1, {HOME!r}); from compare.rank import main; main()")
 HEADS = ("", "ms", "ratio", "start s", "peak / reserved / device GiB", "last loss")
-WORDS = 300  # of a reason, in a table; JSON has all
+REASON_CHARACTERS = 300  # at most, in a table; JSON has the whole reason
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What each peer gets.
+    """The devices and time of each peer.
 
     Attributes:
-        ranks: of a job.
-        gpus: whether ranks train on GPUs.
-        limit_s: seconds.
-        rank: the program of each rank, which gets the job and the name of the file that rank 0 writes.
+        ranks: number of ranks of a job.
+        gpus: True if ranks train on GPUs.
+        limit_s: the most time of a job, in seconds.
+        rank: arguments of ``python`` for each rank. The job and the name of the file that rank 0 writes are added.
     """
 
     ranks: int
@@ -47,15 +48,15 @@ def compare(
     known: Sequence[Row] = (),
     keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
-    """A row for each peer, in that order.
+    """Return a row for each peer, in the order of ``names``.
 
     Args:
-        job: is run by each, with its ``peer`` replaced.
+        job: the training, whose ``peer`` is replaced by each name.
         names: of peers.
         devices: on which each runs.
         say: shows a line of progress.
-        known: rows of the same job from before; peers that have a time there do not run again.
-        keep: gets the rows so far, after each, and those from before that are still to come.
+        known: rows of an earlier call for the same job. Peers that have a time there do not run again.
+        keep: called after each peer with all rows that exist, those of ``known`` included.
     """
     found_of = {row["peer"]: row for row in known if row.get("ms")}
     for name in names:
@@ -78,7 +79,7 @@ def compare(
 
 
 def _run(job: Job, devices: Devices) -> tuple[Row, str, str]:
-    # On the CPU ranks share the cores, and a device alone gets as many as one rank does.
+    # On the CPU ranks share the cores. A rank that runs alone gets one core, too.
     environment = {} if devices.gpus else {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
@@ -90,19 +91,19 @@ def _run(job: Job, devices: Devices) -> tuple[Row, str, str]:
 
 
 def brief(failed: str) -> str:
-    """The end of a reason, which says most."""
-    return "".join(failed.strip().splitlines()[-1:])[:WORDS]
+    """Return the last line of a reason, which says most."""
+    return "".join(failed.strip().splitlines()[-1:])[:REASON_CHARACTERS]
 
 
 def ratios(rows: Sequence[Row]) -> list[Row]:
-    """With each row's time in that of ours, or else of the first that has a time."""
+    """Return the rows with the ratio of their times to ours, or to the first that has a time."""
     timed = [row for row in rows if row.get("ms")]
     base = next((row for row in timed if row["peer"] == OURS), next(iter(timed), None))
     return [row | {"ratio": round(row["ms"] / base["ms"], 3) if base and row.get("ms") else None} for row in rows]
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Of a table with ``HEADS``; of a row without ``failed``."""
+    """Return the cells under ``HEADS`` of a row that has not failed."""
     memory = " / ".join(_or_dash(row[key]) for key in ("peak_gib", "reserved_gib", "device_gib"))
     ratio = _or_dash(row["ratio"])
     return row["peer"], f"{row['ms']:.1f}", ratio, f"{row['start_s']:.1f}", memory, f"{row['last_loss']:.4f}"

@@ -1,4 +1,4 @@
-"""Times of peers as bars, the floor as a line: PNG where matplotlib is installed, SVG otherwise."""
+"""A chart of step times, the floor as a line: a PNG if matplotlib is installed, an SVG otherwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.bench.peers import FLOOR, OURS
+from compare.baselines import FLOOR, OURS
 
 __all__ = ["as_svg", "draw"]
 
@@ -17,7 +17,7 @@ WIDTH, NAMES, BAR, GAP, TOP = 760, 220, 22, 10, 40  # pixels
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str, folder: Path) -> Path | None:
-    """Writes ``chart.png`` or ``chart.svg`` into the folder; None where no row has a time."""
+    """Write ``chart.png`` or ``chart.svg`` into the folder; return None if no row has a time."""
     bars, floor = _bars(rows)
     if not bars:
         return None
@@ -31,7 +31,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str, folder: Path) -> Path | Non
 
 
 def _bars(rows: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, float, bool]], float | None]:
-    """Title, milliseconds and whether it is ours; and the floor."""
+    """Return the bars (title, milliseconds, True if it is ours) and the floor in milliseconds."""
     timed = [row for row in rows if row.get("ms")]
     floor = next((row["ms"] for row in timed if row["peer"] == FLOOR), None)
     return [(row["title"], row["ms"], row["peer"] == OURS) for row in timed if row["peer"] != FLOOR], floor
@@ -53,7 +53,7 @@ def _as_png(bars: Sequence[tuple[str, float, bool]], floor: float | None, title:
 
 
 def as_svg(bars: Sequence[tuple[str, float, bool]], floor: float | None, title: str) -> str:
-    """The same, by hand."""
+    """Return the chart as SVG text."""
     most = max([ms for _, ms, _ in bars] + ([floor] if floor is not None else []))
     scale = (WIDTH - NAMES - 70) / most
     height = TOP + len(bars) * (BAR + GAP) + 30

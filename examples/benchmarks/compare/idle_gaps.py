@@ -1,8 +1,8 @@
-"""Where a device stands idle in a step, by a trace of torch's profiler: between which kernels, and what the host did;
-how long nothing runs there but transfers between ranks and waits for them.
+"""Find the idle time of a device in a step from a trace of torch's profiler: between which kernels, and the host's
+calls meanwhile. Also measure the time in which only transfers between ranks, and waits for them, run.
 
-A profiler slows the host down, and not the device: gaps where the host is late look longer than they are. Whether it is
-late without one, :meth:`~lightning_zero.bench.clock.Clock.leads` tells.
+A profiler slows the host down but not the device, so gaps in which the device waits for the host look longer than they
+are. :meth:`compare.timing.Clock.leads` says if the host is late without a profiler.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ __all__ = ["Gap", "Steps", "describe", "read", "summarise"]
 COMPUTES, COPIES = ("kernel",), ("gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
 STEP = "ProfilerStep#"
-# Kernels that move what ranks send each other, or wait for it: NCCL's, and those of csrc.
+# Kernels of csrc that transfer data between ranks, or wait for it; those of NCCL have a common prefix.
 MEETINGS = frozenset([
     "announce", "announce_parts", "begin_epoch", "hold", "rank_barrier", "take", "tell_sending", "wait_for",
     "wait_for_parts",
 ])  # fmt: skip
-SHORTEST_US = 2.0  # between kernels of one graph there are as many
-WIDTH = 48  # of a kernel's name, in text
+SHORTEST_US = 2.0  # gaps between kernels of one CUDA graph are as long
+NAME_CHARACTERS = 48  # of a kernel's name, at most
 
 
 @dataclass
 class Gap:
-    """Two kernels with nothing between them.
+    """The idle time between two kernels.
 
     Attributes:
-        after, before: their names.
-        us: of all such in a step, on average.
-        times: how often in a step.
-        calls: of the host into the driver meanwhile, in microseconds.
+        after, before: names of the kernels.
+        us: microseconds per step, on average.
+        times: number of such gaps per step.
+        calls: microseconds of the host's calls into the driver meanwhile, by name.
     """
 
     after: str
@@ -48,18 +48,18 @@ class Gap:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a trace says of its steps; all microseconds are of one step, on average.
+    """The steps of a trace. All times are in microseconds per step, on average.
 
     Attributes:
-        steps: in the trace.
-        us: from the first kernel of one to that of the next.
-        computing: some kernel runs that is none by which ranks meet.
-        meeting: only such kernels run, and copies: what communication costs beyond what it takes from computing.
+        steps: number of steps in the trace.
+        us: from the first kernel of a step to that of the next.
+        computing: a kernel runs that is none of communication.
+        meeting: only kernels of communication run, and copies: communication that is not hidden.
         copying: only copies run.
         idle: nothing runs.
-        gaps: the longest come first.
-        calls: of the host into the driver.
-        launched: how many times it called each.
+        gaps: the longest are first.
+        calls: time of the host's calls into the driver, by name.
+        launched: number of these calls, by name.
     """
 
     steps: int
@@ -73,7 +73,7 @@ class Steps:
     launched: dict[str, float]
 
     def lines(self, most: int = 12) -> list[str]:
-        """For people."""
+        """Return text for people, with at most ``most`` gaps and calls."""
         shown = [
             f"{self.us / 1e3:.2f} ms per step with a profiler ({self.steps} steps): "
             f"kernels {self.computing / 1e3:.2f}, ranks' transfers and waits alone {self.meeting / 1e3:.2f}, "
@@ -82,7 +82,7 @@ class Steps:
         for gap in self.gaps[:most]:
             host = sorted(gap.calls.items(), key=lambda call: -call[1])[:3]
             meanwhile = ", ".join(f"{name} {us:.0f}" for name, us in host) or "no call into the driver"
-            names = f"{gap.after[:WIDTH]} -> {gap.before[:WIDTH]}"
+            names = f"{gap.after[:NAME_CHARACTERS]} -> {gap.before[:NAME_CHARACTERS]}"
             shown.append(f"  idle {gap.us:6.0f} us in {gap.times:.1f} gaps: {names} ({meanwhile})")
         calls = sorted(self.calls.items(), key=lambda call: -call[1])[:most]
         shown += [f"  host  {us:6.0f} us in {self.launched[name]:.1f} calls of {name}" for name, us in calls]
@@ -90,23 +90,23 @@ class Steps:
 
 
 def read(trace: Path) -> Steps | None:
-    """Of a Chrome trace; None where it has no kernels in at least two steps."""
+    """Summarize a Chrome trace; None if it has no kernels in at least two steps."""
     return summarise(json.loads(trace.read_text())["traceEvents"])
 
 
 def describe(trace: Path) -> list[str]:
-    """Lines for people, of a Chrome trace."""
+    """Return text for people about a Chrome trace."""
     found = read(trace)
     return found.lines() if found else ["a trace without kernels"]
 
 
 def summarise(events: Iterable[dict[str, Any]]) -> Steps | None:
-    """See :func:`read`."""
+    """Summarize the events of a trace; see :func:`read`."""
     spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
     marks = sorted(e["ts"] for e in spans if e.get("name", "").startswith(STEP) and e.get("cat") == "user_annotation")
     device = sorted((e for e in spans if e.get("cat") in COMPUTES + COPIES), key=lambda event: event["ts"])
     host = [event for event in spans if event.get("cat") in CALLS]
-    # The device is behind the host by as much in each step: whole steps of one are as long as those of the other.
+    # The device is late by the same time in each step, so the host's marks measure its steps, too.
     if len(marks) < 2 or not device:
         return None
     begin, end, steps = marks[0], marks[-1], len(marks) - 1
@@ -142,7 +142,7 @@ def _is_meeting(kernel: str) -> bool:
 
 
 def _union(events: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Intervals in which one of them runs; they are in order of their beginnings."""
+    """Return the intervals in which an event runs. The events are sorted by their begin."""
     found: list[tuple[float, float]] = []
     for event in events:
         begin, end = event["ts"], event["ts"] + event["dur"]

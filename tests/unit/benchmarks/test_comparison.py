@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.bench.job import Job
-from lightning_zero.bench.peers import PEERS
-from lightning_zero.bench.rows import HEADS, Devices, brief, cells, compare, ratios
+from compare.baselines import PEERS
+from compare.comparison import HEADS, Devices, brief, cells, compare, ratios
+from compare.job import Job
 
 JOB = Job("", "tiny", 2, 8, 6, 2, "32-true", "aot_eager", 1.0, ("cuda_graphs=false",))
 FOUND: dict[str, Any] = {
@@ -36,7 +36,7 @@ DEVICES = Devices(ranks=2, gpus=False, limit_s=60.0, rank=["-c", RANK])
 
 
 def test_each_peer_gets_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.bench.peers.find_spec", lambda name: None)
+    monkeypatch.setattr("compare.baselines.find_spec", lambda name: None)
     said: list[str] = []
     names = ["floor", "ddp", "fsdp", "zero3_compile"]
     rows = {row["peer"]: row for row in compare(JOB, names, DEVICES, said.append)}
@@ -86,8 +86,8 @@ def test_a_reason_is_told_by_its_last_line() -> None:
 
 @pytest.mark.parametrize("name", ["deepspeed", "deepcompile"])
 def test_what_is_not_installed_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.bench.peers.find_spec", lambda name: None)
+    monkeypatch.setattr("compare.baselines.find_spec", lambda name: None)
     assert PEERS[name].why_not(gpus=True) == "deepspeed is not installed"
-    monkeypatch.setattr("lightning_zero.bench.peers.find_spec", lambda name: name)
+    monkeypatch.setattr("compare.baselines.find_spec", lambda name: name)
     assert PEERS[name].why_not(gpus=True) == ""
     assert PEERS[name].why_not(gpus=False) == "needs GPUs"

@@ -1,5 +1,7 @@
-"""One rank of one job: ``python -m lightning_zero.bench.rank JOB FILE``, with torchrun's variables. JOB is a
-:class:`~lightning_zero.bench.job.Job` as JSON; rank 0 writes what it measured into FILE."""
+"""One rank of one job: ``main()`` with the arguments JOB and FILE, and torchrun's variables.
+
+JOB is a :class:`~compare.job.Job` as JSON. Rank 0 writes its measurements to FILE as JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_zero.bench.clock import Clock, Start
-from lightning_zero.bench.job import MODELS, Job, built_in, model_class
-from lightning_zero.bench.leave import leave
-from lightning_zero.bench.peers import PEERS
+from compare.baselines import PEERS
+from compare.job import Job, built_in
+from compare.timing import Clock, Start, exit_without_cleanup
+from lightning_zero.cli.models import SIZES, model_class
 
-__all__ = ["train"]
+__all__ = ["main", "train"]
 
 
 def train(job: Job) -> dict[str, Any] | None:
-    """What rank 0 measured; None on the others."""
+    """Train, and return the measurements on rank 0; None on other ranks."""
     peer, gpus = PEERS[job.peer], torch.cuda.is_available()
     pl.seed_everything(0, verbose=False)
-    base = built_in(job) if job.model in MODELS else model_class(job.model)
+    base = built_in(job) if job.model in SIZES else model_class(job.model)
     module = peer.adapt(base, job)()
     clock, start = Clock(job.warm), Start(min(10, job.warm))
     trainer = pl.Trainer(
@@ -65,15 +67,12 @@ def train(job: Job) -> dict[str, Any] | None:
     }
 
 
-def main(job: str, file: str) -> None:
+def main() -> None:
+    job, file = sys.argv[1:]
     logging.basicConfig(level=logging.WARNING)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     found = train(Job.from_json(job))
     if found is not None:
         Path(file).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-    leave()
+    exit_without_cleanup()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.alone import without_lightning
-from lightning_zero.bench.processes import run_ranks
+from lightning_zero.cli.local_ranks import run_ranks
 from tests.helpers.command import python_path
 
 
@@ -42,7 +42,7 @@ dist.destroy_process_group()
 
 
 def test_a_rank_that_fails_is_quoted_and_those_who_wait_for_it_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.bench.processes.OTHERS_END_S", 0.2)
+    monkeypatch.setattr("lightning_zero.cli.local_ranks.OTHERS_END_S", 0.2)
     script = """
 import os, time
 if os.environ["RANK"] == "1":
@@ -77,7 +77,7 @@ def test_nothing_outlives_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
         begun.extend(process.pid for process in processes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_zero.bench.processes._wait", interrupt)
+    monkeypatch.setattr("lightning_zero.cli.local_ranks._wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_ranks(["-c", "import time; time.sleep(600)"], 2, 50.0)
     assert len(begun) == 2
@@ -92,7 +92,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path("rank" + os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
 time.sleep(600)
 """
-    parent = f"from lightning_zero.bench.processes import run_ranks; run_ranks(['-c', {rank!r}], 2, 500.0)"
+    parent = f"from lightning_zero.cli.local_ranks import run_ranks; run_ranks(['-c', {rank!r}], 2, 500.0)"
     files = [tmp_path / f"rank{number}" for number in range(2)]
     job = subprocess.Popen(
         [sys.executable, "-c", without_lightning(parent)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}
