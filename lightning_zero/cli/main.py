@@ -11,7 +11,7 @@ from typing import NoReturn
 from lightning_zero.cli.build import BUILD
 from lightning_zero.cli.checkpoint.command import CHECKPOINT
 from lightning_zero.cli.command import Command
-from lightning_zero.cli.doctor.command import DOCTOR
+from lightning_zero.cli.doctor import DOCTOR
 from lightning_zero.cli.plan import PLAN
 from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.cli.doctor.rank import train_and_compare
+from lightning_zero.cli.self_test import train_and_compare
 from tests.ranks.pool import Ranks
 
 

@@ -1,16 +1,18 @@
 """The one thing to mend: the worst comes first, and each says what to do."""
 
+import json
 from copy import deepcopy
 from typing import Any
 
 import pytest
 
-from lightning_zero.cli.doctor.command import gather
-from lightning_zero.cli.doctor.verdict import notes, to_mend
+from lightning_zero.cli.doctor import gather_facts, notes, to_mend
+from lightning_zero.cli.main import main
+from lightning_zero.errors import NativeBuildError
 
 FINE: dict[str, Any] = {
-    "executor": {"built": True, "compiler": "g++", "compiler_version": None},
-    "caches": {name: {"path": f"/{name}", "writable": True} for name in ("executor", "inductor", "triton")},
+    "versions": {"torch": "2.99"},
+    "compilation": {"tested_with_torch": "2.13", "left_out": [], "missing": []},
     "system": {"open_files": 20000, "open_files_at_most": 20000, "shared_memory_gib": 8.0},
     "network": {
         "interfaces": ["lo", "eth0"],
@@ -43,14 +45,8 @@ def test_where_all_is_well_there_is_nothing_to_mend_or_note() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"executor__built": False}, "compiler 'g++' does not run. Install g++ 10"),
-        (
-            {"executor__built": False, "executor__compiler_version": "12", "caches__executor__writable": False},
-            "/executor cannot be written. Set LIGHTNING_ZERO_CACHE",
-        ),
         ({"build_error": "it does not compile"}, "it does not compile"),
-        ({"caches__inductor__writable": False}, "Set TORCHINDUCTOR_CACHE_DIR"),
-        ({"caches__triton__writable": False}, "Set TRITON_CACHE_DIR"),
+        ({"compilation__missing": ["torch._x.y", "torch._z"]}, "has no torch._x.y, which lightning_zero needs"),
         ({"system__open_files": 256}, "Run `ulimit -n 20000`"),
         (
             {"network__missing": {"NCCL_SOCKET_IFNAME": "ens1"}},
@@ -66,14 +62,15 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], words: str) -> None:
     assert words in found
 
 
-def test_a_built_executor_needs_neither_compiler_nor_a_cache_to_write() -> None:
-    assert to_mend(with_(caches__executor__writable=False)) == []
-
-
 def test_the_reason_comes_before_what_follows_from_it() -> None:
-    found = to_mend(with_(executor__built=False, self_test={"failed": "no executor"}))
+    found = to_mend(with_(build_error="the compiler does not run", self_test={"failed": "no executor"}))
     assert "compiler" in found[0]
     assert "self-test" in found[1]
+
+
+def test_optimizations_that_this_torch_does_not_fit_are_noted() -> None:
+    [note] = notes(with_(compilation__left_out=["layers once (it has no torch._x)"]))
+    assert "torch 2.99 is not one of those tested (2.13), and left out with it: layers once" in note
 
 
 def test_small_shared_memory_is_noted() -> None:
@@ -103,14 +100,22 @@ def test_variables_that_leave_things_on_are_no_news() -> None:
 
 
 def test_what_is_gathered_here_is_what_the_verdict_reads() -> None:
-    assert isinstance(to_mend(gather()), list)
+    assert isinstance(to_mend(gather_facts()), list)
 
 
-def test_a_folder_that_is_not_there_is_writable_where_it_can_be_made(tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("LIGHTNING_ZERO_CACHE", str(tmp_path / "a" / "b"))
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "b"))
-    caches = gather()["caches"]
-    assert caches["executor"] == {"path": str(tmp_path / "a" / "b"), "writable": True}
-    assert caches["triton"]["writable"] is False
-    assert not (tmp_path / "a").exists(), "somebody who only looks makes nothing"
+def test_an_executor_that_cannot_be_built_is_what_is_to_be_mended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(say: Any) -> None:
+        raise NativeBuildError("the compiler 'g++' does not run")
+
+    monkeypatch.setattr("lightning_zero.cli.doctor.build", build)
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.endswith("\nto mend: the compiler 'g++' does not run\n")
+    assert "devices" in shown
+    assert "compilation" in shown
+    assert main(["doctor", "--no-self-test", "--json"]) == 0, "nothing is built"
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ok"]
+    assert facts["devices"]
