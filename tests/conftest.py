@@ -20,10 +20,13 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(_remove, os.environ["TORCHINDUCTOR_CACHE_DIR"], os.getpid())
-# For processes that tests start; see the file there.
+# For processes that tests start; see the file there. The benchmarks have the package `compare`, which tests import.
 QUICK = str(Path(__file__).parent / "quick")
+BENCHMARKS = str(Path(__file__).parents[1] / "examples" / "benchmarks")
 if QUICK not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICK, os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICK, os.environ.get("PYTHONPATH"), BENCHMARKS]))
+if BENCHMARKS not in sys.path:
+    sys.path.append(BENCHMARKS)
 
 import pytest  # noqa: E402
 

@@ -35,17 +35,17 @@ from typing import Any
 
 import lightning as L
 import torch
-from disk import forget, speed
 from lightning.pytorch.strategies import ModelParallelStrategy
-from step_time import Module
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_zero.bench.clock import Clock
-from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
-from lightning_zero.bench.peers import zero_strategy
+from compare.baselines import zero_strategy
+from compare.timing import Clock
+from disk import forget, speed
+from lightning_zero.cli.models import SIZES, Decoder, Tokens
 from lightning_zero.engine import engine_of
+from step_time import Module
 
 GIB = 2**30
 SIZES |= {"3b": (2560, 32, 20, 6912)}
@@ -136,7 +136,7 @@ class Saves(Clock):
     def look(self, phase: str, of: dict[str, int]) -> None:
         now = time.perf_counter()
         if of["generation"] == 2 and self.begun and phase == "stop":
-            self.looks.append((len(self.told) - self.at, round(now - self.look_begun, 3)))
+            self.looks.append((len(self.queued_at) - self.at, round(now - self.look_begun, 3)))
         self.look_begun = now
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
@@ -162,7 +162,7 @@ class Saves(Clock):
         if self.aside is not None:
             steps[self.at - 2] -= self.between(*self.aside) / 1e3
         before, late = steps[max(0, self.at - 10) : self.at - 3], steps[self.at - 2 :]
-        beside = sum(end < there for end in self.told[self.at - 1 :]) + 1
+        beside = sum(end < there for end in self.queued_at[self.at - 1 :]) + 1
         after = late[beside + 1 :]
         steady = statistics.median(after if len(after) > 5 else before)
         return {

@@ -14,14 +14,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric import Fabric
-from step_time import Module, make_trainer
 from torch.utils.data import DataLoader
 
+from compare.fast_init import quick_draws
+from compare.timing import Clock, exit_without_cleanup
 from lightning_zero import FabricZeroStrategy
-from lightning_zero.bench.clock import Clock
-from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
-from lightning_zero.bench.draws import quick_draws
-from lightning_zero.bench.leave import leave
+from lightning_zero.cli.models import SIZES, Decoder, Tokens
+from step_time import Module, make_trainer
 
 
 def under_trainer(arguments: argparse.Namespace) -> tuple[list[float], float, int]:
@@ -96,7 +95,7 @@ def main() -> None:
     }
     if rank == 0:
         print(json.dumps(told), flush=True)
-    leave()
+    exit_without_cleanup()
 
 
 if __name__ == "__main__":

@@ -32,12 +32,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_zero.bench import gaps
-from lightning_zero.bench.clock import Clock, Start
-from lightning_zero.bench.draws import quick_draws
-from lightning_zero.bench.graphed import StepGraph
-from lightning_zero.bench.leave import leave
-from lightning_zero.bench.peers import clip_by_hand, zero_strategy
+from compare import idle_gaps
+from compare.baselines import clip_by_hand, zero_strategy
+from compare.fast_init import quick_draws
+from compare.step_graph import StepGraph
+from compare.timing import Clock, Start, exit_without_cleanup
 
 PROFILED = 6  # steps
 
@@ -245,7 +244,7 @@ def profiler(trainer: L.Trainer) -> Any:
             with tempfile.TemporaryDirectory() as directory:
                 trace = Path(directory, "trace.json")
                 profile.export_chrome_trace(str(trace))
-                lines = gaps.describe(trace)
+                lines = idle_gaps.describe(trace)
             print("\n".join([f"{ARGS.model}:", *lines]), flush=True)
 
     schedule = torch.profiler.schedule(wait=ARGS.steps + 1, warmup=3, active=PROFILED, repeat=1)
@@ -301,7 +300,7 @@ def main() -> None:
     } | start.counters
     if trainer.global_rank == 0:
         print(json.dumps(result), flush=True)
-    leave()
+    exit_without_cleanup()
 
 
 if __name__ == "__main__":

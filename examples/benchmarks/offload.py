@@ -41,14 +41,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from memory_sweep import output_of
-from offload_peers import DeepSpeed, FullyShard, adamw
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.bench.decoder import SIZES, VOCABULARY, Decoder
-from lightning_zero.bench.draws import quick_draws
+from compare.fast_init import quick_draws
+from lightning_zero.cli.models import SIZES, VOCABULARY, Decoder
 from lightning_zero.offload.memory import HostMemory, free_bytes
+from memory_sweep import output_of
+from offload_peers import DeepSpeed, FullyShard, adamw
 
 SIZES = SIZES | {"3b": (2560, 32, 20, 6912), "13b": (5120, 40, 40, 13824), "18b": (6144, 40, 48, 16384)}
 ACTIVATIONS = ("activations", "all_activations", "budget", "checkpointed")

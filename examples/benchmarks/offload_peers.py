@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_zero.bench.decoder import Decoder
-from lightning_zero.bench.draws import quick_draws
+from compare.fast_init import quick_draws
+from lightning_zero.cli.models import Decoder
 
 ADAMW = {"lr": 1e-4, "weight_decay": 0.1}
 MAX_NORM = 1.0

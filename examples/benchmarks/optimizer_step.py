@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.bench.decoder import SIZES, Decoder
+from lightning_zero.cli.models import SIZES, Decoder
 
 BYTES = 38
 MAX_NORM = 1.0

@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from compare.timing import Clock, bytes_of_graphs
 from lightning_zero import Tuning, ZeroStrategy
-from lightning_zero.bench.clock import Clock, of_graphs
-from lightning_zero.bench.decoder import Decoder
+from lightning_zero.cli.models import Decoder
 from lightning_zero.planning.plan import plan
 
 GIB = 2**30
@@ -179,7 +179,7 @@ class Meter(Clock):
         peers = getattr(trainer.strategy, "peer_bytes", 0)
         found = {
             "ms": statistics.median(self.milliseconds()),
-            "peak": torch.cuda.max_memory_allocated() + of_graphs() + peers,
+            "peak": torch.cuda.max_memory_allocated() + bytes_of_graphs() + peers,
             "reserved_steady": torch.cuda.max_memory_reserved() + peers,
             "reserved": self.reserved_ever + peers,
             "device": self.reserved_ever + self.others,

@@ -23,19 +23,18 @@ from typing import Any
 
 import lightning as L
 import torch
-from crossing import Crossing
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from lightning_zero.bench import gaps
-from lightning_zero.bench.clock import Clock
-from lightning_zero.bench.decoder import SIZES, Decoder, Tokens
-from lightning_zero.bench.draws import quick_draws
-from lightning_zero.bench.leave import leave
-from lightning_zero.bench.peers import clip_by_hand, zero_strategy
+from compare import idle_gaps
+from compare.baselines import clip_by_hand, zero_strategy
+from compare.fast_init import quick_draws
+from compare.timing import Clock, exit_without_cleanup
+from crossing import Crossing
+from lightning_zero.cli.models import SIZES, Decoder, Tokens
 
 STRATEGIES = ["zero3_compile", "zero3", "fsdp2", "ddp", "ddp_compile"]
 
@@ -121,7 +120,7 @@ def make_trainer(strategy: Any, callbacks: list[L.Callback], **options: Any) -> 
 def traced(profile: torch.profiler.profile, file: str) -> None:
     """Keeps a trace, and prints where its steps went."""
     profile.export_chrome_trace(file)
-    print("\n".join(gaps.describe(Path(file))), flush=True)
+    print("\n".join(idle_gaps.describe(Path(file))), flush=True)
 
 
 def main() -> None:
@@ -202,7 +201,7 @@ def main() -> None:
         result |= {"ranks_per_host": per_host, "gb_across": across, "losses": losses.read()}
     if trainer.global_rank == 0:
         print(json.dumps(result), flush=True)
-    leave()
+    exit_without_cleanup()
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ case $table in
   bench)
     build
     # Whole models that torch compiles (the floor, DDP) take minutes to start. Ended halfway, it goes on where it was.
-    row bench 900 python3 -m lightning_zero bench 1b --steps 36 --warm 15 --limit 220 --out "$out/bench" --resume
+    row bench 900 python3 examples/benchmarks/compare 1b --steps 36 --warm 15 --limit 220 --out "$out/bench" --resume
     ;;
   checkpoints | more-checkpoints)
     build

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import signal
 import sys
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from lightning_zero.cli.bench import BENCH
 from lightning_zero.cli.build import BUILD
 from lightning_zero.cli.checkpoint.command import CHECKPOINT
 from lightning_zero.cli.command import Command
-from lightning_zero.cli.doctor.command import DOCTOR
+from lightning_zero.cli.doctor import DOCTOR
 from lightning_zero.cli.plan import PLAN
 from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
 
-__all__ = ["COMMANDS", "main", "parser_of"]
+__all__ = ["COMMANDS", "main", "parser_of", "run_command"]
 
-COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD, BENCH, PLAN, CHECKPOINT)
+COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD, PLAN, CHECKPOINT)
 
 
 def parser_of(commands: Sequence[Command]) -> ArgumentParser:
@@ -34,12 +33,17 @@ def parser_of(commands: Sequence[Command]) -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS) -> int:
-    """Runs the command; returns the exit status: 0 where all is well, 1 where not, 2 for a wrong command line."""
+    """Run a command, and return the exit status: 0 if all is well, 1 if not, 2 for a wrong command line."""
     chosen = parser_of(commands).parse_args(arguments)
-    # A plain SIGTERM would end this process without a word to those that it has started.
-    before = signal.signal(signal.SIGTERM, _leave)
+    return run_command(chosen.run, chosen)
+
+
+def run_command(run: Callable[[Namespace], int], arguments: Namespace) -> int:
+    """Return the exit status of ``run(arguments)``. Print an error that a user can fix as one line."""
+    # A plain SIGTERM would end this process, and not the processes that it has started.
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
-        return chosen.run(chosen)
+        return run(arguments)
     except (CheckpointError, NativeBuildError, UnsupportedError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -49,5 +53,5 @@ def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = C
         signal.signal(signal.SIGTERM, before)
 
 
-def _leave(number: int, frame: object) -> NoReturn:
+def _exit(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_zero.bench.decoder import SIZES
-from lightning_zero.bench.job import Language, model_class
-from lightning_zero.bench.peers import parsed_options
 from lightning_zero.cli.command import Command
+from lightning_zero.cli.models import SIZES, DecoderModule, model_class
 from lightning_zero.cli.show import show_section, tell
+from lightning_zero.config import Tuning
 from lightning_zero.planning.plan import Training, plan
 from lightning_zero.planning.result import TrainingPlan
 from lightning_zero.profiling.devices import DEVICES
 
-__all__ = ["PLAN"]
+__all__ = ["PLAN", "parsed_options"]
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     names = ", ".join(device.name for device in DEVICES)
-    parser.add_argument("model", help=f"{', '.join(SIZES)}, or script.py:Module, as of bench")
+    parser.add_argument("model", help=f"{', '.join(SIZES)}, or script.py:Module")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (default %(default)s)")
     parser.add_argument("--device", default="H200", help=f"one of {names} (default %(default)s)")
     parser.add_argument("--precision", default="bf16-mixed", help="the Trainer's (default %(default)s)")
@@ -54,6 +54,29 @@ def _run(arguments: Namespace) -> int:
     return 0 if found.fits and (found.memory is None or found.memory.fits) else 1
 
 
+def parsed_options(options: Sequence[str]) -> dict[str, Any]:
+    """Return ZeroStrategy's arguments from ``NAME=VALUE`` or ``tuning.NAME=VALUE``, with values in JSON.
+
+    Raises:
+        ValueError: one is written in another way.
+    """
+    given: dict[str, Any] = {}
+    tuning: dict[str, Any] = {}
+    for text in options:
+        name, equals, value = text.partition("=")
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            equals = ""
+        if not equals:
+            raise ValueError(f"{text!r} is no NAME=VALUE with a value in JSON, as stage=2 or reduce_dtype='\"32\"'.")
+        if name.startswith("tuning."):
+            tuning[name.removeprefix("tuning.")] = parsed
+        else:
+            given[name] = parsed
+    return given | {"tuning": Tuning(**tuning)}
+
+
 def _memory(text: str | None) -> dict[str, Any]:
     if not text:
         return {}
@@ -67,7 +90,7 @@ def _module(arguments: Namespace) -> pl.LightningModule:
     """Without memory for its weights, where it can be built so."""
     if arguments.model in SIZES:
         with torch.device("meta"):
-            return Language(arguments.model, arguments.batch, arguments.length)
+            return DecoderModule(arguments.model, arguments.batch, arguments.length)
     cls = model_class(arguments.model)
     try:
         with torch.device("meta"):

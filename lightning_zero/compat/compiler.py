@@ -163,10 +163,6 @@ ATTRIBUTES = {
     "torch._functorch.aot_autograd._boxed_call",
 }
 
-# Where Inductor keeps what it has compiled unless TORCHINDUCTOR_CACHE_DIR says otherwise. What torch itself asks makes
-# the folder, and sets the variable, which somebody who only looks should not. (torch 2.11+)
-default_inductor_cache = private("torch._inductor.runtime.cache_dir_utils.default_cache_dir")
-
 
 def compiled_from(function: FunctionType) -> Callable[..., Any] | None:
     """What ``torch.compile`` was given when it returned this function; None of any other."""

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_zero.bench.decoder import Block, Decoder, Tokens
+from lightning_zero.cli.models import Block, Decoder, Tokens
 from lightning_zero.engine import engine_of
 from tests.helpers.looks import counted, look, seen
 from tests.helpers.oracle import assert_close_relative

@@ -29,7 +29,6 @@ FLOORS = {
     "integrations": 7,
     "planning": 7,
     "report": 7,
-    "bench": 7,
     "cli": 7,
     "__main__": 7,
     "__init__": 7,

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.alone import without_lightning
-from lightning_zero.bench.processes import run_ranks
-from lightning_zero.cli.doctor.hosts import MUST_BE_EQUAL, Job, compared, said
+from lightning_zero.cli.hosts import MUST_BE_EQUAL, Job, compare_hosts, summarize
+from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.ports import free_port
 
@@ -23,71 +23,75 @@ LAUNCHED = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n
 def one(host: str, to_mend: list[str] | None = None, **changes: Any) -> dict[str, Any]:
     versions = dict.fromkeys(MUST_BE_EQUAL, "1.0") | changes
     variables = {name: versions.pop(name) for name in list(versions) if name.startswith("NCCL")}
-    return said({"versions": versions, "variables": variables | {"CUDA_VISIBLE_DEVICES": host}}, host, to_mend or [])
+    return summarize(
+        {"versions": versions, "variables": variables | {"CUDA_VISIBLE_DEVICES": host}}, host, to_mend or []
+    )
 
 
 def test_hosts_that_are_alike_have_nothing_to_mend() -> None:
-    found = compared(3, {0: one("a"), 1: one("a"), 2: one("b")})
+    found = compare_hosts(3, {0: one("a"), 1: one("a"), 2: one("b")})
     assert found == {"heard": {"a": "ranks 0 to 1", "b": "rank 2"}, "to_mend": [], "notes": []}
 
 
 @pytest.mark.parametrize("name", MUST_BE_EQUAL)
 def test_versions_that_differ_are_named_with_their_hosts(name: str) -> None:
-    [line] = compared(3, {0: one("a"), 1: one("b", **{name: "2.0"}), 2: one("b", **{name: None})})["to_mend"]
+    [line] = compare_hosts(3, {0: one("a"), 1: one("b", **{name: "2.0"}), 2: one("b", **{name: None})})["to_mend"]
     assert f"{name} is not the same everywhere: 1.0 on a (rank 0); 2.0 on b (rank 1); none on b (rank 2)." in line
 
 
 def test_who_says_nothing_is_named_first() -> None:
-    found = compared(4, {0: one("a"), 2: one("b", torch="2.0")})["to_mend"]
+    found = compare_hosts(4, {0: one("a"), 2: one("b", torch="2.0")})["to_mend"]
     assert "Of 4 ranks ranks 1, 3 said nothing" in found[0]
     assert "torch" in found[1]
 
 
 def test_what_another_host_has_to_mend_is_said_once_with_its_name() -> None:
-    found = compared(3, {0: one("a"), 1: one("b", ["no compiler"]), 2: one("b", ["no compiler"])})
+    found = compare_hosts(3, {0: one("a"), 1: one("b", ["no compiler"]), 2: one("b", ["no compiler"])})
     assert found["to_mend"] == ["b: no compiler"]
 
 
 def test_variables_of_nccl_that_differ_are_noted() -> None:
-    [note] = compared(2, {0: one("a"), 1: one("b", NCCL_NET="IB")})["notes"]
+    [note] = compare_hosts(2, {0: one("a"), 1: one("b", NCCL_NET="IB")})["notes"]
     assert note == "NCCL_NET is not the same everywhere: none on a (rank 0); IB on b (rank 1)."
 
 
 def test_launchers_are_known_by_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Job.of({}) is None
-    assert Job.of(LAUNCHED | {"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert Job.of(LAUNCHED) == Job(3, 8, 1, "node-a", 29500, False)
-    assert Job.of(LAUNCHED | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == Job(3, 8, 1, "node-a", 29500, True)
+    assert Job.from_environment({}) is None
+    assert Job.from_environment(LAUNCHED | {"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert Job.from_environment(LAUNCHED) == Job(3, 8, 1, "node-a", 29500, False)
+    assert Job.from_environment(LAUNCHED | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == Job(
+        3, 8, 1, "node-a", 29500, True
+    )
     slurm = {"JOB_ID": "17", "NTASKS": "8", "PROCID": "5", "LOCALID": "1", "NODEID": "1", "NODELIST": "node-[1-2]"}
     environment = {f"SLURM_{name}": value for name, value in slurm.items()}
     # Lightning sets MASTER_ADDR, and later tests would meet there.
     monkeypatch.setattr(os, "environ", os.environ | environment)
-    assert Job.of(environment) is None, "a batch script, whose tasks srun has not started"
+    assert Job.from_environment(environment) is None, "a batch script, whose tasks srun has not started"
     with pytest.raises(UnsupportedError, match="ntasks-per-node"):
-        Job.of(environment | {"SLURM_STEP_NUM_TASKS": "8"})
+        Job.from_environment(environment | {"SLURM_STEP_NUM_TASKS": "8"})
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
-    job = Job.of(environment | {"SLURM_STEP_NUM_TASKS": "8"})
+    job = Job.from_environment(environment | {"SLURM_STEP_NUM_TASKS": "8"})
     assert (job.rank, job.world_size, job.local_rank, job.address) == (5, 8, 1, "node-1")
 
 
 def test_rank_0_that_is_not_there_is_an_error_that_names_the_address() -> None:
     with pytest.raises(UnsupportedError, match=r"Rank 1 on b does not reach 127.0.0.1:\d+ .* within 1 s"):
-        Job(1, 2, 0, "127.0.0.1", free_port(), served=False).heard(one("b"), 1.0)
+        Job(1, 2, 0, "127.0.0.1", free_port(), served=False).gather(one("b"), 1.0)
 
 
 def test_ranks_that_come_are_heard_and_others_are_left_out() -> None:
     port = free_port()
     later = f"""
 import json
-from lightning_zero.cli.doctor.hosts import Job
-assert Job(1, 3, 0, "127.0.0.1", {port}, False).heard(json.loads(sys.argv[1]), 60.0) == {{}}
+from lightning_zero.cli.hosts import Job
+assert Job(1, 3, 0, "127.0.0.1", {port}, False).gather(json.loads(sys.argv[1]), 60.0) == {{}}
 """
     other = subprocess.Popen([sys.executable, "-c", without_lightning(later), json.dumps(one("b"))])
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         store.set("said", "")  # something else of the same store
         dist.PrefixStore("lightning_zero/doctor", store).wait(["1"])
-        heard = Job(0, 3, 0, "127.0.0.1", port, served=True).heard(one("a"), 2.0)
+        heard = Job(0, 3, 0, "127.0.0.1", port, served=True).gather(one("a"), 2.0)
     finally:
         assert other.wait(60) == 0
     assert heard == {0: one("a"), 1: one("b")}
@@ -95,10 +99,10 @@ assert Job(1, 3, 0, "127.0.0.1", {port}, False).heard(json.loads(sys.argv[1]), 6
 
 CLAIMS = """
 import os, sys
-from lightning_zero.cli.doctor import machine
+from lightning_zero.cli import doctor
 from lightning_zero.cli.main import main
-was = machine.versions
-machine.versions = lambda: was() | {"torch": "2.11.0" if os.environ["RANK"] == "1" else "2.13.0"}
+was = doctor.versions
+doctor.versions = lambda: was() | {"torch": "2.11.0" if os.environ["RANK"] == "1" else "2.13.0"}
 sys.exit(main(["doctor", "--no-self-test", "--json"]))
 """
 

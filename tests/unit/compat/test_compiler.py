@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +18,6 @@ from lightning_zero.compat.compiler import (
     Unsupported,
     aot_autograd,
     compiled_from,
-    default_inductor_cache,
     functorch_config,
     inductor_compile,
     lookup_backend,
@@ -127,17 +125,6 @@ def test_a_boxed_graph_takes_one_list() -> None:
     given = [torch.ones(1)]
     assert module.forward(given).item() == 2
     assert given == []
-
-
-def test_the_folder_is_where_inductor_would_keep_its_code(monkeypatch: Any) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    folder = default_inductor_cache()
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # what torch sets is forgotten behind the test
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert cache_dir() == folder
 
 
 def test_numbers_of_a_graph_are_tensors_of_it_unless_they_are_to_stay() -> None:

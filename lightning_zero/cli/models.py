@@ -1,0 +1,148 @@
+"""Models that commands take by name: a plain Llama-like decoder in several sizes, or ``script.py:Module``."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+__all__ = ["SIZES", "VOCABULARY", "Decoder", "DecoderModule", "Tokens", "model_class"]
+
+SIZES = {  # width, layers, heads, hidden
+    "tiny": (128, 4, 4, 352),
+    "350m": (1024, 24, 16, 2816),
+    "700m": (2048, 11, 16, 5632),  # on two ranks, shards as large as those of "1b" on four
+    "1b": (2048, 24, 16, 5632),
+    "7b": (4096, 32, 32, 11008),
+}
+VOCABULARY = 32000
+LONGEST = 8192
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:]).to(x.dtype) * self.weight.to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([Norm(width), Norm(width)])
+        self.query, self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        normed = self.norms[0](x)
+        q, k, v = (
+            project(normed).view(batch, length, self.heads, -1).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True)
+        x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        normed = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class Decoder(nn.Module):
+    """Return the mean cross entropy (0-dim, float32) of tokens and targets, each int64 of (batch, length)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, width: int, layers: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.angles = width // heads // 2
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(layers))
+        self.norm = Norm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.register_buffer("cos", torch.empty(LONGEST, self.angles), persistent=False)
+        self.register_buffer("sin", torch.empty(LONGEST, self.angles), persistent=False)
+        if not self.cos.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        rates = 1e4 ** (-torch.arange(self.angles, dtype=torch.float32) / self.angles)
+        table = torch.outer(torch.arange(LONGEST, dtype=torch.float32), rates)
+        self.cos.copy_(table.cos())
+        self.sin.copy_(table.sin())
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class Tokens(Dataset):
+    """Random samples, int64 of ``length`` + 1, that are equal on all ranks and in all runs."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(VOCABULARY, (self.length + 1,), generator=torch.Generator().manual_seed(index))
+
+
+class DecoderModule(pl.LightningModule):
+    """Train the decoder of a size in ``SIZES`` on random tokens. Its initial weights depend on the seed alone."""
+
+    def __init__(self, size: str, batch: int, length: int) -> None:
+        super().__init__()
+        self.batch, self.length = batch, length
+        self.net = Decoder(*SIZES[size])
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.net(batch[:, :-1], batch[:, 1:])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Tokens(self.length), self.batch)
+
+
+def model_class(name: str) -> type[pl.LightningModule]:
+    """Return the class that ``script.py:Module`` names.
+
+    Raises:
+        ValueError: there is no such file or class, or it is no LightningModule.
+    """
+    path, _, wanted = name.rpartition(":")
+    file = Path(path)
+    if not path or not file.is_file():
+        raise ValueError(f"{name!r} is none of {', '.join(SIZES)}, nor a file and a class, as in model.py:Module.")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, wanted, None)
+    if not (isinstance(found, type) and issubclass(found, pl.LightningModule)):
+        raise ValueError(f"{file} has no LightningModule called {wanted!r}.")
+    return found
