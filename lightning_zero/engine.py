@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
+from lightning_zero.compile.cuda_graphs import Replays
 from lightning_zero.compile.listener import GraphObserver
-from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.compile.steps import CompiledSteps
 from lightning_zero.config import EngineConfig
@@ -27,10 +27,10 @@ from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.construct import sharded_construction
 from lightning_zero.sharding.copying import Copies, NotCopied
 from lightning_zero.sharding.full import full_parameters
-from lightning_zero.sharding.peers import Peers
+from lightning_zero.sharding.module_patching import engine_of_class, is_sharded
 from lightning_zero.sharding.record import Role
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.surgery import engine_of_class, is_sharded
+from lightning_zero.sharding.symm_mem import Peers
 from lightning_zero.sharding.unshard import make_plain
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.optimizers import OptimizerSteps

@@ -1,5 +1,5 @@
 // What Python can ask, once: the classes' names, their methods' and their arguments'. Which types they have,
-// and what they do, is said for Python in lightning_zero/native/facets.py, and a test compares both.
+// and what they do, is said for Python in lightning_zero/native/executor_stubs.py, and a test compares both.
 #pragma once
 
 #include <torch/library.h>

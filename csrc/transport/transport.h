@@ -5,7 +5,7 @@
 // one place where transports are made and chosen; nothing else knows which there are, and they know nothing
 // of each other. A GatherTransport joins the list that Transports' constructor makes: whoever gathers asks
 // the first of it that can. A ReduceTransport takes the place of the one before. Memory that it needs of
-// every rank comes from Python (sharding/peers.py) by a method of Transports, bound in bindings/. What it
+// every rank comes from Python (sharding/symm_mem.py) by a method of Transports, bound in bindings/. What it
 // queues goes through a Communicator, which keeps one stream for weights and one for gradients and tells the
 // watchdog who waits for whom. Ranks gather alike only where `grouped` is true: what is to be done together
 // elsewhere must not need anything that a rank may lack.

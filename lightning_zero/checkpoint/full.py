@@ -13,12 +13,12 @@ from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gathe
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.checkpoint.telling import Telling, untold
 from lightning_zero.compat.tensors import tree_map_only
+from lightning_zero.sharding.host_memory import on_host
 from lightning_zero.sharding.mapped import mapped
-from lightning_zero.sharding.on_host import on_host
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks, nobody, whole_on_cpu
+from lightning_zero.sharding.unsupported import on_plain_tensors
 
 __all__ = ["Room", "model_state", "optimizer_state", "shard_optimizer_state"]
 

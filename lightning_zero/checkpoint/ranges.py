@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.in_blocks import in_blocks
-from lightning_zero.sharding.reach import is_worth_its_gaps, reach
+from lightning_zero.sharding.chunked_io import in_blocks
+from lightning_zero.sharding.tensor_extent import is_worth_its_gaps, reach
 
 __all__ = ["BLOCK", "LocalRanges", "Placed", "Ranges", "bytes_of_memory"]
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from lightning_zero.budget.curve import Point
-from lightning_zero.compat.choices import choices_by_hints
 from lightning_zero.compat.compiler import (
     BoxedCodeGen,
     CustomGraphPass,
@@ -36,32 +35,33 @@ from lightning_zero.compat.compiler import (
     lookup_backend,
 )
 from lightning_zero.compat.graphs import SEEN_BY_USERS
+from lightning_zero.compat.inductor_heuristics import choices_by_hints
 from lightning_zero.compile.active import ACTIVE
-from lightning_zero.compile.again import why_again
-from lightning_zero.compile.attention import drop_causal_masks
+from lightning_zero.compile.budget_sweep import chart
+from lightning_zero.compile.causal_mask import drop_causal_masks
+from lightning_zero.compile.compile_timer import Lowered
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.curve import chart
 from lightning_zero.compile.discover import CallNotes
-from lightning_zero.compile.evenly import saved_within
+from lightning_zero.compile.fast_compile import sparing
+from lightning_zero.compile.foreach_checks import refuse_out_of_sight
 from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.halves import halves
 from lightning_zero.compile.joint import JointPasses
+from lightning_zero.compile.layer_dedup import NotOutlined, Outline, outline, tracer
 from lightning_zero.compile.listener import CompileListener
-from lightning_zero.compile.lowered import Lowered
-from lightning_zero.compile.out_of_sight import refuse_out_of_sight
-from lightning_zero.compile.outline import NotOutlined, Outline, outline, tracer
+from lightning_zero.compile.partition import halves
 from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
-from lightning_zero.compile.passes.leaving import LeavingLimits, leave
-from lightning_zero.compile.pieces import DifferentStrides, Kernels, PieceCache, cut, lower, repeats, settle_strides
+from lightning_zero.compile.passes.activation_offload import LeavingLimits, leave
+from lightning_zero.compile.pending_compiles import Rest, Unfinished
 from lightning_zero.compile.plan import CHART
 from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.recompile_reason import why_again
+from lightning_zero.compile.recompute_policy import saved_within
 from lightning_zero.compile.selection import PassSelection
-from lightning_zero.compile.sparing import sparing
+from lightning_zero.compile.subgraphs import DifferentStrides, Kernels, PieceCache, cut, lower, repeats, settle_strides
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
-from lightning_zero.compile.unfinished import Rest, Unfinished
 from lightning_zero.config import CompileConfig
-from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["Compiler"]
 

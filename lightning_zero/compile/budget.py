@@ -27,9 +27,7 @@ from lightning_zero.budget.options import as_set, freedom
 from lightning_zero.budget.plan import MemoryPlan, advised, decide
 from lightning_zero.compile.after_failure import after_failure
 from lightning_zero.compile.cache import CacheLimit
-from lightning_zero.compile.cautious import cautious, unless_it_may_fit
 from lightning_zero.compile.context import small_weight_bytes
-from lightning_zero.compile.course import Course, Decided
 from lightning_zero.compile.first_step import FirstStep
 from lightning_zero.compile.known import (
     MASTERS,
@@ -41,11 +39,13 @@ from lightning_zero.compile.known import (
 )
 from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.measuring import Measuring
-from lightning_zero.compile.outside import Outside
 from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.plan_with_margin import cautious, unless_it_may_fit
+from lightning_zero.compile.planner_messages import Telling, option
+from lightning_zero.compile.planner_state import Course, Decided
 from lightning_zero.compile.replaying import NoReplays, Replaying
 from lightning_zero.compile.shares import another_fits, saved_share
-from lightning_zero.compile.telling import Telling, option
+from lightning_zero.compile.uncaptured_memory import Outside
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.config.text import gib
 from lightning_zero.extrema import all_min

@@ -31,21 +31,21 @@ from lightning_zero.compat.fakes import weights_made_at_once
 from lightning_zero.compat.guards import values_read_once
 from lightning_zero.compat.limits import LimitHit, limits_noticed
 from lightning_zero.compat.newer import failure_of_newer_torch
+from lightning_zero.compat.skipped_text import written_when_called
 from lightning_zero.compat.tensors import tree_leaves
-from lightning_zero.compat.unwritten import written_when_called
-from lightning_zero.compile import input_gradients
-from lightning_zero.compile.again import first_guard
-from lightning_zero.compile.by_hand import refusal_of
+from lightning_zero.compile import requires_grad_hooks
+from lightning_zero.compile.dynamo_layer_reuse import layers_traced_once
 from lightning_zero.compile.garbage import only_young_searched
+from lightning_zero.compile.grad_leaves import leaves_of_nobody
 from lightning_zero.compile.hooks import Hooks, guarding_hooks, told_apart_by_hooks
-from lightning_zero.compile.leaves import leaves_of_nobody
+from lightning_zero.compile.pending_compiles import Unfinished
+from lightning_zero.compile.recompile_reason import first_guard
 from lightning_zero.compile.stacks import frames_written_once
-from lightning_zero.compile.traced_once import layers_traced_once
-from lightning_zero.compile.unfinished import Unfinished
+from lightning_zero.compile.user_compiled import refusal_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.amount import PassAmount
-from lightning_zero.sharding.sight import ShardParameter
-from lightning_zero.sharding.surgery import read_given
+from lightning_zero.sharding.module_patching import read_given
+from lightning_zero.sharding.shard_tensor import ShardParameter
 
 __all__ = ["CallNotes", "CompiledCalls"]
 
@@ -187,7 +187,7 @@ class CompiledCalls:
                 value.grad_fn.register_prehook(backward)
 
     def _watch_input_gradients(self, name: str, module: nn.Module, output: Any) -> None:
-        if input_gradients.asking(Hooks(module).all) and input_gradients.seen_in(output):
+        if requires_grad_hooks.asking(Hooks(module).all) and requires_grad_hooks.seen_in(output):
             self._see_input_gradients.add(name)
 
     def _leave_eager(self, name: str, module: nn.Module, why: str) -> None:
@@ -275,7 +275,7 @@ class CompiledCalls:
         give_up = partial(self._give_up, name, module, plain.__code__)
         notes, shown, first = self.notes, self._show(name, module), True
         hooks = Hooks(module)
-        asking = [] if name in self._see_input_gradients else input_gradients.asking(hooks.all)
+        asking = [] if name in self._see_input_gradients else requires_grad_hooks.asking(hooks.all)
         # Where one module goes without such hooks, and another of its class with them, they do differ.
         left_out = () if self._see_input_gradients else asking
         self._guards_hooks = self._guards_hooks or told_apart_by_hooks(self._root, left_out)
@@ -290,7 +290,7 @@ class CompiledCalls:
                 self._guards_hooks = True
                 torch.compiler.reset()  # what was compiled so far has no such guards
             leave_out = asking and not torch.compiler.is_compiling()
-            leaving_out = input_gradients.left_out(asking) if leave_out else nullcontext()
+            leaving_out = requires_grad_hooks.left_out(asking) if leave_out else nullcontext()
             guarding = guarding_hooks() if self._guards_hooks else nullcontext()
             at_once, ints = weights_made_at_once(ShardParameter), self._ints.are_inputs()
             noticing = nullcontext() if torch.compiler.is_compiling() else limits_noticed(give_up)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from lightning_zero.compat.autograd import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.offload.mutation_check import Unchanged
 from lightning_zero.offload.saved import SavedOnHost, SavedTensor
-from lightning_zero.offload.unchanged import Unchanged
 from lightning_zero.sharding.full import gather_full
-from lightning_zero.sharding.reach import reach
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.tensor_extent import reach
+from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["regather_saved_weights"]
 

@@ -14,7 +14,7 @@ from torch.fx import Graph
 
 from lightning_zero.compat.compiler import inductor_config, replace_random_passes, stable_topological_sort
 from lightning_zero.compile.draws import draws
-from lightning_zero.compile.outline import Outline
+from lightning_zero.compile.layer_dedup import Outline
 
 __all__ = ["JointPasses"]
 

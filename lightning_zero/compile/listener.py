@@ -12,7 +12,7 @@ from typing import Protocol
 from torch.fx import Graph
 
 from lightning_zero.compile.active import ACTIVE
-from lightning_zero.compile.passes.trace import PassTrace
+from lightning_zero.compile.passes.pass_trace import PassTrace
 
 __all__ = ["CompileListener", "GraphObserver", "PassObserver", "Progress"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lightning_zero.compile.listener import Progress
-from lightning_zero.compile.outside import Outside
 from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.uncaptured_memory import Outside
 from lightning_zero.native import Executor
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
 from lightning_zero.profiling.moments import Moments

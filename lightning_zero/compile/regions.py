@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import RECOMPUTE, REGION
 from lightning_zero.compile.graph import REDUCE, calls, cast_dtype, is_view_or_cast, output_node
-from lightning_zero.compile.passes.saved import after_tangents
+from lightning_zero.compile.passes.saved_weights import after_tangents
 
 __all__ = ["save_boundaries"]
 

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 from lightning_zero.budget.options import applied, as_set
 from lightning_zero.compat.newer import require_compiler
-from lightning_zero.compile.agreement import Agreement
 from lightning_zero.compile.backend import Compiler
 from lightning_zero.compile.budget import MeasuredBudget
+from lightning_zero.compile.consensus import Agreement
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.course import Decided
+from lightning_zero.compile.cuda_graphs import Replays
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.passes import PassSpec, default_passes
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.plan_book import PlanBook
-from lightning_zero.compile.replay import Replays
+from lightning_zero.compile.planner_state import Decided
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.mesh import Mesh
@@ -40,7 +40,7 @@ from lightning_zero.offload.activations import HostActivations
 from lightning_zero.offload.bandwidth import BESIDE_COMPUTE, measure_host
 from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
 from lightning_zero.profiling.headroom import MemoryGauge
-from lightning_zero.sharding.peers import Peers
+from lightning_zero.sharding.symm_mem import Peers
 
 __all__ = ["CompileSession"]
 

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 from lightning_zero.compile.context import small_weight_bytes
+from lightning_zero.compile.cuda_graphs import Replays
 from lightning_zero.compile.eager import regather_saved_weights
-from lightning_zero.compile.replay import Replays
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.config.text import gib
 from lightning_zero.offload.saved import SavedOnHost
-from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.symm_mem import Peers
 
 __all__ = ["CompiledSteps"]
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_zero.compat.graphs import BACKWARD, MODULES, RECOMPUTE, REGION, SIDE
 from lightning_zero.compile.draws import draws
 from lightning_zero.compile.graph import is_op, reduces, shard_of, weight_nodes
-from lightning_zero.compile.passes.saved import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
+from lightning_zero.compile.passes.saved_weights import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
 from lightning_zero.compile.regions import save_boundaries
 from lightning_zero.config import RecomputePolicy
 from lightning_zero.profiling.tensors import is_view, nbytes

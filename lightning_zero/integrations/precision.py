@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_zero.compat.lightning_private import DeviceDtypeModule
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
-from lightning_zero.sharding.surgery import is_sharded
+from lightning_zero.sharding.module_patching import is_sharded
 
 __all__ = ["CHOICES", "FlatGradScaler", "check_complex", "computing_in", "flat_scaler", "to_dtype", "true_dtype"]
 

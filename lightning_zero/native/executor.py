@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
-from lightning_zero.native.facets import Gradients, Graphs, Parameters, Weights
+from lightning_zero.native.executor_stubs import Gradients, Graphs, Parameters, Weights
 from lightning_zero.native.load import load
 from lightning_zero.native.transport import Transport
 from lightning_zero.native.watchdog import Lane, Watchdog

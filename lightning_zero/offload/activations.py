@@ -27,8 +27,8 @@ from torch import Tensor
 
 from lightning_zero.offload.amount import PassAmount
 from lightning_zero.offload.blocks import Held, HostBlocks
-from lightning_zero.offload.lanes import Event, Lanes, lanes_of
-from lightning_zero.sharding.reach import reach
+from lightning_zero.offload.copy_streams import Event, Lanes, lanes_of
+from lightning_zero.sharding.tensor_extent import reach
 
 __all__ = ["HostActivations"]
 

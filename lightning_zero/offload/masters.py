@@ -6,7 +6,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.sharding.away import Away
+from lightning_zero.sharding.host_policy import Away
 
 __all__ = ["check_masters", "masters_away"]
 

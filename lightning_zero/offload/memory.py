@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_zero.config.text import gib
 from lightning_zero.errors import HostMemoryError
-from lightning_zero.offload.nearby import cpus_near
+from lightning_zero.offload.numa import cpus_near
 
 __all__ = ["HostMemory", "free_bytes"]
 

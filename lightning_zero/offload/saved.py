@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.memory import free_bytes
-from lightning_zero.offload.unchanged import Unchanged
+from lightning_zero.offload.mutation_check import Unchanged
 
 __all__ = ["SavedOnHost", "SavedTensor"]
 

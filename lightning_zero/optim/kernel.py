@@ -18,14 +18,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import inductor_compile
 from lightning_zero.compat.tensors import FakeTensorMode
-from lightning_zero.offload.ring import Ring
+from lightning_zero.offload.staging_ring import Ring
+from lightning_zero.optim.bf16_state import NARROW, ROUNDINGS
+from lightning_zero.optim.chunks import MOMENTS, Part, Parts
 from lightning_zero.optim.clip import clip_factor
-from lightning_zero.optim.formulas import Rule, rule_for
+from lightning_zero.optim.flat_runs import Segment
 from lightning_zero.optim.graphed import GraphedSequence
-from lightning_zero.optim.narrow import NARROW, ROUNDINGS
 from lightning_zero.optim.rounding import keys_of, noise_at, rounded
-from lightning_zero.optim.segments import Segment
-from lightning_zero.optim.stretches import MOMENTS, Part, Parts
+from lightning_zero.optim.rules import Rule, rule_for
 from lightning_zero.optim.support import is_of_torch
 from lightning_zero.sharding.layout import as_real
 

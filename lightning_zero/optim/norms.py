@@ -14,7 +14,7 @@ from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.extrema import Collective, all_max, at_once
 from lightning_zero.mesh import Mesh
 from lightning_zero.optim.clip import norm_dtype
-from lightning_zero.sharding.refusals import on_plain_tensors
+from lightning_zero.sharding.unsupported import on_plain_tensors
 
 __all__ = ["add_up", "norms_of_each"]
 

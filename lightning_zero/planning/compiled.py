@@ -25,22 +25,22 @@ from lightning_zero.compat.compiler import (
     min_cut_partition,
 )
 from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, without_modes
+from lightning_zero.compile.budget_sweep.lifetimes import fresh_bytes, graph_peak, leave_narrow
+from lightning_zero.compile.budget_sweep.live_values import on_host
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.curve.lifetimes import fresh_bytes, graph_peak, leave_narrow
-from lightning_zero.compile.curve.stays import on_host
-from lightning_zero.compile.evenly import saved_within
 from lightning_zero.compile.graph import results
-from lightning_zero.compile.halves import halves
-from lightning_zero.compile.outside import Outside
+from lightning_zero.compile.partition import halves
 from lightning_zero.compile.passes import leaving, saved_for_backward
-from lightning_zero.compile.passes.leaving import leave
+from lightning_zero.compile.passes.activation_offload import leave
 from lightning_zero.compile.passes.offload import place_offloads
+from lightning_zero.compile.recompute_policy import saved_within
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
+from lightning_zero.compile.uncaptured_memory import Outside
 from lightning_zero.planning.ledger import Ledger
 from lightning_zero.planning.weights import insert_gathers, on_paper
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 from lightning_zero.profiling.tensors import storages
-from lightning_zero.sharding.reach import reach
+from lightning_zero.sharding.tensor_extent import reach
 
 __all__ = ["GraphsOnPaper", "PaperCompiler"]
 

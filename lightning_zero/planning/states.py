@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.optim.formulas import rule_for
-from lightning_zero.optim.narrow import NARROW, is_narrow
-from lightning_zero.optim.stretches import MOMENTS
+from lightning_zero.optim.bf16_state import NARROW, is_narrow
+from lightning_zero.optim.chunks import MOMENTS
+from lightning_zero.optim.rules import rule_for
 from lightning_zero.planning.ledger import Ledger
 from lightning_zero.planning.static import Cut
 

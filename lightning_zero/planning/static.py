@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.config import EngineConfig
-from lightning_zero.sharding.away import used_in
+from lightning_zero.sharding.host_policy import used_in
 from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["Cut", "cut", "masters_away", "may_lie_over_copies", "memory_that_stays", "over_copies"]

@@ -20,7 +20,7 @@ from torch.fx import Graph
 from typing_extensions import override
 
 from lightning_zero.compile.graph import kind_of
-from lightning_zero.compile.passes.trace import PassTrace
+from lightning_zero.compile.passes.pass_trace import PassTrace
 from lightning_zero.compile.readable import readable
 from lightning_zero.integrations.trainer.lookup import zero_strategy
 from lightning_zero.report.passes import write_passes

@@ -9,7 +9,7 @@ import torch
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.engine import Engine
 from lightning_zero.sharding.record import Role
-from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["memory_by_role", "why_not_replayed"]
 

@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import is_strided
-from lightning_zero.sharding.reach import reach
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.tensor_extent import reach
+from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["Aliases", "check_shared_memory"]
 

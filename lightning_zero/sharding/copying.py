@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.sharding.full import gather_full
+from lightning_zero.sharding.module_patching import SHAPES, ClassCache, refuse_to_copy
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
-from lightning_zero.sharding.surgery import SHAPES, ClassCache, refuse_to_copy
+from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["Copies", "NotCopied"]
 

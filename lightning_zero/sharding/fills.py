@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_zero.sharding.refusals import plainly, sight_of
+from lightning_zero.sharding.unsupported import plainly, sight_of
 
 if TYPE_CHECKING:
-    from lightning_zero.sharding.sight import Sight
+    from lightning_zero.sharding.shard_tensor import Sight
 
 __all__ = ["IN_PLACE", "LIKE", "draw_like", "fill", "initialise"]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from lightning_zero.sharding.module_patching import SHAPES
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.refusals import plainly
-from lightning_zero.sharding.surgery import SHAPES
+from lightning_zero.sharding.unsupported import plainly
 
 if TYPE_CHECKING:
     from lightning_zero.sharding.shard import Sharder

@@ -17,7 +17,7 @@ from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, disabled
 from lightning_zero.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lightning_zero.sharding.view import WeightView
+    from lightning_zero.sharding.weight_reader import WeightView
 
 __all__ = ["GatheredWeight"]
 

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["GradientHooks"]
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.advice import advise
-from lightning_zero.sharding.in_blocks import in_blocks
+from lightning_zero.sharding.chunked_io import in_blocks
 from lightning_zero.sharding.layout import ShardLayout, is_strided
-from lightning_zero.sharding.reach import is_worth_its_gaps, reach
+from lightning_zero.sharding.madvise import advise
+from lightning_zero.sharding.tensor_extent import is_worth_its_gaps, reach
 
 __all__ = ["Mapped", "copy_mapped", "mapped", "take_small"]
 

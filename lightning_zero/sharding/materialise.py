@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
+from lightning_zero.sharding.module_patching import SHAPES
 from lightning_zero.sharding.record import Records
-from lightning_zero.sharding.surgery import SHAPES
 
 __all__ = ["Materialiser"]
 

@@ -43,15 +43,15 @@ from torch import Tensor
 
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.sharding.access import ShardAccess
-from lightning_zero.sharding.arena import Arena
-from lightning_zero.sharding.away import Away, MastersOnHost, stays_wide, used_in
+from lightning_zero.sharding.flat_buffer import Arena
+from lightning_zero.sharding.grad_aliasing import lay_over_copies
+from lightning_zero.sharding.host_policy import Away, MastersOnHost, stays_wide, used_in
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.over_copies import lay_over_copies
-from lightning_zero.sharding.peers import PeerMemory, Peers
+from lightning_zero.sharding.module_patching import RESIDENT
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
-from lightning_zero.sharding.refusals import plainly
-from lightning_zero.sharding.surgery import RESIDENT
+from lightning_zero.sharding.shard_sync import ShardAccess
+from lightning_zero.sharding.symm_mem import PeerMemory, Peers
+from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["ShardMemory"]
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import as_real
-from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.unsupported import plainly
 
 if TYPE_CHECKING:
     from lightning_zero.sharding.layout import ShardLayout
-    from lightning_zero.sharding.sight import Sight
+    from lightning_zero.sharding.shard_tensor import Sight
 
 __all__ = ["Mismatch", "align", "all_gather_shards", "engine_is_gone", "gather_value", "is_shard", "shards_in"]
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.refusals import plainly
-from lightning_zero.sharding.sight import Sight
+from lightning_zero.sharding.shard_tensor import Sight
+from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["Records", "Role", "ShardedParameter"]
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.sharding.operands import Mismatch, align, all_gather_shards, is_shard, shards_in
-from lightning_zero.sharding.refusals import plainly, refuse_for, sight_of
+from lightning_zero.sharding.unsupported import plainly, refuse_for, sight_of
 
 if TYPE_CHECKING:
-    from lightning_zero.sharding.sight import Sight
+    from lightning_zero.sharding.shard_tensor import Sight
 
 __all__ = ["BY_NAME", "is_of_two", "norms", "reduce"]
 

@@ -6,8 +6,8 @@ import re
 
 from torch import nn
 
+from lightning_zero.sharding.module_patching import SHAPES, is_sharded
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.surgery import SHAPES, is_sharded
 
 __all__ = ["explain_replaced"]
 

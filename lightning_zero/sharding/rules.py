@@ -1,4 +1,4 @@
-"""What each function of torch does to shards that users hold; see ``sharding/sight.py``.
+"""What each function of torch does to shards that users hold; see ``sharding/shard_tensor.py``.
 
 Functions are told apart by their names. torch itself says of most elementwise ones that they are (a tag of the
 operator); what is neither known here nor tagged is refused, since a function that looks at its neighbours, or at the
@@ -21,11 +21,11 @@ from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.sharding import fills, reductions
 from lightning_zero.sharding.gathered import GatheredWeight
 from lightning_zero.sharding.operands import Mismatch, align, gather_value, is_shard, shards_in
-from lightning_zero.sharding.refusals import plainly, refuse, sight_of
+from lightning_zero.sharding.unsupported import plainly, refuse, sight_of
 
 if TYPE_CHECKING:
     from lightning_zero.sharding.layout import ShardLayout
-    from lightning_zero.sharding.sight import Sight
+    from lightning_zero.sharding.shard_tensor import Sight
 
 __all__ = ["MEASURES", "measure", "plainly", "rule_of", "words"]
 

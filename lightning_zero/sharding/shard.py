@@ -15,23 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.unasked import look_first
+from lightning_zero.compat.argument_checks import look_first
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Lane
-from lightning_zero.sharding.access import ShardAccess
 from lightning_zero.sharding.aliases import Aliases, check_shared_memory
-from lightning_zero.sharding.away import Away
 from lightning_zero.sharding.checks import check_module, check_parameter, check_same_model
+from lightning_zero.sharding.host_policy import Away
 from lightning_zero.sharding.layout import ShardLayout, as_real, memory_order
 from lightning_zero.sharding.materialise import Materialiser
 from lightning_zero.sharding.memory import ShardMemory
+from lightning_zero.sharding.module_patching import ORDERS, SHAPES, ClassCache, is_sharded
 from lightning_zero.sharding.operands import engine_is_gone
-from lightning_zero.sharding.peers import Peers
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
-from lightning_zero.sharding.sight import Sight, full_arguments
-from lightning_zero.sharding.surgery import ORDERS, SHAPES, ClassCache, is_sharded
+from lightning_zero.sharding.shard_sync import ShardAccess
+from lightning_zero.sharding.shard_tensor import Sight, full_arguments
+from lightning_zero.sharding.symm_mem import Peers
 
 __all__ = ["Sharder"]
 

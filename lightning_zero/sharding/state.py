@@ -19,12 +19,12 @@ from torch import nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
+from lightning_zero.sharding.host_memory import on_host
 from lightning_zero.sharding.mapped import mapped
-from lightning_zero.sharding.on_host import on_host
+from lightning_zero.sharding.module_patching import SHAPES
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state_values import StateDictTensor
-from lightning_zero.sharding.surgery import SHAPES
 
 __all__ = ["StateDictHooks", "nobody", "whole_on_cpu"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_zero.sharding.full import full_parameters
+from lightning_zero.sharding.module_patching import ClassCache, is_sharded
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.surgery import ClassCache, is_sharded
 
 __all__ = ["make_plain"]
 

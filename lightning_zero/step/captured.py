@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.ring import Ring
+from lightning_zero.offload.staging_ring import Ring
 from lightning_zero.optim.kernel import StepKernel
 from lightning_zero.optim.support import is_of_torch
 from lightning_zero.step.layout import StepLayout

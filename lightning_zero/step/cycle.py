@@ -23,8 +23,8 @@ from typing import Protocol
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
+from lightning_zero.sharding.grad_aliasing import refuse_micro_batches
 from lightning_zero.sharding.hooks import GradientHooks
-from lightning_zero.sharding.over_copies import refuse_micro_batches
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_zero.optim.segments import State
+from lightning_zero.optim.flat_runs import State
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
 from lightning_zero.step.substitute import Own, Shown

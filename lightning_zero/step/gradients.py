@@ -11,10 +11,10 @@ import torch
 from lightning_zero.compile.steps import CompiledSteps
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.text import gib
-from lightning_zero.sharding.away import used_in
-from lightning_zero.sharding.over_copies import forget_gradients
+from lightning_zero.sharding.grad_aliasing import forget_gradients
+from lightning_zero.sharding.host_policy import used_in
 from lightning_zero.sharding.record import Role, ShardedParameter
-from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["PlannedGradients", "has_copy"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.optim.clip import clip_factor
+from lightning_zero.optim.flat_runs import Segment, State
 from lightning_zero.optim.graphed import GraphedSequence
-from lightning_zero.optim.segments import Segment, State
 from lightning_zero.sharding.layout import as_real
 
 __all__ = ["StepLayout"]

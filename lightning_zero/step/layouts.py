@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.memory import HostMemory
+from lightning_zero.optim.bf16_state import check_narrow, narrow_names
 from lightning_zero.optim.clip import norm_dtype
+from lightning_zero.optim.flat_runs import State, cut
 from lightning_zero.optim.kernel import StepKernel
-from lightning_zero.optim.narrow import check_narrow, narrow_names
-from lightning_zero.optim.segments import State, cut
 from lightning_zero.optim.support import check_members
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder

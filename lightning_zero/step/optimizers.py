@@ -36,13 +36,13 @@ from torch import Tensor
 from lightning_zero.config import EngineConfig
 from lightning_zero.native.watchdog import Lane
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.ring import Ring
-from lightning_zero.optim.aside import Place, Places, keeping_aside
-from lightning_zero.optim.formulas import rule_for
-from lightning_zero.optim.leaving import leave_device
-from lightning_zero.optim.narrow import NARROW, check_narrow, is_narrow, narrow_names, widen
+from lightning_zero.offload.staging_ring import Ring
+from lightning_zero.optim.bf16_state import NARROW, check_narrow, is_narrow, narrow_names, widen
+from lightning_zero.optim.chunks import StateOnHost
+from lightning_zero.optim.move_to_host import leave_device
 from lightning_zero.optim.norms import norms_of_each
-from lightning_zero.optim.stretches import StateOnHost
+from lightning_zero.optim.rules import rule_for
+from lightning_zero.optim.state_placement import Place, Places, keeping_aside
 from lightning_zero.optim.support import (
     check_capture,
     check_members,
@@ -52,8 +52,8 @@ from lightning_zero.optim.support import (
     zero_gradients_plainly,
 )
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.refusals import plainly
 from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.unsupported import plainly
 from lightning_zero.step.captured import why_not_captured
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.stepper import OptimizerStepper

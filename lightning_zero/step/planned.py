@@ -26,11 +26,11 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.offload.bandwidth import measure_host
 from lightning_zero.offload.masters import masters_away
 from lightning_zero.offload.memory import free_bytes
-from lightning_zero.optim.formulas import rule_for
-from lightning_zero.optim.narrow import NARROW, is_narrow
-from lightning_zero.sharding.away import leaves
+from lightning_zero.optim.bf16_state import NARROW, is_narrow
+from lightning_zero.optim.rules import rule_for
+from lightning_zero.sharding.host_policy import leaves
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.unsupported import plainly
 from lightning_zero.step.gradients import PlannedGradients, has_copy
 from lightning_zero.step.optimizers import OptimizerSteps
 

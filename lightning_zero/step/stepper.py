@@ -19,16 +19,16 @@ from torch import Tensor
 
 from lightning_zero.compat.modules import global_pre_hooks
 from lightning_zero.native.watchdog import Lane
+from lightning_zero.optim.chunks import StateOnHost
 from lightning_zero.optim.norms import add_up
-from lightning_zero.optim.stretches import StateOnHost
-from lightning_zero.sharding.refusals import on_plain_tensors, plainly
 from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.unsupported import on_plain_tensors, plainly
 from lightning_zero.step.captured import CapturedRunner, why_not_captured
+from lightning_zero.step.chunked_step import StretchesRunner
 from lightning_zero.step.eager import EagerRunner
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
 from lightning_zero.step.runner import StepRunner
-from lightning_zero.step.stretches import StretchesRunner
 from lightning_zero.step.substitute import Own, Shown, Substitute
 from lightning_zero.step.watch import WATCHED, Watch, needs_watching
 

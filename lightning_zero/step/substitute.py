@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.optim.segments import State
+from lightning_zero.optim.flat_runs import State
 
 __all__ = ["Groups", "Own", "Shown", "Substitute"]
 

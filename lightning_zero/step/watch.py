@@ -17,14 +17,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.formulas import has_rules
+from lightning_zero.optim.rules import has_rules
 from lightning_zero.optim.support import INSTEAD, is_of_torch
 from lightning_zero.sharding.reductions import BY_NAME, is_of_two
 from lightning_zero.sharding.rules import measure, words
 from lightning_zero.step.layout import StepLayout
 
 if TYPE_CHECKING:
-    from lightning_zero.optim.segments import Segment
+    from lightning_zero.optim.flat_runs import Segment
     from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["WATCHED", "Watch", "needs_watching"]

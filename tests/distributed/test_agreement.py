@@ -137,14 +137,14 @@ def test_ranks_that_compile_different_graphs_are_told_the_first_difference(ranks
         assert "'forward: gather right.bias + left.bias as float32" in message, message
 
 
-@pytest.mark.exhaustive  # see unit/compile/test_agreement.py
+@pytest.mark.exhaustive  # see unit/compile/test_consensus.py
 def test_a_rank_that_compiles_other_gathers_alone_is_told_who_is_missing(ranks: Ranks) -> None:
     swaps = {0: [False, False, False], 1: [False, False, True]}
     with pytest.raises(RankFailure, match=r"(?s)Rank 1 is about to run a newly compiled graph.*rank 0 did not come"):
         ranks.run(2, run_and_raise, swaps, 5.0, {})
 
 
-@pytest.mark.exhaustive  # see unit/compile/test_agreement.py
+@pytest.mark.exhaustive  # see unit/compile/test_consensus.py
 def test_a_late_rank_is_named(ranks: Ranks) -> None:
     swaps = {0: [False, False], 1: [False, False]}
     with pytest.raises(

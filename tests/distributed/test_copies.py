@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.sharding.surgery import is_sharded
+from lightning_zero.sharding.module_patching import is_sharded
 from tests.helpers.sharded import EAGER, engine_for
 from tests.ranks.pool import Ranks
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.unsupported import plainly
 from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks
 

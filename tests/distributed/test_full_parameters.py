@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import engine_of
-from lightning_zero.sharding.sight import ShardParameter
+from lightning_zero.sharding.shard_tensor import ShardParameter
 from tests.helpers.models import Batch, Case, build, make_batches
 from tests.helpers.oracle import assert_close_relative, shard_batch
 from tests.helpers.sharded import (

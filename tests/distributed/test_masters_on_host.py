@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.errors import HostMemoryError, UnsupportedError
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.ring import Ring
+from lightning_zero.offload.staging_ring import Ring
 from tests.helpers.masters import (
     ANEW,
     AWAY,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from lightning_zero.budget.curve import Curve, nested
-from lightning_zero.compile.cautious import CAUTION
-from lightning_zero.compile.curve import chart
+from lightning_zero.compile.budget_sweep import chart
+from lightning_zero.compile.plan_with_margin import CAUTION
 from lightning_zero.offload.saved import SavedOnHost
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
@@ -217,7 +217,7 @@ def with_charts(limit: int, backend: str = "aot_eager") -> dict[str, Any]:
         patch("lightning_zero.compile.session.MemoryGauge", Charted),
         patch("lightning_zero.step.planned.CAN_LEAVE", ()),
         patch.object(Gauge, "simulated", Device(fuller=100), create=True),
-        patch("lightning_zero.compile.cautious.DOUBT", 0.0),
+        patch("lightning_zero.compile.plan_with_margin.DOUBT", 0.0),
         engine_for(model, backend, gather_group_mb=0.001, memory=limit / GIB) as engine,
     ):
         Gauge.engine, engine.session.progress._report = engine, said.append
@@ -298,7 +298,7 @@ def train_with_few_buffers(device: Device | None, steps: int, **options: Any) ->
     with (
         patch("lightning_zero.budget.options.BUFFER_MB", mb),
         patch("lightning_zero.budget.items.LEAST_RING", 1),
-        patch("lightning_zero.offload.ring.MOST_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
     ):
         return train(device, steps, emulate_cuda_graph_step=True, **options)
 

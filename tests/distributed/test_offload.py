@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.ring import Load, Pass, Ring
+from lightning_zero.offload.staging_ring import Load, Pass, Ring
 from tests.helpers.lion import Lion
 from tests.helpers.models import build
 from tests.helpers.optimizer_steps import (
@@ -93,8 +93,8 @@ def train_both_ways(cases: list[tuple[str, Event]], emulate: bool) -> list[str]:
         expected = train_sharded_steps(name, stay if event is come_and_go else event, emulate)
         Counted.most = 0
         with (
-            patch("lightning_zero.step.stretches.Pass", Counted),
-            patch("lightning_zero.optim.stretches.Pass", Counted),
+            patch("lightning_zero.step.chunked_step.Pass", Counted),
+            patch("lightning_zero.optim.chunks.Pass", Counted),
         ):
             found = train_sharded_steps(name, event, emulate, **ON_HOST)
         try:
@@ -120,7 +120,7 @@ def buffers_grow(emulate: bool) -> tuple[Any, Any, int]:
     resize = Ring.resize
     expected = train_sharded_steps("AdamW", unfreeze_and_add, emulate)
     with (
-        patch("lightning_zero.offload.ring.MOST_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
         patch.object(Ring, "resize", lambda ring, nbytes: (made.append(nbytes), resize(ring, nbytes))[1]),
     ):
         found = train_sharded_steps("AdamW", unfreeze_and_add, emulate, offload=("optimizer",), offload_buffer_mb=0.5)
@@ -173,8 +173,8 @@ def amid_a_step(refused: bool, **options: Any) -> dict[str, Any]:
     model, lerp = build(Parts), torch.Tensor.lerp_
 
     with (
-        patch("lightning_zero.offload.ring.MOST_BYTES", 1024),
-        patch("lightning_zero.offload.ring.LEAST", 1),
+        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.LEAST", 1),
         engine_for(model, "eager", cuda_graph_step=False, **options) as engine,
     ):
         with engine.shards_in_sight():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.segments import Segment
+from lightning_zero.optim.flat_runs import Segment
 from lightning_zero.step.watch import WATCHED
 from tests.helpers.models import build
 from tests.helpers.optimizer_steps import (

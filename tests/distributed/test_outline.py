@@ -39,7 +39,7 @@ def train(backend: str, dtype: torch.dtype | None, once: bool) -> tuple[Referenc
     whole = not once and backend != "inductor"
     with (
         nullcontext() if once or whole else no_outline(),
-        logged("lightning_zero.compile.outline") as lines,
+        logged("lightning_zero.compile.layer_dedup") as lines,
         functorch_config.patch(enable_autograd_cache=False),
         engine_for(model, backend, compute_dtype=dtype, compile_whole_graphs=whole) as engine,
     ):
@@ -90,7 +90,7 @@ def train_checkpointed(case: type[Case], backend: str, once: bool) -> tuple[Refe
     instead = nullcontext() if once else no_outline()
     with (
         instead,
-        logged("lightning_zero.compile.outline") as lines,
+        logged("lightning_zero.compile.layer_dedup") as lines,
         engine_for(model, backend, observe, gather_group_mb=0.02, compile_dynamic=False) as engine,
     ):
         batches = [case.make_batch(step, 8) for step in range(2)]

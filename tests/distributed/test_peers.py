@@ -20,9 +20,9 @@ from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.estimate import NOMINAL
-from lightning_zero.sharding.peers import PeerMemory, gradients, weights
-from lightning_zero.sharding.peers import memory as peer_memory
 from lightning_zero.sharding.shared_memory import mapped
+from lightning_zero.sharding.symm_mem import PeerMemory, gradients, weights
+from lightning_zero.sharding.symm_mem import memory as peer_memory
 from tests.helpers.models import OneLayer, TiedLayer, build, make_batches
 from tests.helpers.options import config
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch

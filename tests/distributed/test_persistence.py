@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.module_patching import RESIDENT
 from lightning_zero.sharding.record import Role
-from lightning_zero.sharding.surgery import RESIDENT
 from tests.helpers.models import Case, OneLayer, TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_plain, train_sharded, whole_params

@@ -74,7 +74,7 @@ def train(limit: int | None, rounded: int = STEPS + LATER, options: Any = None, 
     with (
         patch("lightning_zero.compile.session.MemoryGauge", Gauge),
         patch("lightning_zero.step.planned.CAN_LEAVE", ("optimizer", "activations")),
-        patch("lightning_zero.compile.outside.Outside.end", return_value=0),  # of graphs' own memory
+        patch("lightning_zero.compile.uncaptured_memory.Outside.end", return_value=0),  # of graphs' own memory
         engine_for(model, **chosen) as engine,
     ):
         Gauge.engine, engine.session.progress._report = engine, said.append

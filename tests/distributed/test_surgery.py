@@ -20,8 +20,8 @@ from lightning_zero import unshard
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.integrations.explain import explain
-from lightning_zero.sharding.refusals import plainly
+from lightning_zero.integrations.oom_hint import explain
+from lightning_zero.sharding.unsupported import plainly
 from tests.ranks.pool import Ranks
 
 

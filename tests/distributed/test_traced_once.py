@@ -14,7 +14,7 @@ from tests.helpers.models import Case, Deep, build
 from tests.helpers.oracle import Reference
 from tests.helpers.sharded import engine_for, sgd, train_sharded
 from tests.ranks.pool import Ranks
-from tests.unit.compile.traced_once.layers import counted
+from tests.unit.compile.dynamo_layer_reuse.layers import counted
 
 
 class ManyBlocks(Blocks):

@@ -142,9 +142,9 @@ STRATEGY = "lightning_zero.integrations.trainer.strategy:ZeroStrategy"
 ENGINE = "lightning_zero.engine:Engine"
 CYCLE = "lightning_zero.step.cycle:StepCycle"
 LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
-PEERS = "lightning_zero.sharding.peers.memory:PeerMemory"
+PEERS = "lightning_zero.sharding.symm_mem.memory:PeerMemory"
 COMPILER = "lightning_zero.compile.backend:Compiler"
-PAIRS = "lightning_zero.compile.replay.pairs"
+PAIRS = "lightning_zero.compile.cuda_graphs.pairs"
 MODEL = "tests.faults.model"
 
 COMPILED = {"strategy": "aot_eager"}
@@ -228,7 +228,7 @@ _ALL = (
     Point(
         "peer_memory_mapped",
         "maps the memory of its peers",
-        ("lightning_zero.sharding.peers.memory:mapped",),
+        ("lightning_zero.sharding.symm_mem.memory:mapped",),
         0,
         training=COPIED,
     ),
@@ -247,7 +247,7 @@ _ALL = (
     Point(
         "agreement",
         "compares its new plan with the other ranks'",
-        ("lightning_zero.compile.agreement:Agreement.check",),
+        ("lightning_zero.compile.consensus:Agreement.check",),
         1,
         training=COMPILED,
     ),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.sharding.on_host import BLOCK, on_host
+from lightning_zero.sharding.host_memory import BLOCK, on_host
 
 pytestmark = pytest.mark.gpu(1)
 

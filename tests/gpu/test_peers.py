@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.sharding.peers import PeerMemory
+from lightning_zero.sharding.symm_mem import PeerMemory
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(2)

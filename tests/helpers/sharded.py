@@ -15,7 +15,7 @@ from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.estimate import NOMINAL, Costs
-from lightning_zero.sharding.refusals import on_plain_tensors
+from lightning_zero.sharding.unsupported import on_plain_tensors
 from tests.helpers.models import Case, build, make_batches
 from tests.helpers.options import config
 from tests.helpers.oracle import Batch, Reference, shard_batch

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.sharding.arena import Arena
+from lightning_zero.sharding.flat_buffer import Arena
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.peers import PeerMemory
+from lightning_zero.sharding.symm_mem import PeerMemory
 from tests.helpers.options import config
 
 ops = torch.ops.lightning_zero

@@ -8,7 +8,7 @@ import torch
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.native.facets import Gradients, Graphs, Parameters, Weights
+from lightning_zero.native.executor_stubs import Gradients, Graphs, Parameters, Weights
 from tests.ranks.pool import Ranks
 
 PARTS = {"parameters": Parameters, "weights": Weights, "gradients": Gradients, "graphs": Graphs}

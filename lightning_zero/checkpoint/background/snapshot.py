@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.background.runs import Run, in_memory, laid_out
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece
-from lightning_zero.sharding.on_host import given_so_far
+from lightning_zero.sharding.host_memory import given_so_far
 from lightning_zero.sharding.shared_memory import Claim, mapped
 
 __all__ = ["Kept", "Memory", "Snapshot"]

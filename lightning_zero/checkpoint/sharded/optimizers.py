@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, nested
 from lightning_zero.checkpoint.sharded.values import ShardedValue
-from lightning_zero.sharding.refusals import on_plain_tensors
 from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.unsupported import on_plain_tensors
 
 __all__ = ["by_name", "by_number", "is_by_name", "numbered"]
 

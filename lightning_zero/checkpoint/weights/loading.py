@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.sharded.values import SavedValue
 from lightning_zero.checkpoint.weights.files import saved_values
 from lightning_zero.compat.modules import extra_state_suffix
-from lightning_zero.sharding.surgery import SHAPES
+from lightning_zero.sharding.module_patching import SHAPES
 
 __all__ = ["Incompatible", "load_into"]
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_zero.compile.context import ACTIVATIONS_UNDER_WAY, GROUPS_PER_GRAPH, PassContext
-from lightning_zero.compile.passes.announce import announce_plan
+from lightning_zero.compile.passes.activation_offload import LeavingLimits
 from lightning_zero.compile.passes.base import PassSpec, run_passes
 from lightning_zero.compile.passes.cast import fuse_casts
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.grouping import GroupLimits
-from lightning_zero.compile.passes.leaving import LeavingLimits
 from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
 from lightning_zero.compile.passes.offload import HostCosts, place_offloads
+from lightning_zero.compile.passes.publish_plan import announce_plan
 from lightning_zero.compile.passes.reduce import borrow_gradients, group_reduces, hand_over_gradients
 from lightning_zero.compile.passes.resident import use_resident
-from lightning_zero.compile.passes.saved import SavedLimits
+from lightning_zero.compile.passes.saved_weights import SavedLimits
 from lightning_zero.compile.passes.sink import sink_gathers
 from lightning_zero.compile.passes.split import split_gathers
 

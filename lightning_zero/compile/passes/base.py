@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.passes.trace import PassTrace, traced
+from lightning_zero.compile.passes.pass_trace import PassTrace, traced
 
 __all__ = ["PassSpec", "run_passes"]
 

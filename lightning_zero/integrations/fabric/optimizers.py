@@ -12,8 +12,8 @@ from lightning_zero.compat.lightning_private import optimizer_to_device
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.fabric.loop import Loop
-from lightning_zero.optim.aside import keep_aside
-from lightning_zero.sharding.refusals import plainly
+from lightning_zero.optim.state_placement import keep_aside
+from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["find_loop", "prepare"]
 

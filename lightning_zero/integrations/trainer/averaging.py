@@ -26,8 +26,8 @@ from lightning_zero.integrations.uncompile import (
     take_apart_compiled,
 )
 from lightning_zero.sharding.copying import NotCopied
+from lightning_zero.sharding.host_memory import on_host
 from lightning_zero.sharding.mapped import mapped
-from lightning_zero.sharding.on_host import on_host
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -1,7 +1,7 @@
 """Norms of gradients for logging.
 
 ``param.grad`` is this rank's shard, and its norm is taken over all ranks, by a collective for each (see
-``sharding/sight.py``). :func:`grad_norm` needs one for all parameters, and so does Lightning's own function inside the
+``sharding/shard_tensor.py``). :func:`grad_norm` needs one for all parameters, and so does Lightning's function in
 hooks in which gradients are looked at.
 """
 
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.sharding.refusals import plainly
+from lightning_zero.sharding.unsupported import plainly
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

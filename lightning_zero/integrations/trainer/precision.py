@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_zero.engine import Engine
 from lightning_zero.integrations.precision import CHOICES, check_complex, flat_scaler, to_dtype, true_dtype
 from lightning_zero.integrations.trainer.norms import WholeNorms
-from lightning_zero.sharding.surgery import is_sharded
+from lightning_zero.sharding.module_patching import is_sharded
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

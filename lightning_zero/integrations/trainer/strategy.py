@@ -29,8 +29,8 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.arguments import chosen, taking
-from lightning_zero.integrations.explain import explain
 from lightning_zero.integrations.inspection import Inspection
+from lightning_zero.integrations.oom_hint import explain
 from lightning_zero.integrations.precision import computing_in
 from lightning_zero.integrations.processes import nccl_lets_errors_show
 from lightning_zero.integrations.trainer.arguments import Arguments

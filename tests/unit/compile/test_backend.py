@@ -14,8 +14,8 @@ from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.backend import Compiler, _boxed
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import run_passes
-from lightning_zero.compile.passes.announce import read_plan
-from lightning_zero.compile.passes.trace import PassTrace
+from lightning_zero.compile.passes.pass_trace import PassTrace
+from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.config import CompileConfig

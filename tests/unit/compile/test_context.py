@@ -4,7 +4,7 @@ import pytest
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, SMALL_BYTES, PassContext
 from lightning_zero.compile.passes import default_passes, saved_for_backward
-from lightning_zero.compile.passes.saved import SavedLimits
+from lightning_zero.compile.passes.saved_weights import SavedLimits
 from lightning_zero.config import CompileConfig
 
 MIB = 2**20

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compile.first_step import SAVED_SHARE, UNWATCHED_SHARE, FirstStep
+from lightning_zero.offload.mutation_check import Unchanged
 from lightning_zero.offload.saved import SavedOnHost
-from lightning_zero.offload.unchanged import Unchanged
 from lightning_zero.profiling.headroom import DeviceMemory, limit_of
 
 MIB = 2**20

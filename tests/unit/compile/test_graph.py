@@ -17,7 +17,7 @@ from lightning_zero.compile.graph import (
 from lightning_zero.native.ops import OPS, Role, in_graphs
 from lightning_zero.planning.weights import on_paper
 from tests.unit.compile.graphs import Builder, aten
-from tests.unit.compile.pieces.graphs import layers
+from tests.unit.compile.subgraphs.graphs import layers
 
 
 def test_gathers_are_found_in_order_those_on_paper_among_them() -> None:

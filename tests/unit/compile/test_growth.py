@@ -18,9 +18,9 @@ import lightning_zero
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.compile.passes import default_passes, run_passes, saved_for_backward
-from lightning_zero.compile.pieces import Piece, PieceCache, cut, repeats
-from lightning_zero.compile.pieces.lower import _fingerprint
-from lightning_zero.compile.pieces.program import Program
+from lightning_zero.compile.subgraphs import Piece, PieceCache, cut, repeats
+from lightning_zero.compile.subgraphs.lower import _fingerprint
+from lightning_zero.compile.subgraphs.subgraph_program import Program
 from lightning_zero.compile.tagging import tag_gathers
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, aten

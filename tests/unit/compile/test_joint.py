@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.compat.compiler import CustomGraphPass, CustomPartitionerFn, inductor_config, lookup_backend
 from lightning_zero.compat.graphs import RECOMPUTE, REGION
 from lightning_zero.compile.joint import JointPasses
-from lightning_zero.compile.outline import outline, tracer
-from tests.unit.compile.outline.modules import LAYERS, WIDTH, Block, described
+from lightning_zero.compile.layer_dedup import outline, tracer
+from tests.unit.compile.layer_dedup.modules import LAYERS, WIDTH, Block, described
 
 
 class Wasteful(Block):

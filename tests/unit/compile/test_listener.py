@@ -3,7 +3,7 @@
 from torch.fx import Graph
 
 from lightning_zero.compile.listener import Progress
-from lightning_zero.compile.passes.trace import PassTrace
+from lightning_zero.compile.passes.pass_trace import PassTrace
 
 
 def test_compiling_is_told_to_the_user_the_watchdog_and_the_other_ranks() -> None:

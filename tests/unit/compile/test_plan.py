@@ -11,7 +11,7 @@ from lightning_zero.budget.curve import Point
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.passes import default_passes, run_passes
-from lightning_zero.compile.passes.announce import announce_plan, read_plan
+from lightning_zero.compile.passes.publish_plan import announce_plan, read_plan
 from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Plan, Reduce, first_difference
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, named_products, order

@@ -13,9 +13,9 @@ from torch import nn
 from torch.fx import Graph
 
 from lightning_zero.budget.facts import Chosen
-from lightning_zero.compile.course import Decided
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec
 from lightning_zero.compile.plan import Gather, GraphPlan
+from lightning_zero.compile.planner_state import Decided
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.native import load

@@ -12,7 +12,7 @@ import torch
 from lightning_zero.errors import HostMemoryError
 from lightning_zero.offload import memory
 from lightning_zero.offload.memory import HostMemory, free_bytes
-from lightning_zero.offload.nearby import cpus_near, parsed
+from lightning_zero.offload.numa import cpus_near, parsed
 
 GPU = torch.device("cuda", 0)
 

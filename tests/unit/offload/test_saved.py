@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.offload import saved
+from lightning_zero.offload.mutation_check import Unchanged
 from lightning_zero.offload.saved import SavedOnHost, SavedTensor
-from lightning_zero.offload.unchanged import Unchanged
 
 CPU = torch.device("cpu")
 

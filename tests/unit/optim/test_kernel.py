@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from lightning_zero.optim.flat_runs import Segment
 from lightning_zero.optim.kernel import StepKernel
-from lightning_zero.optim.segments import Segment
 
 CPU = torch.device("cpu")
 MAKES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_zero import Rule, register_rule
-from lightning_zero.optim.formulas import rule_for
 from lightning_zero.optim.kernel import StepKernel
+from lightning_zero.optim.rules import rule_for
 from lightning_zero.step.captured import why_not_captured
 from tests.helpers.lion import Lion, lion, make_lion
 

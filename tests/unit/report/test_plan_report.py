@@ -14,7 +14,7 @@ from torch.fx import Graph
 
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.grouping import GroupLimits
-from lightning_zero.compile.passes.trace import PassTrace
+from lightning_zero.compile.passes.pass_trace import PassTrace
 from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
 from lightning_zero.report import PlanReport
 from tests.unit.compile.graphs import Builder

@@ -11,8 +11,8 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding import materialise
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.materialise import Materialiser
+from lightning_zero.sharding.module_patching import SHAPES
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
-from lightning_zero.sharding.surgery import SHAPES
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.sharding.away import Away
+from lightning_zero.sharding.host_policy import Away
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.memory import ShardMemory
+from lightning_zero.sharding.module_patching import RESIDENT
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
-from lightning_zero.sharding.surgery import RESIDENT
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -11,7 +11,7 @@ import pytest
 
 import lightning_zero
 from lightning_zero.native.watchdog import Phase
-from lightning_zero.sharding.access import ShardAccess
+from lightning_zero.sharding.shard_sync import ShardAccess
 from lightning_zero.step.cycle import State, StepCycle
 
 
@@ -311,4 +311,4 @@ def test_nobody_else_says_when_edits_are_synchronised() -> None:
         for path in package.rglob("*.py")
         if any(f"executor.weights.{name}(" in path.read_text() for name in names)
     }
-    assert callers == {"sharding/access.py"}
+    assert callers == {"sharding/shard_sync.py"}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.ring import Ring
-from lightning_zero.optim.stretches import StateOnHost
+from lightning_zero.offload.staging_ring import Ring
+from lightning_zero.optim.chunks import StateOnHost
 from lightning_zero.sharding.record import Role
 from lightning_zero.step.captured import CapturedRunner
 from lightning_zero.step.stepper import OptimizerStepper

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.ring import Ring
-from lightning_zero.optim.narrow import ROUNDINGS
-from lightning_zero.optim.stretches import StateOnHost
+from lightning_zero.offload.staging_ring import Ring
+from lightning_zero.optim.bf16_state import ROUNDINGS
+from lightning_zero.optim.chunks import StateOnHost
 from lightning_zero.step.captured import CapturedRunner
 from lightning_zero.step.stepper import OptimizerStepper
 from tests.helpers.lion import Lion

@@ -6,9 +6,9 @@ from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
-from lightning_zero.compile.passes.announce import read_plan
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.grouping import GroupLimits
+from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import BESIDE_COMPUTE, NOMINAL, Costs

@@ -5,8 +5,8 @@ from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
-from lightning_zero.compile.passes.announce import read_plan
 from lightning_zero.compile.passes.grouping import GroupLimits
+from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.compile.passes.resident import use_resident
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, order

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lightning_zero.compile.passes.saved import _Weight, _within
+from lightning_zero.compile.passes.saved_weights import _Weight, _within
 from lightning_zero.compile.passes.waits import Waits
 from tests.helpers import waits as oracle
 

@@ -1,0 +1,5 @@
+"""Replays what a compiled graph does, forward and backward, as two CUDA graphs."""
+
+from lightning_zero.compile.cuda_graphs.policy import Replays
+
+__all__ = ["Replays"]

@@ -1,0 +1,24 @@
+"""What torch does while it compiles a graph, and nobody asks for here."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from lightning_zero.compat.backwards import not_kept_twice
+from lightning_zero.compat.fakes import without_gradients
+from lightning_zero.compat.skipped_text import unwritten
+from lightning_zero.compile.garbage import only_young_searched
+from lightning_zero.compile.layer_dedup import standins_made_at_once
+
+__all__ = ["sparing"]
+
+
+@contextmanager
+def sparing(backward_at_once: bool) -> Iterator[None]:
+    """Inside, it leaves that undone.
+
+    Args:
+        backward_at_once: a backward is compiled with its forward, or nothing is. Otherwise torch goes back to the copy.
+    """
+    kept = not_kept_twice() if backward_at_once else nullcontext()
+    with only_young_searched(), unwritten(), without_gradients(), standins_made_at_once(), kept:
+        yield

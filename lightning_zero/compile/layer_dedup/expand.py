@@ -1,0 +1,198 @@
+"""A layer's nodes in the place of its standins, with the memory, names and modules of that layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node, map_arg
+
+from lightning_zero.compat.fakes import fake_like
+from lightning_zero.compat.graphs import BACKWARD, CUSTOM, REGION, SIDE
+from lightning_zero.compat.tensors import FakeTensor
+from lightning_zero.compile.frontend import memory_of
+from lightning_zero.compile.layer_dedup.find_layers import Region
+from lightning_zero.compile.layer_dedup.layer_call import NotOutlined
+from lightning_zero.compile.layer_dedup.layer_graph import Body
+from lightning_zero.compile.layer_dedup.node_template import Notes, View
+from lightning_zero.compile.successors import Successors
+
+__all__ = ["Inlined", "moved_to"]
+
+
+class Inlined:
+    """One layer of a joint graph.
+
+    Args:
+        graph: the joint graph.
+        standins: of its nodes, by what comes in their place.
+        number: of the layer.
+        region: the layer in Dynamo's graph.
+        body: what it and its like do.
+        numbers: of the body's checkpointed regions -> of the layer's.
+
+    Attributes:
+        moved: memory of the standins' results -> what is there now.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        standins: Successors,
+        number: int,
+        region: Region,
+        body: Body,
+        numbers: Mapping[int, int],
+    ) -> None:
+        self._graph = graph
+        self._standins = standins
+        self._number = number
+        self._region = region
+        self._body = body
+        self._numbers = numbers
+        self._new: dict[Node, Node] = {}
+        self._memory: dict[int, Tensor] = {}
+        self.moved: dict[int, Tensor] = {}
+
+    def forward(self, standin: Node) -> None:
+        """Puts the forward in its place."""
+        given = standin.args[4]
+        assert isinstance(given, Sequence)
+        self._begin(self._body.given, given)
+        self._work(standin, self._body.forward)
+        self._replace(standin, self._body.results)
+
+    def backward(self, standin: Node) -> None:
+        """Puts the backward in its place."""
+        tangents = standin.args[3]
+        assert isinstance(tangents, Sequence)
+        with self._graph.inserting_before(standin):
+            tangents = [self._laid_out(*pair) for pair in zip_longest(tangents, self._body.tangents)]
+        self._begin(self._body.tangents, tangents)
+        self._work(standin, self._body.backward)
+        self._replace(standin, [grad for grad in self._body.grads if grad is not None])
+
+    def _laid_out(self, tangent: Any, like: Node | None) -> Any:
+        """A tangent of the whole graph, as the layer by itself was given it: torch guesses another layout for what the
+        layer returns to whoever calls the graph (keys and values of GPT-2, views of one product)."""
+        if like is None or not isinstance(tangent, Node) or tangent.op != "placeholder":
+            return tangent
+        value, wanted = tangent.meta["val"], like.meta["val"]
+        if _form(value) == _form(wanted) or value.shape != wanted.shape or not wanted.is_contiguous():
+            return tangent
+        form = torch.contiguous_format
+        copy = self._graph.call_function(torch.ops.aten.clone.default, (tangent,), {"memory_format": form})
+        with value.fake_mode:
+            copy.meta["val"] = value.clone(memory_format=form)
+        copy.meta[SIDE] = BACKWARD
+        return copy
+
+    def _begin(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
+        if len(inputs) != len(actual):
+            raise NotOutlined("one of a layer's results gets no gradient", self._number)
+        for node, value in zip(inputs, actual, strict=True):
+            if _form(node.meta["val"]) != _form(value.meta["val"]):
+                strides = _strides(actual) if inputs is self._body.tangents else None
+                raise NotOutlined("a layer is given values of another layout", self._number, strides)
+            self._new[node] = value
+            self._memory[memory_of(node.meta["val"])] = value.meta["val"]
+
+    def _work(self, standin: Node, nodes: Sequence[Node]) -> None:
+        with self._graph.inserting_before(standin):
+            for node in nodes:
+                args, kwargs = map_arg((node.args, node.kwargs), self._new.__getitem__)
+                notes = self._body.notes[node]
+                new = self._graph.create_node(node.op, node.target, args, kwargs, notes.name, node.type)
+                self._new[node] = new
+                if node.op == "get_attr":
+                    new.target = self._constant(self._body.constants[str(node.target)])
+                new.meta = self._meta(notes)
+
+    def _constant(self, value: Tensor) -> str:
+        """The name of an attribute that is this tensor, the same one for all layers of a kind."""
+        module = self._graph.owning_module
+        name = next(n for n in map("_layer_constant{}".format, count()) if getattr(module, n, value) is value)
+        setattr(module, name, value)
+        return name
+
+    def _replace(self, standin: Node, results: Sequence[Node]) -> None:
+        for part in list(standin.users):
+            at = part.args[1]
+            assert isinstance(at, int)
+            new = self._new[results[at]]
+            self.moved[memory_of(part.meta["val"])] = new.meta["val"]
+            self._standins.replace(part, new)
+        self._standins.erase(standin)
+
+    def _meta(self, notes: Notes) -> dict[str, Any]:
+        meta = dict(notes.meta)
+        if "val" in meta:
+            meta["val"] = self._own(notes.view)
+        if notes.region is not None:
+            meta[REGION] = self._numbers[notes.region]
+        if CUSTOM in meta:
+            meta[CUSTOM] = dict(meta[CUSTOM])
+        place = notes.place if notes.within is None else notes.within
+        if place is not None:
+            source = self._region.places[place].meta
+            meta |= {key: source[origin] for key, origin in notes.origins if origin in source}
+            if notes.within is None and CUSTOM in source:
+                meta[CUSTOM] = dict(source[CUSTOM])
+        return meta
+
+    def _own(self, view: Any) -> Any:
+        """A value of the same form in this layer's memory; views stay views."""
+        if isinstance(view, tuple | list):
+            return type(view)(map(self._own, view))
+        if not isinstance(view, View):
+            return view
+        memory, value = self._memory.get(view.memory), view.value
+        if memory is None:
+            numel = value.untyped_storage().nbytes() // value.itemsize
+            memory = self._memory[view.memory] = torch.empty(numel, dtype=value.dtype, device="meta")
+        return _view(memory, view)
+
+
+def moved_to(value: Any, moved: dict[int, Tensor]) -> Any:
+    """A value, if it is a view of a standin's result, as a view of what came in its place."""
+    if isinstance(value, tuple | list):
+        return type(value)(moved_to(part, moved) for part in value)
+    memory = moved.get(memory_of(value)) if isinstance(value, FakeTensor) else None
+    return value if memory is None else _view(memory, View.of(value))
+
+
+def _view(memory: Tensor, view: View) -> Tensor:
+    """The value, as it would be in other memory: that of a fake tensor, or all of a plain one."""
+    value, shape, stride = view.value, view.shape, view.stride
+    offset = memory.storage_offset() * memory.itemsize // value.itemsize + view.offset
+    if value.dtype != memory.dtype:  # complex numbers as pairs of real ones
+        made = torch.empty(0, dtype=value.dtype, device="meta").set_(memory.untyped_storage(), offset, shape, stride)
+        return fake_like(value, made)
+    if isinstance(memory, FakeTensor):
+        with value.fake_mode:
+            return memory.as_strided(shape, stride, offset)
+    # A layer has hundreds of values, and to have them made by torch takes most of the time that all this takes.
+    return fake_like(value, memory.as_strided(shape, stride, offset))
+
+
+def _strides(values: Sequence[Any]) -> list[list[int]] | None:
+    """None where one is expanded, or of no memory that it fills: such a gradient comes to one layer, and not to all."""
+    found = [value.meta["val"] for value in values]
+    return [list(value.stride()) for value in found] if all(map(_dense, found)) else None
+
+
+def _dense(value: Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order."""
+    spanned = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True)):
+        if size != 1 and stride != spanned:
+            return False
+        spanned *= size
+    return True
+
+
+def _form(value: Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.stride(), value.device

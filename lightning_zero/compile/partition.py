@@ -1,0 +1,44 @@
+"""A joint graph becomes a forward and a backward within a budget of activations: what a compiled graph, one that is
+only reckoned with and one on paper have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule
+
+from lightning_zero.compat.compiler import min_cut_partition
+from lightning_zero.compat.cse import merging_in_place
+from lightning_zero.compat.cuts import cutting_fast
+from lightning_zero.compat.graph_extract import copying_less
+from lightning_zero.compile.passes.mutated_buffers import keep_as_read
+from lightning_zero.compile.passes.residual_sums import save_chains
+from lightning_zero.compile.recompute_policy import save_drawn
+
+__all__ = ["halves"]
+
+Partition = Callable[..., tuple[GraphModule, GraphModule]]
+
+
+def halves(
+    module: GraphModule, inputs: Any, outputs: int, budget: float, by: Partition = min_cut_partition, **settings: Any
+) -> tuple[GraphModule, GraphModule, list[GraphModule]]:
+    """Both, and those of them whose graphs were changed behind torch's partition, so that their code is not theirs.
+
+    Within torch's settings of :func:`~lightning_zero.compile.recompute_policy.saved_within` the same budget.
+
+    Args:
+        module: the joint graph, which is not to be used any more.
+        outputs: of forward, which the user, or autograd, gets.
+        by: of torch's partitioners.
+        settings: for it.
+    """
+    # Here: Inductor's passes over joint graphs have seeds drawn, which no node before them does.
+    save_drawn(module.graph, budget)
+    with cutting_fast(), copying_less(), merging_in_place():
+        forward, backward = by(module, inputs, num_fwd_outputs=outputs, **settings)
+    changed = [forward] if keep_as_read(forward.graph, outputs) else []
+    if budget < 1 and save_chains(forward.graph, backward.graph, outputs):
+        changed = [forward, backward]
+    return forward, backward, changed

@@ -1,0 +1,97 @@
+"""What is left of compiling a graph when the backend gives it back: to wait for its kernels, which other processes
+compile, and to keep them for later trainings. Dynamo makes its guards in the meantime, seconds of a deep model's start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from threading import RLock
+from time import monotonic
+from typing import Any
+
+from lightning_zero.compat.cache_saves import saved_later
+from lightning_zero.compat.compiler import functorch_config
+from lightning_zero.compile.subgraphs import Kernels
+
+__all__ = ["Rest", "Unfinished"]
+
+log = logging.getLogger(__name__)
+
+
+class Rest(ExitStack):
+    """Of one graph; a context in which it is compiled.
+
+    Args:
+        kernels: of its pieces.
+        settings: of functorch, that it is compiled with.
+    """
+
+    def __init__(self, kernels: Kernels, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._settings = settings
+        self._saves: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> Rest:
+        self.enter_context(self._kernels)
+        self.enter_context(saved_later(self._saves))
+        return self
+
+    def __call__(self) -> None:
+        """Does it."""
+        self._kernels.finish()
+        with functorch_config.patch(self._settings):
+            for save in self._saves:
+                save()
+
+
+class Unfinished:
+    """What is left of graphs that have not been called yet."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Callable[[], None], float, Callable[[float], None] | None]] = []
+        self._lock = RLock()
+
+    def add(self, rest: Callable[[], None], seconds: float, end: Callable[[float], None]) -> None:
+        """
+        Args:
+            rest: what is left.
+            seconds: that the graph took so far.
+            end: is told the seconds of all, whether or not it failed.
+        """
+        self._left.append((rest, seconds, end))
+
+    def finish(self) -> None:
+        """Does it all, before any of these runs, in whatever thread: the others wait. What fails, or is interrupted, is
+        left to be done. Harmless when repeated."""
+        if not self._left:  # asked by each call
+            return
+        with self._lock:
+            while self._left:
+                rest, seconds, end = self._left[0]
+                begun = monotonic()
+                try:
+                    rest()
+                except BaseException:
+                    self._left[0] = rest, seconds, None
+                    raise
+                else:
+                    self._left.pop(0)
+                finally:
+                    if end is not None:
+                        end(seconds + monotonic() - begun)
+
+    def finish_behind(self, failure: BaseException | None) -> None:
+        """Where nobody may have called them: Dynamo has failed behind the backend, and this rank is busy until then.
+
+        Args:
+            failure: that is under way, and is not to be hidden by another one.
+        """
+        try:
+            self.finish()
+        except Exception:
+            if failure is None:
+                raise
+            log.warning("What was left of a compilation failed, too.", exc_info=True)

@@ -1,5 +1,0 @@
-"""Replays what a compiled graph does, forward and backward, as two CUDA graphs."""
-
-from lightning_zero.compile.replay.policy import Replays
-
-__all__ = ["Replays"]

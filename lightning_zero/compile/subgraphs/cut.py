@@ -1,0 +1,185 @@
+"""Cuts a graph that our passes have gone over into pieces, between which our own ops run.
+
+What repeats is cut at the same places each time, so that equal layers make equal pieces, wherever their weights and
+gradients travel. An op that stood in the middle of a piece runs before it where it can (gathers are launched and waited
+for), and behind it where it needs what the piece makes (gradients are handed over).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_zero.compat.ops import wait_tensor
+from lightning_zero.compile.graph import output_node
+from lightning_zero.compile.subgraphs.cut_points import choose_seams
+from lightning_zero.compile.subgraphs.node_kinds import Kind, is_kernel, kinds_of, reads
+from lightning_zero.compile.subgraphs.node_order import Order, graph_work
+from lightning_zero.compile.subgraphs.repeats import Run, find_runs
+from lightning_zero.compile.subgraphs.signatures import Signatures
+from lightning_zero.compile.subgraphs.subgraph import Piece, make_piece, symbol_inputs
+from lightning_zero.profiling.tensors import those
+
+__all__ = ["PARTS", "cut", "repeats"]
+
+# Where our ops can run within a layer; more places let them come closer to where they are needed, for more calls.
+PARTS = 4
+SHORTEST = 6  # nodes: what repeats in fewer is not worth a cut
+REPEATED_SHARE = 0.3  # a graph of which less repeats is compiled as a whole
+_convolution = torch.ops.aten.convolution.default
+
+
+def repeats(graph: Graph) -> bool:
+    """Whether enough of a graph repeats that it is worth being cut; the passes do not change that.
+
+    Graphs stay whole in which ranks wait for each other by more than our own ops, and whose repeated parts convolve:
+    the code generator chooses one layout of memory for all convolutions of a graph.
+    """
+    work = graph_work(graph, kinds_of(graph))
+    if any(node.target is wait_tensor for node in work):
+        return False
+    runs = _runs(work, Signatures())
+    if any(node.target is _convolution for run in runs for node in work[run.start : run.stop]):
+        return False
+    return sum(run.stop - run.start - run.period for run in runs) >= max(1, REPEATED_SHARE * len(work))
+
+
+def cut(graph: Graph, parts: int = PARTS) -> list[Piece | Node] | None:
+    """What runs one after the other: pieces, and nodes between them. None where an op between pieces needs what the
+    piece makes that needs it.
+
+    Args:
+        graph: after the passes; is not changed.
+        parts: at most so many pieces for each repetition.
+    """
+    kinds, seen = kinds_of(graph), Signatures()
+    order = Order(graph, kinds, seen)
+    at = order.between(graph)
+    seams = choose_seams(order, _runs(order.work, seen), sorted(set(at.values())), parts)
+    return _assemble(graph, kinds, order.work, [0, *seams, len(order.work)], at, seen)
+
+
+def _runs(work: Sequence[Node], signatures: Signatures) -> list[Run]:
+    runs = find_runs([signatures[node] for node in work], SHORTEST)
+    return [run for run in runs if those(work[run.start : run.start + run.period], is_kernel)]
+
+
+def _assemble(
+    graph: Graph,
+    kinds: dict[Node, Kind],
+    work: Sequence[Node],
+    bounds: Sequence[int],
+    at: dict[Node, int],
+    signatures: Signatures | None = None,
+) -> list[Piece | Node] | None:
+    home = {node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]}
+    read = reads(graph, kinds)
+    made_in = _Homes(read, home)
+    readers = _first_readers(graph, home)
+    slots: list[list[Node]] = [[] for _ in bounds]  # before each piece, and behind the last
+    slot_of: dict[Node, int] = {}
+    handed = 0  # where gradients were handed over last: what concerns them stays in order
+    for node, passed in at.items():
+        slot = bisect_right(bounds, passed) - 1
+        slot = min(slot, readers.get(node, slot))
+        for one in read[node]:
+            # Behind what it needs; and in order among what runs between.
+            slot = max(slot, home[one] + 1 if one in home else slot_of.get(one, 0))
+        if made_in[node]:
+            slot = handed = max(slot, handed)
+        slot_of[node] = slot
+        slots[slot].append(node)
+    wanted, symbols = _wanted(graph, kinds, home, read, made_in), symbol_inputs(graph)
+    made = {node for node in graph.nodes if kinds[node] is Kind.INPUT or node.op == "get_attr"}
+    steps: list[Piece | Node] = []
+    for number, slot_nodes in enumerate(slots):
+        for node in slot_nodes:
+            for needed in [*_views_outside(node, kinds, made), node]:
+                steps.append(needed)
+                made.add(needed)
+        if number + 1 < len(bounds):
+            own = work[bounds[number] : bounds[number + 1]]
+            steps.append(make_piece(own, wanted[number], kinds, symbols, signatures))
+            made.update(wanted[number])
+    steps += _views_outside(output_node(graph), kinds, made)
+    return steps if _in_order(graph, kinds, steps) else None
+
+
+class _Homes(dict[Node, AbstractSet[int]]):
+    """By node: pieces whose work it reads, through views."""
+
+    def __init__(self, read: dict[Node, list[Node]], home: dict[Node, int]) -> None:
+        super().__init__()
+        self._read, self._home = read, home
+
+    def __missing__(self, node: Node) -> AbstractSet[int]:
+        found = self[node] = {self._home[one] for one in self._read[node] if one in self._home}
+        return found
+
+
+def _first_readers(graph: Graph, home: dict[Node, int]) -> dict[Node, int]:
+    """The first piece that reads a node's result, through whatever is no work. Work may have been moved to the other
+    side of a cut than what it reads."""
+    first: dict[Node, int] = {}
+    for node in reversed(graph.nodes):
+        for user in node.users:
+            if user in home or user in first:
+                piece = home[user] if user in home else first[user]
+                if node not in first or piece < first[node]:
+                    first[node] = piece
+    return first
+
+
+def _in_order(graph: Graph, kinds: dict[Node, Kind], steps: Sequence[Piece | Node]) -> bool:
+    """Whether each step reads only what is there."""
+    made = {node for node in graph.nodes if kinds[node] is Kind.INPUT or node.op == "get_attr"}
+    for step in steps:
+        reads, makes = (step.inputs, step.outputs) if isinstance(step, Piece) else (step.all_input_nodes, [step])
+        if not made.issuperset(reads):
+            return False
+        made.update(makes)
+    return made.issuperset(output_node(graph).all_input_nodes)
+
+
+def _wanted(
+    graph: Graph, kinds: dict[Node, Kind], home: dict[Node, int], read: dict[Node, list[Node]], homes: _Homes
+) -> list[list[Node]]:
+    """What each piece has to return: work that others read, and views of it that leave the pieces."""
+    wanted: list[dict[Node, None]] = [{} for _ in range(max(home.values(), default=0) + 1)]
+    for node in graph.nodes:
+        if node in home:
+            for one in read[node]:
+                if one in home and home[one] != home[node]:
+                    wanted[home[one]][one] = None
+        elif kinds[node] in (Kind.BETWEEN, Kind.OUTPUT):
+            for outside in node.all_input_nodes:
+                for made in _leaving(outside, kinds, home, read, homes):
+                    wanted[home[made] if made in home else max(homes[made])][made] = None
+    return [list(nodes) for nodes in wanted]
+
+
+def _leaving(
+    node: Node, kinds: dict[Node, Kind], home: dict[Node, int], read: dict[Node, list[Node]], homes: _Homes
+) -> Sequence[Node]:
+    """What has to leave a piece so that ``node`` can be read outside: itself, where one piece alone makes it; otherwise
+    what it is a view of."""
+    if node in home:
+        return (node,)
+    if kinds[node] is not Kind.FREE:
+        return ()
+    if len(homes[node]) == 1 and Kind.BETWEEN not in [kinds[one] for one in read[node]]:
+        return (node,)
+    return [one for one in read[node] if one in home]
+
+
+def _views_outside(node: Node, kinds: dict[Node, Kind], made: set[Node]) -> Iterator[Node]:
+    """Views and constants that have to be made before ``node`` can run, in order."""
+    for read in node.all_input_nodes:
+        if kinds[read] is Kind.FREE and read not in made:
+            yield from _views_outside(read, kinds, made)
+            made.add(read)
+            yield read

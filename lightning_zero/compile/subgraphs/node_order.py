@@ -1,0 +1,227 @@
+"""The work of a graph in the order in which pieces do it, and what a cut at each place in it would cost."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch.fx import Graph, Node
+
+from lightning_zero.compile.subgraphs.node_kinds import Kind, all_read, is_kernel, is_pointwise, is_random, readers
+from lightning_zero.compile.subgraphs.signatures import Signatures
+from lightning_zero.profiling.cost import Flops
+from lightning_zero.profiling.tensors import nbytes, those
+
+__all__ = ["Order", "graph_work"]
+
+# A pointwise op is done late only if what it reads is at most so many times as large as what it makes.
+GROWTH = 2
+
+
+class Order:
+    """Graph order, but for pointwise ops, each of which comes right before its first reader, or, where nothing in the
+    graph reads it, right behind what it reads: so it is seldom on the other side of a cut, and does not become a kernel
+    of its own.
+
+    Args:
+        graph: is not changed.
+        kinds: of its nodes.
+        signatures: of what has been asked for.
+
+    Attributes:
+        kinds: of all nodes.
+        work: nodes, in order.
+        place: of each.
+    """
+
+    def __init__(self, graph: Graph, kinds: dict[Node, Kind], signatures: Signatures | None = None) -> None:
+        self.kinds = kinds
+        self._graph = graph
+        self._signatures = Signatures() if signatures is None else signatures
+        self._readers = readers(graph, kinds)
+        self._bytes = _Bytes()
+        before = graph_work(graph, kinds)
+        self._kernels = those(before, is_kernel)
+        self._pointwise = those(before, is_pointwise)
+        self._end = _first_impure(before)  # what is written in place must not be read later than before, or earlier
+        self._moved: set[Node] = set()
+        self.work: Sequence[Node] = self._raised(self._sunk(before))
+        self.place = {node: number for number, node in enumerate(self.work)}
+
+    def between(self, graph: Graph) -> dict[Node, int]:
+        """For each node that runs between pieces: before which place it stands in the graph."""
+        at: dict[Node, int] = {}
+        following = len(self.work)
+        for node in reversed(graph.nodes):
+            if self.kinds[node] is Kind.BETWEEN:
+                at[node] = following
+            elif node in self.place and node not in self._moved:
+                following = self.place[node] if self.place[node] < following else following
+        return dict(reversed(at.items()))
+
+    def effort(self) -> list[int]:
+        """Of each node, for comparison: floating-point operations of kernels, nothing for others."""
+        flops, known = Flops(), {}
+        for node in self.work:
+            if node in self._kernels and self._signatures[node] not in known:
+                known[self._signatures[node]] = flops.of(node)
+        return [known[self._signatures[node]] if node in self._kernels else 0 for node in self.work]
+
+    def written(self) -> int:
+        """Bytes of all results of kernels."""
+        return sum([self._bytes[node] for node in self.work if node in self._kernels])
+
+    def seams(self) -> list[int]:
+        """Places where a kernel ends or begins anyway, in order."""
+        pairs = zip(self.work, self.work[1:], strict=False)
+        return [
+            number
+            for number, (before, behind) in enumerate(pairs, 1)
+            if behind.target is not operator.getitem and (before in self._kernels or behind in self._kernels)
+        ]
+
+    def lost(self) -> list[int]:
+        """Bytes that a cut right before each node, and behind the last, would send through memory besides what is
+        written there anyway."""
+        change = [0] * (len(self.work) + 2)
+        levels = self._levels()
+        for number, node in enumerate(self.work):
+            last = number if node in self._kernels else self._read_last(node, number, levels)
+            if last > number:
+                size = self._bytes[node]
+                change[number + 1] += size
+                change[last + 1] -= size
+        return list(accumulate(change[:-1]))
+
+    def _read_last(self, node: Node, number: int, levels: dict[Node, int]) -> int:
+        """Place of the last work that reads a node, which has that ``number``; this, too, where its result lies in
+        memory in any case."""
+        last, level = number, None
+        for user in self._readers[node]:
+            if user not in self.place or user in self._kernels:
+                return number
+            # Readers before and behind a kernel cannot be made together with it.
+            if level is not None and levels[user] != level:
+                return number
+            level = levels[user]
+            if self.place[user] > last:
+                last = self.place[user]
+        return last
+
+    def _levels(self) -> dict[Node, int]:
+        """How many kernels, one after the other, come before each node."""
+        levels: dict[Node, int] = dict.fromkeys(self._graph.nodes, 0)
+        for node in self._graph.nodes:
+            behind = levels[node] + (node in self._kernels)
+            for user in node.users:
+                if levels[user] < behind:
+                    levels[user] = behind
+        return levels
+
+    def _sunk(self, before: Sequence[Node]) -> list[Node]:
+        first = {node: number for number, node in enumerate(before)}
+        moved: dict[int, list[Node]] = {}  # last first
+        for node in reversed(before[: self._end]):
+            to = self._end + 1
+            for user in self._readers[node]:
+                at = first.get(user, -1)
+                if at < to:
+                    to = at
+            if first[node] + 1 < to <= self._end and self._can_wait(node):
+                first[node] = to
+                moved.setdefault(to, []).append(node)
+        return self._rearranged(before, {to: nodes[::-1] for to, nodes in moved.items()})
+
+    def _raised(self, before: Sequence[Node]) -> list[Node]:
+        """What a forward makes of each layer for its backward alone stands behind the last layer, in one piece, which
+        would have more nodes with each layer."""
+        place = {node: number for number, node in enumerate(before)}
+        moved: dict[int, list[Node]] = {}
+        unread = self._unread(before[: self._end])
+
+        def at(node: Node) -> int:
+            return place.get(node, len(before))
+
+        for node in before:
+            needed = list(all_read(node, self.kinds)) if node in unread else []
+            # Made earlier it lies there for longer: no more than what waits for it, and for nothing else.
+            waiting = [read for read in needed if max(map(at, self._readers[read])) <= place[node]]
+            if not waiting or self._bytes[node] > sum(self._bytes[read] for read in waiting):
+                continue
+            behind = max(map(at, needed))
+            while behind + 1 < len(before) and before[behind + 1].target is operator.getitem:
+                behind += 1
+            if behind + 1 < place[node]:
+                place[node] = behind
+                moved.setdefault(behind + 1, []).append(node)
+        return self._rearranged(before, moved)
+
+    def _rearranged(self, before: Sequence[Node], moved: dict[int, list[Node]]) -> list[Node]:
+        """``moved``: nodes, in order, by the place in ``before`` right before which they come."""
+        if not moved:
+            return list(before)
+        gone = {node for nodes in moved.values() for node in nodes}
+        self._moved |= gone
+        order: list[Node] = []
+        for number, node in enumerate(before):
+            if number in moved:
+                order += moved[number]
+            if node not in gone:
+                order.append(node)
+        return order
+
+    def _unread(self, nodes: Sequence[Node]) -> set[Node]:
+        """Pointwise ops that nothing in the graph reads, but for one another."""
+        found: set[Node] = set()
+        for node in reversed(nodes):
+            if node not in self._pointwise:
+                continue
+            for user in self._readers[node]:
+                if user not in found and self.kinds[user] is not Kind.OUTPUT:
+                    break
+            else:
+                found.add(node)
+        return found
+
+    def _can_wait(self, node: Node) -> bool:
+        if node not in self._pointwise or is_random(node):
+            return False
+        return sum([self._bytes[read] for read in node.all_input_nodes]) <= GROWTH * self._bytes[node]
+
+
+class _Bytes(dict[Node, int]):
+    """Of nodes' values."""
+
+    def __missing__(self, node: Node) -> int:
+        found = self[node] = nbytes(node.meta.get("val"))
+        return found
+
+
+def _first_impure(nodes: Sequence[Node]) -> int:
+    """Place of the first that does more than it returns, random numbers aside."""
+    impure = those(nodes, lambda node: node.is_impure(impure_random=False))
+    for number, node in enumerate(nodes):
+        if node in impure:
+            return number
+    return len(nodes)
+
+
+def graph_work(graph: Graph, kinds: dict[Node, Kind]) -> list[Node]:
+    """A graph's work in its own order; parts of a result right behind it."""
+    work: list[Node] = []
+    for node in graph.nodes:
+        if kinds[node] is Kind.WORK and node.target is not operator.getitem:
+            work.append(node)
+            for user in node.users:
+                if user.target is operator.getitem:
+                    work += _parts(user)
+    return work
+
+
+def _parts(node: Node) -> list[Node]:
+    parts = [node]
+    for user in node.users:
+        if user.target is operator.getitem:
+            parts += _parts(user)
+    return parts

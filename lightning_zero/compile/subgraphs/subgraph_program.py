@@ -1,0 +1,197 @@
+"""Runs the pieces of a graph and what lies between them, as Python code that is written once.
+
+Each value is let go of before the last piece that reads it begins, so that the piece itself can free it: what a forward
+saved takes no longer memory than in one graph.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from lightning_zero.compat.compiler import BypassCache, OutputCode
+from lightning_zero.compat.ops import OpOverload, draw_seeds
+from lightning_zero.compile.graph import output_node
+from lightning_zero.compile.subgraphs.inductor_calls import packed, tell_strides, unpacked
+from lightning_zero.compile.subgraphs.subgraph import Piece
+
+__all__ = ["Program"]
+
+_numbers = count()
+_PIECE = "lightning_zero_piece"  # no node of a graph is called so
+
+
+class Program(OutputCode):
+    """What a compiled graph is to AOTAutograd: takes its inputs in a list, which it empties. AOTAutograd's cache keeps
+    it, with its pieces, so that a later process need not trace.
+
+    Args:
+        module: the whole graph, for its inputs, outputs and constants.
+        steps: what runs one after the other.
+        compiled: of each piece; takes its inputs in a list, which it empties, and returns its outputs.
+
+    Attributes:
+        code: what runs.
+        calls: how many pieces are called.
+    """
+
+    def __init__(
+        self, module: GraphModule, steps: Sequence[Piece | Node], compiled: Sequence[Callable[[list[Any]], Any]]
+    ) -> None:
+        super().__init__()
+        writer = _Writer(module, steps)
+        self.code = writer.write(compiled)
+        self.calls = len(compiled)
+        self._boxed_call = True  # of the object, or wrappers would not have it
+        self._pieces = {name: value for name, value in writer.names.items() if name.startswith(_PIECE)}
+        self._others = {name: value for name, value in writer.names.items() if name not in self._pieces}
+        self._link()
+        results: Any = output_node(module.graph).args[0]
+        tell_strides([_strides(result.meta.get("val")) if isinstance(result, Node) else None for result in results])
+
+    def _link(self) -> None:
+        file = f"<lightning_zero program {next(_numbers)}>"
+        linecache.cache[file] = (len(self.code), None, self.code.splitlines(True), file)  # for tracebacks
+        names = {**self._others, **self._pieces}
+        exec(compile(self.code, file, "exec"), names)
+        self._run: Callable[[list[Any]], Any] | None = names["run"]
+
+    def __call__(self, inputs: Any) -> Any:
+        assert self._run is not None
+        return self._run(inputs)
+
+    def prepare_for_serialization(self) -> None:
+        """Of a copy, which is pickled next."""
+        self._run = None
+        self._pieces = {name: packed(piece) for name, piece in self._pieces.items()}
+        self._others = {name: _named(value) for name, value in self._others.items()}
+
+    def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
+        """Once it has come out of the cache."""
+        if self._run is None:
+            self._pieces = {name: unpacked(piece, graph_kwargs) for name, piece in self._pieces.items()}
+            self._others = {n: v.find() if isinstance(v, _Op) else v for n, v in self._others.items()}
+            self._link()
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """Each piece has its own."""
+
+
+class _Writer:
+    def __init__(self, module: GraphModule, steps: Sequence[Piece | Node]) -> None:
+        self._graph: Graph = module.graph
+        self._steps = steps
+        self._last = self._last_reads()
+        self.names: dict[str, Any] = {}
+        self._name_of: dict[int, str] = {}  # by the value's id; ``names`` keeps it
+        for node in self._graph.find_nodes(op="get_attr"):
+            value = self.names[node.name] = attrgetter(str(node.target))(module)
+            self._name_of.setdefault(id(value), node.name)
+
+    def _last_reads(self) -> Mapping[Node, int]:
+        last: dict[Node, int] = {}
+        for number, step in enumerate(self._steps):
+            reads = step.inputs if isinstance(step, Piece) else step.all_input_nodes
+            last.update(dict.fromkeys(reads, number))
+            if isinstance(step, Piece):
+                for made in step.outputs:
+                    last.setdefault(made, number)
+            else:
+                last.setdefault(step, number)
+        last.update(dict.fromkeys(output_node(self._graph).all_input_nodes, len(self._steps)))
+        return last
+
+    def write(self, compiled: Sequence[Callable[[list[Any]], Any]]) -> str:
+        inputs = [node.name for node in self._graph.find_nodes(op="placeholder")]
+        lines = [f"[{', '.join(inputs)}] = inputs", "inputs.clear()"]
+        unread = [n.name for n in self._graph.find_nodes(op="placeholder") if n not in self._last]
+        lines += [f"del {', '.join(unread)}"] if unread else []
+        functions = iter(compiled)
+        for number, step in enumerate(self._steps):
+            lines += self._call(number, step, functions) if isinstance(step, Piece) else self._op(number, step)
+        lines.append(f"return {self._text(output_node(self._graph).args[0])}")
+        return "def run(inputs):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def _call(self, number: int, piece: Piece, functions: Any) -> list[str]:
+        name = self._name(next(functions), _PIECE)
+        lines = [f"arguments = [{', '.join(node.name for node in piece.inputs)}]"]
+        lines += self._free(number, piece.inputs)
+        results = ", ".join(node.name for node in piece.outputs)
+        lines.append(f"[{results}] = {name}(arguments)" if results else f"{name}(arguments)")
+        lines += self._free(number, [node for node in piece.outputs if self._last[node] == number])
+        return lines
+
+    def _op(self, number: int, node: Node) -> list[str]:
+        name = self._name(_seeds if node.target is draw_seeds else node.target, "op")
+        arguments = [self._text(value) for value in node.args]
+        arguments += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
+        return [
+            f"{node.name} = {name}({', '.join(arguments)})",
+            *self._free(number, [*node.all_input_nodes, *([node] if self._last[node] == number else [])]),
+        ]
+
+    def _free(self, number: int, nodes: Sequence[Node]) -> list[str]:
+        names = [node.name for node in dict.fromkeys(nodes) if self._last[node] == number and node.op != "get_attr"]
+        return [f"del {', '.join(names)}"] if names else []
+
+    def _name(self, value: Any, kind: str) -> str:
+        name = self._name_of.setdefault(id(value), f"{kind}_{len(self.names)}")
+        self.names[name] = value
+        return name
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Node):
+            return value.name
+        if type(value) is int:
+            return repr(value)
+        if isinstance(value, list | tuple):
+            inside = "".join(f"{self._text(part)}, " for part in value)
+            return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+        if value is None or isinstance(value, bool | int | str):
+            return repr(value)
+        return self._name(value, "constant")
+
+
+@dataclass(frozen=True)
+class _Op:
+    """The name of an op, which cannot be pickled itself."""
+
+    namespace: str
+    name: str
+    overload: str
+
+    def find(self) -> OpOverload:
+        return getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
+
+
+def _strides(value: Any) -> tuple[int | SymInt, ...] | None:
+    """Of a result, for a backward that reads it; None where they are as they were traced, or known only when it runs.
+
+    Symbols stay symbols: in numbers, the backward would be compiled for the sizes of this batch alone; untold, for the
+    strides that a product had before Inductor padded it."""
+    strides = value.stride() if isinstance(value, Tensor) else ()
+    if not [stride for stride in strides if type(stride) is not int]:
+        return strides or None
+    return None if any(map(free_unbacked_symbols, strides)) else tuple(strides)
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        raise BypassCache("a constant of the graph is a tensor")
+    if isinstance(value, OpOverload):
+        return _Op(value.namespace, value.overloadpacket.__name__, value._overloadname)
+    return value
+
+
+def _seeds(count: int, device: torch.device) -> Tensor:
+    """The numbers that Inductor's code draws in a graph that stays whole; its own op draws others."""
+    return torch.randint(-(2**63), 2**63 - 1, [count], device=device)

@@ -1,0 +1,144 @@
+"""Something that can be captured, an executor that keeps books, and a pair that runs what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from lightning_zero.compile.cuda_graphs import Replays
+from lightning_zero.compile.cuda_graphs.dispatch import WARMUPS
+from lightning_zero.compile.cuda_graphs.pairs import Job
+from tests.helpers.options import config
+
+
+class Books:
+    graphs = weights = gradients = property(lambda self: self)
+
+    def __init__(self) -> None:
+        self.steps = self.passes = 0
+        self.reason = ""
+        self.partial = False
+        self.marks: list[int] = []  # when: how many gradients of weights had come
+
+    def epoch(self) -> int:
+        return self.steps
+
+    def backwards(self) -> int:
+        return self.passes
+
+    def defers(self) -> bool:
+        return False
+
+    def has_deferred(self) -> bool:
+        return False
+
+    def is_whole_backward(self) -> bool:
+        return not self.partial
+
+    def why_not(self, segment: int = -1) -> str:
+        self.asked = segment
+        return self.reason
+
+    def mark(self) -> bool:
+        self.marks.append(self.passes)
+        return True
+
+    def segment(self) -> int:
+        return len(self.marks)
+
+
+class FakePair:
+    """Computes anew from its inputs, as a graph would."""
+
+    made: list[FakePair] = []
+
+    def __init__(self, job: Job) -> None:
+        if job.executor.reason == "refuse":  # type: ignore[attr-defined]
+            raise NotImplementedError("an input is changed in place\nand much more")
+        self.job, self.adding, self.beside = job, job.adding, job.beside
+        self.nbytes = 100
+        self.fit, self.closed, self.replays = True, False, 0
+        self.differentiable: Sequence[bool] = ()
+        FakePair.made.append(self)
+
+    def fits(self) -> bool:
+        return self.fit
+
+    def forward(self) -> Sequence[Tensor]:
+        assert not self.closed
+        self.replays += 1
+        with torch.enable_grad():
+            self.outputs = self.job.compiled(*self.job.inputs)
+        self.differentiable = [output.requires_grad for output in self.outputs]
+        return self.outputs
+
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        assert not self.closed
+        for tensor in self.job.copied:
+            tensor.grad = None
+        pairs = [(o, g) for o, g in zip(self.outputs, grads, strict=True) if o.requires_grad and g is not None]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return [tensor.grad for tensor in self.job.copied]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Training:
+    """One weight, and compiled code that scales a batch by it."""
+
+    def __init__(self, capture: bool | str = "auto") -> None:
+        FakePair.made = []
+        self.weight = nn.Parameter(torch.tensor(3.0))
+        self.books = Books()
+        self.said: list[str] = []
+        self.settled = True
+        self.runs = 0
+        chosen = config(cuda_graph_model="auto", emulate_cuda_graph_model=True)
+        self.replays = Replays(
+            self.books,
+            torch.device("cpu"),
+            chosen,
+            self.ready,
+            self.lasting,
+            self.said.append,  # type: ignore[arg-type]
+        )
+        self.replays.pair = FakePair  # type: ignore[assignment]
+        self.replays._must = capture is True
+        self.call = self.replays.wrap(self.compiled)
+
+    def ready(self) -> bool:
+        return self.settled
+
+    def lasting(self) -> list[Tensor]:
+        return [self.weight]
+
+    def compiled(self, weight: Tensor, batch: Tensor, *sizes: int) -> tuple[Tensor, Tensor]:
+        self.runs += 1
+        return (weight * batch).square().sum(), batch.detach() + 1
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self.books.passes += 1
+
+    def step(self, batch: Tensor | None = None, *sizes: int, call: Callable[..., Any] | None = None) -> Tensor:
+        """A pass forward and backward, and a step of the optimizer."""
+        loss, _ = (call or self.call)(self.weight, torch.ones(2) if batch is None else batch, *sizes)
+        self.backward(loss)
+        self.books.steps += 1
+        return loss.detach()
+
+    @property
+    def made(self) -> list[FakePair]:
+        return FakePair.made
+
+
+def captured(training: Training) -> Training:
+    for _ in range(WARMUPS + 1):
+        training.step()
+    assert training.made[-1].replays == 1
+    return training

@@ -1,0 +1,102 @@
+"""What two modules are compared by beside guards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
+from lightning_zero.compile.dynamo_layer_reuse.trace_guards import are_built_alike
+from tests.unit.compile.dynamo_layer_reuse.layers import Layer
+
+
+def nothing(layer: Any) -> None:
+    pass
+
+
+def numbered(layer: Any) -> None:
+    layer.number = 7
+
+
+def with_containers(layer: Any) -> None:
+    layer.shapes = {"weight": (3, 4)}
+
+
+def saved(layer: Any) -> None:
+    layer.register_state_dict_post_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [nothing, numbered, with_containers, saved])
+def test_what_guards_tell_may_differ(change: Callable[[Any], None]) -> None:
+    one, other = Layer(), Layer()
+    with_containers(one)
+    with_containers(other)
+    change(other)
+    are_built_alike(one, other)
+    are_built_alike(one, one)
+
+
+def other_class(layer: Any) -> None:
+    layer.drop = nn.Identity()
+
+
+def other_number_of_torchs(layer: Any) -> None:
+    layer.norm.eps = 0.1
+
+
+def evaluated(layer: Any) -> None:
+    layer.drop.eval()
+
+
+def hooked(layer: Any) -> None:
+    layer.attention.register_full_backward_hook(lambda *_: None)
+
+
+def with_an_attribute_more(layer: Any) -> None:
+    layer.more = 1
+
+
+def other_object(layer: Any) -> None:
+    layer.function = lambda x: x
+
+
+def other_contents(layer: Any) -> None:
+    layer.shapes = {"weight": (3, 5)}
+
+
+def other_dtype(layer: Any) -> None:
+    layer.norm.double()
+
+
+def no_gradient(layer: Any) -> None:
+    layer.norm.weight.requires_grad_(False)
+
+
+def no_bias(layer: Any) -> None:
+    layer.norm.bias = None
+
+
+def a_buffer(layer: Any) -> None:
+    layer.register_buffer("steps", torch.zeros(1))
+
+
+CHANGES = [
+    other_class, other_number_of_torchs, evaluated, hooked, with_an_attribute_more, other_object, other_contents,
+    other_dtype, no_gradient, no_bias, a_buffer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("first", [False, True])
+def test_what_they_may_not_tell_may_not(change: Callable[[Any], None], first: bool) -> None:
+    layers: list[Any] = [Layer(), Layer()]
+    for layer in layers:
+        with_containers(layer)
+        layer.function = torch.relu
+    change(layers[first])
+    with pytest.raises(Unlike):
+        are_built_alike(*layers)

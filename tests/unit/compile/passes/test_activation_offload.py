@@ -1,0 +1,209 @@
+"""Which activations leave for the host between forward and backward, and how both graphs say so."""
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from lightning_zero.compile.graph import results
+from lightning_zero.compile.passes.activation_offload import LeavingLimits, leave
+from lightning_zero.compile.passes.offload import HostCosts
+from lightning_zero.profiling.cost import DeviceSpeed
+from lightning_zero.profiling.estimate import NOMINAL, Costs
+from tests.unit.compile.graphs import WEIGHT, Builder, order
+
+aten = torch.ops.aten
+ALL = float("inf")
+
+
+def limits(budget: float | None = ALL, copy: float = 1.0, least: float = 1.0) -> LeavingLimits:
+    """Sizes in tensors of 64 x 64, of which a product takes a second."""
+    speed = DeviceSpeed({torch.float32: 2 * 64**3}, 1e18, 1e-18)
+    host = HostCosts(Costs(NOMINAL.gathers, speed, host_bytes_per_s=WEIGHT / copy))
+    return LeavingLimits(host, int(least * WEIGHT), None if budget is None else budget * WEIGHT)
+
+
+class Pair:
+    """A forward and a backward, of which the second reads what the first saves, the last first."""
+
+    def __init__(self) -> None:
+        self.forward, self.backward = Builder(), Builder()
+        self.shards = self.forward.shard("primals_1"), self.backward.shard("primals_1")
+        self.x = self.forward.input("primals_2", 64, 64)
+        self.saved: list[Node] = []
+
+    def product(self) -> Node:
+        self.x = self.forward.call(aten.mm.default, self.x, self.x)
+        return self.x
+
+    def save(self, *nodes: Node) -> None:
+        self.saved += nodes
+
+    def done(self, *given: Node, read: Any = aten.mm.default, lead: int = 0) -> tuple[Graph, Graph, int]:
+        """given: what the user is given"""
+        self.forward.gather(self.shards[0], 64, 64)
+        forward = self.forward.done(*given, *self.saved)
+        for node in self.saved:
+            placeholder = self.backward.input(node.name, 1)
+            placeholder.meta["val"] = node.meta["val"]
+        grad = self.backward.input("tangents_1", 64, 64)
+        inputs = self.backward.graph.find_nodes(op="placeholder")[1:-1]
+        for _ in range(lead):
+            grad = self.backward.call(aten.mm.default, grad, grad)
+        for node in reversed(inputs):
+            flat = self.backward.call(aten.reshape.default, node, [-1])
+            whole = self.backward.call(aten.expand.default, self.backward.call(aten.sum.default, flat), [64, 64])
+            grad = self.backward.call(read, grad, whole)
+        return forward, self.backward.done(grad, self.backward.reduce(grad, self.shards[1])), len(given)
+
+
+def left(pair: tuple[Graph, Graph, int], chosen: LeavingLimits | None = None) -> list[str]:
+    """Names of what leaves."""
+    forward, backward, outputs = pair
+    nbytes = leave(forward, backward, outputs, chosen or limits())
+    forward.lint()
+    backward.lint()
+    ours = [node for node in forward.nodes if "offload" in str(node.target)]
+    assert nbytes >= 0
+    assert len(ours) == sum("reload" in str(node.target) for node in backward.nodes)
+    return [node.args[0].name for node in ours]
+
+
+def test_what_is_large_and_saved_leaves_and_nothing_else() -> None:
+    p = Pair()
+    weight = p.forward.gather(p.shards[0], 64, 64)
+    cast = p.forward.call(aten._to_copy.default, weight, dtype=torch.float64)
+    small = p.forward.call(aten.slice.Tensor, p.product(), 0, 0, 8)
+    small = p.forward.call(aten.clone.default, small)
+    large, given, seen = p.product(), p.product(), p.product()
+    view = p.forward.call(aten.t.default, seen)
+    p.save(p.shards[0], p.forward.graph.find_nodes(op="placeholder")[1], weight, cast, small, large, given, view)
+    assert left(p.done(given, seen)) == [large.name]
+
+
+def test_both_graphs_know_it_as_a_tensor_of_the_host() -> None:
+    p = Pair()
+    value = p.forward.call(aten.t.default, p.product())
+    p.save(value)
+    forward, backward, outputs = p.done(p.product())
+    leave(forward, backward, outputs, limits())
+    host = results(forward)[1]
+    [placeholder] = [node for node in backward.find_nodes(op="placeholder") if node.name == value.name]
+    for node in (host, placeholder):
+        assert node.meta["val"].device.type == "cpu"
+    assert order(forward) == "mm offload(primals_1) t mm gather(primals_1)", "what the view is of"
+    [back] = [node for node in backward.nodes if "reload" in str(node.target)]
+    assert back.meta["val"].device.type == "meta"
+    assert {str(user.target) for user in back.users} == {"aten.t.default"}, "the view is made again"
+
+
+def test_those_leave_first_that_are_not_needed_for_longest_and_what_does_not_fit_is_passed_over() -> None:
+    p = Pair()
+    values = [p.product() for _ in range(4)]
+    p.save(*values)
+    assert left(p.done(p.product()), limits(2)) == [value.name for value in values[:2]]
+    p = Pair()
+    values = [p.product() for _ in range(2)]
+    wide = p.forward.call(aten.cat.default, [p.product(), p.x])
+    values += [wide, p.product(), p.product()]
+    p.save(*values)
+    assert left(p.done(p.product()), limits(3)) == [value.name for value in (*values[:2], values[3])]
+
+
+@pytest.mark.parametrize(("budget", "count"), [(0, 0), (0.9, 0), (1, 1), (3.5, 3), (ALL, 4)])
+def test_a_budget_is_kept(budget: float, count: int) -> None:
+    p = Pair()
+    p.save(*(p.product() for _ in range(4)))
+    assert len(left(p.done(p.product()), limits(budget))) == count
+
+
+@pytest.mark.parametrize(("copy", "count"), [(0.1, 4), (0.9, 4), (1.5, 2), (2.5, 1), (4.5, 0)])
+def test_without_a_budget_what_leaves_is_hidden_on_its_way_out(copy: float, count: int) -> None:
+    """Values are there after 1, 2, 3 and 4 of 5 seconds."""
+    p = Pair()
+    values = [p.product() for _ in range(4)]
+    p.save(*values)
+    assert left(p.done(p.product(), lead=20), limits(None, copy)) == [value.name for value in values[:count]]
+
+
+@pytest.mark.parametrize(("lead", "count"), [(3, 4), (2, 3), (1, 2), (0, 2)])
+def test_and_on_its_way_back(lead: int, count: int) -> None:
+    """The last value is needed after ``lead`` seconds of backward, and each of those before it a second later."""
+    p = Pair()
+    values = [p.product() for _ in range(4)]
+    p.save(*values)
+    for _ in range(20):
+        p.product()
+    assert left(p.done(p.product(), lead=lead), limits(None, 1.4)) == [value.name for value in values[:count]]
+
+
+def split(p: Pair) -> list[Node]:
+    """Three views of one product."""
+    wide = p.forward.call(aten.cat.default, [p.product(), p.x, p.x], 1)
+    parts = p.forward.call(aten.split.Tensor, wide, 64, 1)
+    values = []
+    for number in range(3):
+        part = p.forward.graph.call_function(operator.getitem, (parts, number))
+        part.meta["val"] = parts.meta["val"][number]
+        values.append(p.forward.call(aten.view.default, part, [64, 4, 16]))
+    return values
+
+
+def test_views_of_one_memory_leave_once_and_are_made_again() -> None:
+    p = Pair()
+    p.save(*split(p))
+    forward, backward, outputs = p.done(p.product())
+    nbytes = leave(forward, backward, outputs, limits())
+    assert nbytes == 3 * WEIGHT
+    ours = torch.ops.lightning_zero
+    assert len(forward.find_nodes(op="call_function", target=ours.offload.default)) == 1
+    assert len(backward.find_nodes(op="call_function", target=ours.reload.default)) == 1
+    assert len(backward.find_nodes(op="call_function", target=aten.split.Tensor)) == 1, "made once"
+    hosts = results(forward)[1:]
+    assert len(hosts) == 3
+    assert len(set(hosts)) == 1
+
+
+def run(graph: Graph, *inputs: torch.Tensor) -> Any:
+    return GraphModule({}, graph)(*inputs)
+
+
+def test_both_graphs_compute_what_they_did() -> None:
+    """With what stands for our ops on a CPU, where the host is the device."""
+
+    def plain(graph: Graph) -> Graph:
+        for node in list(graph.nodes):
+            name = str(node.target)
+            if name.startswith("lightning_zero"):
+                with graph.inserting_before(node):
+                    op, args = (aten.clone.default, node.args[:1])
+                    if "gather" in name or "reduce" in name:
+                        op, args = aten.detach.default, node.args[:1]
+                    new = graph.call_function(op, args)
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
+        return graph
+
+    found = []
+    for chosen in (limits(0), limits()):
+        p = Pair()
+        p.save(*split(p), p.product())
+        forward, backward, outputs = p.done(p.product())
+        leave(forward, backward, outputs, chosen)
+        torch.manual_seed(0)
+        shard, x = torch.randn(1, 32), torch.randn(64, 64) / 8
+        given, *saved = run(plain(forward), shard, x)
+        found.append((given, run(plain(backward), shard, *saved, torch.randn(64, 64))))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_a_graph_without_weights_keeps_all() -> None:
+    forward, backward = Builder(), Builder()
+    x = forward.input("primals_1", 64, 64)
+    value = forward.call(aten.mm.default, x, x)
+    forward_graph = forward.done(forward.call(aten.mm.default, value, value), value)
+    given, grad = backward.input(value.name, 64, 64), backward.input("tangents_1", 64, 64)
+    backward_graph = backward.done(backward.call(aten.mm.default, given, grad))
+    assert left((forward_graph, backward_graph, 1)) == []

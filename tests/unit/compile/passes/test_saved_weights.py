@@ -1,0 +1,146 @@
+"""Which weights live from forward to backward."""
+
+import math
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_zero.compile.passes.saved_weights import SavedLimits, choose_saved
+from lightning_zero.compile.tagging import tag_gathers
+from tests.unit.compile.graphs import Builder
+
+aten = torch.ops.aten
+BF16 = torch.bfloat16
+
+
+def joint(*widths: int, cast: bool = False) -> tuple[Graph, list[Node]]:
+    """x through one weight after the other and back; gathers named by number."""
+    b = Builder()
+    shards = [b.shard(f"s{i}", 4096) for i in range(len(widths))]
+    x, g = b.input("x", 8, widths[0]), b.input("tangents_1", 8, widths[-1])
+    gathers, used = [], []
+    for shard, into, out in zip(shards, widths, [*widths[1:], widths[-1]], strict=True):
+        gathers.append(b.gather(shard, into, out))
+        used.append(b.call(aten._to_copy.default, gathers[-1], dtype=BF16) if cast else gathers[-1])
+        x = b.call(aten.mm.default, x if not cast else b.call(aten._to_copy.default, x, dtype=BF16), used[-1])
+    grads = []
+    for weight in reversed(used):
+        g = b.call(aten._to_copy.default, g, dtype=BF16) if cast else g
+        g = b.call(aten.mm.default, g, b.call(aten.t.default, weight))
+        grads.append(g)
+    return b.done(x, *grads), gathers
+
+
+def names(nodes: list[Node]) -> list[str]:
+    return [node.name for node in nodes]
+
+
+def test_small_weights_are_kept_whatever_the_budget() -> None:
+    graph, _ = joint(4, 40, 2)
+    assert names(choose_saved(graph, SavedLimits(4 * 80, 0))) == ["gather_default_2", "gather_default_1"]
+    assert choose_saved(graph, SavedLimits(0, 0)) == []
+
+
+def test_the_last_weights_are_kept_first_and_what_does_not_fit_is_skipped() -> None:
+    graph, gathers = joint(4, 40, 8, 8)  # of 160, 320, 64 and 64 elements
+    assert choose_saved(graph, SavedLimits(0, 4 * 64)) == [gathers[3]]
+    assert choose_saved(graph, SavedLimits(0, 4 * 64 * 2)) == [gathers[3], gathers[2]]
+    assert choose_saved(graph, SavedLimits(0, 4 * (64 * 2 + 160))) == [gathers[3], gathers[2], gathers[0]]
+    assert choose_saved(graph, SavedLimits(0, math.inf)) == gathers[::-1]
+
+
+def test_what_backward_would_wait_for_longest_for_its_size_is_kept() -> None:
+    """After the last weight has come, the small one before it is hidden behind it, and the large one is not."""
+    graph, gathers = joint(4, 40, 8, 8)  # of 160, 320, 64 and 64 elements
+    assert choose_saved(graph, SavedLimits(0, 4 * (64 + 320))) == [gathers[3], gathers[1]]
+
+
+def test_what_is_kept_already_takes_no_transfer_that_others_would_wait_for() -> None:
+    """Computing with the two that are kept hides most of the third's transfer, and less of the last one's."""
+    graph, gathers = joint(12, 8, 8, 4)  # of 96, 64, 32 and 16 elements
+    assert choose_saved(graph, SavedLimits(0, 4 * (16 + 32))) == [gathers[3], gathers[2]]
+    assert choose_saved(graph, SavedLimits(0, 4 * (16 + 32 + 96))) == [gathers[3], gathers[2], gathers[0]]
+
+
+def test_what_is_kept_without_a_budget_takes_no_transfer_either() -> None:
+    """Computing with the two of the last group hides all of the third's transfer."""
+    graph, gathers = joint(11, 12, 8, 8)  # of 132, 96, 64 and 64 elements
+    limits = SavedLimits(0, 4 * 132, group_bytes=4 * 128)
+    assert choose_saved(graph, limits) == [gathers[3], gathers[2], gathers[0]]
+
+
+def test_the_last_group_of_a_steps_forward_is_kept_without_a_budget() -> None:
+    graph, gathers = joint(4, 40, 8, 8)
+    assert choose_saved(graph, SavedLimits(0, 0, group_bytes=4 * 64)) == [gathers[3]]
+    assert choose_saved(graph, SavedLimits(0, 0, group_bytes=4 * 128)) == [gathers[3], gathers[2]]
+    assert choose_saved(graph, SavedLimits(0, 0, group_bytes=4 * 64 - 1)) == []
+    # Where the graph gathers little, groups are smaller; the last weight may be larger than they are.
+    assert choose_saved(graph, SavedLimits(0, 0, group_bytes=10**6, parts=12)) == [gathers[3]]
+    # It does not count against the budget.
+    assert choose_saved(graph, SavedLimits(0, 4 * 64, group_bytes=4 * 64)) == [gathers[3], gathers[2]]
+
+
+def test_a_last_weight_that_others_are_used_after_is_not_kept_without_a_budget() -> None:
+    b = Builder()
+    shards = [b.shard(name, 64) for name in "ab"]
+    x, g = b.input("x", 8, 8), b.input("tangents_1", 8, 8)
+    first, second = (b.gather(shard, 8, 8) for shard in shards)
+    y = b.call(aten.mm.default, b.call(aten.mm.default, b.call(aten.mm.default, x, second), first), first)
+    # Backward needs the second weight first, and forward uses the first one after it.
+    h = b.call(aten.mm.default, b.call(aten.mm.default, g, second), first)
+    graph = b.done(y, h)
+    assert choose_saved(graph, SavedLimits(0, 0, group_bytes=10**6, parts=1)) == []
+
+
+def test_a_weight_that_is_used_at_both_ends_of_forward_is_not_kept_without_a_budget() -> None:
+    b = Builder()
+    tied, other = b.shard("tied", 64), b.shard("other", 64)
+    x, g = b.input("x", 8, 8), b.input("tangents_1", 8, 8)
+    first, middle, last = b.gather(tied, 8, 8), b.gather(other, 8, 8), b.gather(tied, 8, 8)
+    y = b.call(aten.mm.default, b.call(aten.mm.default, b.call(aten.mm.default, x, first), middle), last)
+    h = b.call(aten.mm.default, b.call(aten.mm.default, g, last), middle)
+    assert choose_saved(b.done(y, h), SavedLimits(0, 0, group_bytes=10**6, parts=1)) == []
+
+
+def test_what_is_kept_is_the_cast_that_is_used_and_counts_as_such() -> None:
+    graph, gathers = joint(8, 8, cast=True)
+    kept = choose_saved(graph, SavedLimits(0, 2 * 64 * 2))
+    assert [str(node.target) for node in kept] == ["aten._to_copy.default"] * 2
+    assert [node.args[0] for node in kept] == gathers[::-1]
+
+
+def test_a_weight_that_backward_does_not_need_is_not_kept() -> None:
+    b = Builder()
+    table, ids, g = b.shard("table"), b.input("ids", 8, 5), b.input("tangents_1", 8, 5)
+    graph = b.done(b.call(aten.add.Tensor, ids, b.gather(table, 5)), b.call(aten.neg.default, g))
+    assert choose_saved(graph, SavedLimits(10**6, math.inf)) == []
+
+
+def test_a_tied_weight_counts_once_and_is_kept_in_all_places_or_none() -> None:
+    b = Builder()
+    shard, x, g = b.shard("shard", 64), b.input("x", 8, 8), b.input("tangents_1", 8, 8)
+    first, second = b.gather(shard, 8, 8), b.gather(shard, 8, 8)
+    y = b.call(aten.mm.default, b.call(aten.mm.default, x, first), second)
+    graph = b.done(y, b.call(aten.mm.default, g, b.call(aten.t.default, second)))
+    assert set(choose_saved(graph, SavedLimits(0, 4 * 64))) == {first, second}
+    assert choose_saved(graph, SavedLimits(0, 4 * 64 - 1)) == []
+
+
+def test_kept_weights_are_saved_and_their_views_are_not() -> None:
+    graph, gathers = joint(8, 8)
+    tag_gathers(graph, SavedLimits(small_bytes=0, budget_bytes=4 * 64))
+    assert gathers[1].meta["recompute"] is CheckpointPolicy.MUST_SAVE
+    assert gathers[0].meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
+    views = [node for node in graph.nodes if node.target is aten.t.default]
+    assert {node.meta["recompute"] for node in views} == {CheckpointPolicy.MUST_RECOMPUTE}
+
+
+def test_a_share_is_of_what_would_be_gathered_again() -> None:
+    graph, gathers = joint(8, 8, 8, 8)
+    size = 4 * 64
+    assert choose_saved(graph, SavedLimits(0, 0, share=0.24)) == []
+    assert len(choose_saved(graph, SavedLimits(0, 0, share=0.5))) == 2
+    assert set(choose_saved(graph, SavedLimits(0, 0, share=1.0))) == set(gathers)
+    # The last group stays anyway; half of the other three is one and a half.
+    assert len(choose_saved(graph, SavedLimits(0, 0, group_bytes=size, parts=4, share=0.5))) == 1 + 1

@@ -1,0 +1,276 @@
+"""Equal layers become equal pieces, and our own ops run between them, in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from lightning_zero.compile.graph import is_reduce, is_start
+from lightning_zero.compile.subgraphs import Piece, PieceCache, cut, repeats
+from lightning_zero.compile.subgraphs.cut import _assemble
+from lightning_zero.compile.subgraphs.lower import _fingerprint
+from lightning_zero.compile.subgraphs.node_kinds import Kind, kinds_of
+from lightning_zero.compile.subgraphs.node_order import Order
+from tests.unit.compile.graphs import Builder, aten, products
+from tests.unit.compile.subgraphs.graphs import WIDTH, layers
+
+
+def cut_up(graph: Graph, parts: int = 4) -> list[Piece | Node]:
+    steps = cut(graph, parts)
+    assert steps is not None
+    return steps
+
+
+def kinds_of_pieces(graph: Graph, parts: int = 4) -> list[str]:
+    module, number = GraphModule(torch.nn.Module(), graph), PieceCache().number
+    return [_fingerprint(module, step, {}, number) for step in cut_up(graph, parts) if isinstance(step, Piece)]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("grads", [False, True])
+def test_layers_are_alike_wherever_our_ops_stand_in_them(at: int, grads: bool) -> None:
+    few, many = (kinds_of_pieces(layers(count, at, grads)) for count in (6, 16))
+    assert len(set(many)) == len(set(few)) <= 6
+    assert len(many) - len(few) >= 10
+    assert set(many) == set(few)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_every_node_is_in_one_place(at: int) -> None:
+    graph = layers(8, at, grads=True)
+    kinds = kinds_of(graph)
+    inside = [node.name for step in cut_up(graph) if isinstance(step, Piece) for node in step.graph.nodes]
+    for node in graph.nodes:
+        if kinds[node] is Kind.WORK:
+            assert inside.count(node.name) - sum(node in step.inputs for step in pieces(graph)) == 1
+    between = [step for step in cut_up(graph) if isinstance(step, Node)]
+    assert set(between) >= {node for node in graph.nodes if kinds[node] is Kind.BETWEEN}
+
+
+def pieces(graph: Graph) -> list[Piece]:
+    return [step for step in cut_up(graph) if isinstance(step, Piece)]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_what_is_read_is_there(at: int) -> None:
+    graph = layers(8, at, grads=True)
+    there = set(graph.find_nodes(op="placeholder"))
+    for step in cut_up(graph):
+        reads = step.inputs if isinstance(step, Piece) else step.all_input_nodes
+        assert there.issuperset(reads)
+        there |= set(step.outputs) if isinstance(step, Piece) else {step}
+    assert there.issuperset(next(iter(reversed(graph.nodes))).all_input_nodes)
+
+
+def test_launches_and_gradients_stay_in_order() -> None:
+    graph = layers(10, 1, grads=True)
+    for ours in (is_start, is_reduce):
+        after = [step for step in cut_up(graph) if isinstance(step, Node) and ours(step)]
+        assert after == [node for node in graph.nodes if ours(node)]
+        assert after
+
+
+def test_a_group_is_launched_no_later_than_in_the_graph() -> None:
+    graph = layers(8, 2)
+    order = list(graph.nodes)
+    done: set[Node] = set()
+    for step in cut_up(graph):
+        if isinstance(step, Piece):
+            done |= {node for node in order if node.name in {inner.name for inner in step.graph.nodes}}
+        elif is_start(step):
+            late = [node for node in done if node.op == "call_function" and order.index(node) > order.index(step)]
+            assert not [node for node in late if kinds_of(graph)[node] is not Kind.FREE]
+
+
+def test_pieces_compute_what_the_graph_does() -> None:
+    assert_computes_the_same(layers(7, 1))
+
+
+def assert_computes_the_same(graph: Graph) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        node: 0.1 * torch.randn(node.meta["val"].shape, generator=generator)
+        for node in graph.find_nodes(op="placeholder")
+    }
+    groups = {
+        node: 0.1 * torch.randn(node.meta["val"].shape, generator=generator) for node in graph.nodes if is_start(node)
+    }
+
+    def run(nodes: list[Node], known: dict[Node, torch.Tensor]) -> None:
+        for node in nodes:
+            if node.op == "call_function":
+                waits = node.all_input_nodes[0] in groups
+                known[node] = (
+                    groups[node]
+                    if is_start(node)
+                    else known[node.all_input_nodes[0]]
+                    if waits
+                    else (
+                        node.target(*torch.fx.map_arg(node.args, known.__getitem__))  # type: ignore[operator]
+                    )
+                )
+
+    whole = dict(values)
+    run(list(graph.nodes), whole)
+    known = dict(values)
+    for step in cut_up(graph):
+        if isinstance(step, Node):
+            run([step], known)
+        else:
+            inner = dict(zip(step.graph.find_nodes(op="placeholder"), (known[n] for n in step.inputs), strict=True))
+            run(list(step.graph.nodes), inner)
+            results = next(iter(reversed(step.graph.nodes))).args[0]
+            known.update(zip(step.outputs, (inner[n] for n in results), strict=True))  # type: ignore[union-attr]
+    for result in next(iter(reversed(graph.nodes))).all_input_nodes:
+        assert torch.equal(known[result], whole[result])
+        assert whole[result].abs().max() > 0
+
+
+def test_little_that_repeats_is_not_worth_it() -> None:
+    assert repeats(layers(8))
+    assert not repeats(products("abc"))
+    assert not repeats(layers(1))
+
+
+def test_an_op_of_ours_amid_what_cannot_be_cut_keeps_a_graph_whole() -> None:
+    graph = layers(8)
+    output = next(iter(reversed(graph.nodes)))
+    [x] = output.all_input_nodes
+    with graph.inserting_before(output):
+        read = graph.call_function(aten.sin.default, (x,))
+        whole = graph.call_function(torch.ops.lightning_zero.gather.default, (read, [4, WIDTH], torch.float32))
+        last = graph.call_function(aten.cos.default, (whole,))
+    for node in (read, whole, last):
+        node.meta["val"] = x.meta["val"]
+    output.replace_input_with(x, last)
+    assert repeats(graph)
+    assert cut(graph) is None
+
+
+def convolutions(count: int, head: bool = False) -> Graph:
+    b = Builder()
+    x, weight, line = b.input("x", 2, 8, 8, 8), b.input("w", 8, 8, 1, 1), b.input("l", 8, 8)
+    conv = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    if head:
+        x = b.call(aten.convolution.default, x, weight, *conv)
+    for _ in range(count):
+        y = x if head else b.call(aten.convolution.default, x, weight, *conv)
+        y = b.call(aten.mm.default, b.call(aten.view.default, y, [128, 8]), line)
+        for op in (aten.relu, aten.neg, aten.abs, aten.sin, aten.cos, aten.exp):
+            y = b.call(op.default, y)
+        x = b.call(aten.view.default, y, [2, 8, 8, 8])
+    return b.done(x)
+
+
+def test_convolutions_in_layers_keep_a_graph_whole() -> None:
+    assert not repeats(convolutions(6))
+    assert repeats(convolutions(6, head=True))
+
+
+def test_ranks_that_wait_for_each_other_keep_a_graph_whole() -> None:
+    graph = layers(8)
+    x = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(x):
+        mine = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,))
+    mine.meta["val"] = x.meta["val"]
+    x.replace_all_uses_with(mine, delete_user_cb=lambda user: user is not mine)
+    assert not repeats(graph)
+
+
+def sunk(*order: str) -> list[str]:
+    """A value made early and read late, behind two products; names of the work in the order of pieces."""
+    b = Builder()
+    x, w = b.input("x", WIDTH, WIDTH), b.input("w", WIDTH, WIDTH)
+    early = b.call(aten.sin.default, x)
+    one = b.call(aten.mm.default, x, w)
+    two = b.call(aten.mm.default, one, w)
+    if order:
+        b.call(aten.copy_.default, x, one)
+    b.done(b.call(aten.mul.Tensor, two, early))
+    work = Order(b.graph, kinds_of(b.graph)).work
+    return [node.name for node in work]
+
+
+def test_pointwise_work_is_done_right_before_it_is_read() -> None:
+    assert sunk() == ["mm_default", "mm_default_1", "sin_default", "mul_tensor"]
+
+
+def test_nothing_is_done_later_than_what_is_written_in_place() -> None:
+    assert sunk("x is written to") == ["sin_default", "mm_default", "mm_default_1", "copy__default", "mul_tensor"]
+
+
+def test_what_a_layer_makes_for_a_backward_alone_stands_in_the_layer() -> None:
+    """Layer norms do: their backward divides by a size what forward has made, and autograd's order has that behind the
+    loss. In one piece there, as many as there are layers would be compiled."""
+
+    def saved(count: int) -> Graph:
+        graph = layers(count)
+        output = next(iter(reversed(graph.nodes)))
+        results = output.all_input_nodes
+        products = [node for node in graph.nodes if node.target is aten.mm.default]
+        b = Builder()
+        b.graph = graph
+        with graph.inserting_before(output):
+            views = [b.call(aten.view.default, node, [WIDTH, 4]) for node in products]
+            halves = [b.call(aten.div.Tensor, view, 2.0) for view in views]
+            last = [b.call(aten.neg.default, half) for half in halves]
+        output.args = ((*results, *last),)
+        return graph
+
+    graph = saved(6)
+    order = Order(graph, kinds_of(graph))
+    for node in graph.nodes:
+        if node.target is aten.div.Tensor:
+            assert order.place[node] == order.place[node.all_input_nodes[0].all_input_nodes[0]] + 1
+            assert order.work[order.place[node] + 1].target is aten.neg.default
+    assert set(kinds_of_pieces(saved(6))) == set(kinds_of_pieces(saved(16)))
+    assert_computes_the_same(saved(6))
+
+
+@pytest.mark.parametrize("how", ["read", "larger", "written", "kept"])
+def test_other_work_stays_behind_the_last_layer(how: str) -> None:
+    b = Builder()
+    x, w = b.input("x", WIDTH, WIDTH), b.input("w", WIDTH, WIDTH)
+    one = b.call(aten.mm.default, x, w)
+    two = b.call(aten.mm.default, one, w)
+    if how == "written":
+        b.call(aten.copy_.default, one, two)
+    wide = b.call(aten.expand.default, one, [4, WIDTH, WIDTH]) if how == "larger" else one
+    last = b.call(aten.sin.default, wide)
+    read = b.call(aten.mm.default, last, w) if how == "read" else last
+    b.done(b.call(aten.mul.Tensor, two, two), read, one if how == "kept" else None)
+    work = Order(b.graph, kinds_of(b.graph)).work
+    assert work.index(last) > work.index(two)
+
+
+def test_what_draws_or_checks_has_a_place_of_its_own() -> None:
+    b = Builder()
+    b.input("x", 4)
+    noise = b.call(aten.rand.default, [4], device=torch.device("meta"))
+    mask = b.call(aten.full.default, [4], 1.0, device=torch.device("meta"))
+    b.done(b.call(aten.mul.Tensor, noise, mask))
+    kinds = kinds_of(b.graph)
+    assert (kinds[noise], kinds[mask]) == (Kind.WORK, Kind.FREE)
+
+
+def test_what_was_moved_to_another_piece_finds_what_it_reads() -> None:
+    """Pointwise work is done late, and may so come before other work that it stood behind."""
+    b = Builder()
+    shard, host, x = b.shard("shard"), b.input("host", 8, 8), b.input("tangents_1", 8, 8)
+    first = b.call(aten.mm.default, x, x)
+    ours = torch.ops.lightning_zero
+    start = b.graph.call_function(ours.reload_start.default, (host, shard))
+    wait = b.graph.call_function(ours.reload_wait.default, (start, host, shard))
+    start.meta["val"] = wait.meta["val"] = x.meta["val"]
+    late, later = b.call(aten.relu.default, wait), b.call(aten.relu.default, first)
+    third = b.call(aten.mm.default, first, late)
+    graph = b.done(b.call(aten.mm.default, third, later))
+    kinds = kinds_of(graph)
+    order = Order(graph, kinds)
+    assert [order.place[node] for node in (first, late, third, later)] == [0, 1, 2, 3]
+    assert order.between(graph)[wait] == 2
+    steps = _assemble(graph, kinds, order.work, [0, 2, 5], order.between(graph))
+    assert steps is not None
+    assert steps[:2] == [start, wait]
+    assert [isinstance(step, Piece) for step in steps] == [False, False, True, True]

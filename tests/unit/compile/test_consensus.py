@@ -1,0 +1,161 @@
+"""Ranks that agree go on, ranks that do not are told what differs, and nobody waits for ever."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lightning_zero.compile.consensus import Agreement
+from lightning_zero.errors import RankMismatchError
+
+
+class Store:
+    """A key-value store like torch's, shared by threads."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def together(*ranks: Callable[[Agreement], object], patience_s: float = 3.0, limit_s: float = 20.0) -> list[object]:
+    """What each rank's function returns or raises, run in threads of their own."""
+    store = Store()
+    out: list[object] = [None] * len(ranks)
+
+    def run(rank: int) -> None:
+        try:
+            out[rank] = ranks[rank](Agreement(store, rank, len(ranks), patience_s, limit_s))
+        except RankMismatchError as error:
+            out[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank hangs"
+    return out
+
+
+def test_ranks_with_the_same_plans_go_on() -> None:
+    def rank(delay: float) -> Callable[[Agreement], object]:
+        def run(agreement: Agreement) -> str:
+            time.sleep(delay)
+            for digest in ("forward", "backward", "forward", "other"):
+                agreement.check(digest, [f"gather {digest}"])
+            return "done"
+
+        return run
+
+    assert together(rank(0), rank(0.1), rank(0.2)) == ["done"] * 3
+
+
+def test_a_plan_that_was_agreed_on_needs_nobody() -> None:
+    def other(agreement: Agreement) -> None:
+        agreement.check("a", ["gather a"])
+
+    def alone(agreement: Agreement) -> str:
+        agreement.check("a", ["gather a"])
+        time.sleep(0.2)  # the other is gone
+        agreement.check("a", ["gather a"])
+        return "done"
+
+    assert together(alone, other) == ["done", None]
+
+
+def test_ranks_with_different_plans_are_told_the_first_difference_at_once() -> None:
+    common = ["forward: gather x as float32, 8 bytes"]
+
+    def rank(own: str) -> Callable[[Agreement], object]:
+        return lambda agreement: agreement.check(own, [*common, f"forward: gather {own} as float32, 8 bytes"])
+
+    begun = time.monotonic()
+    out = together(rank("left"), rank("left"), rank("right"), patience_s=20.0)
+    assert time.monotonic() - begun < 5
+    for message in map(str, out):
+        assert "collective 1" in message
+        assert "'forward: gather left as float32, 8 bytes'" in message
+        assert "'forward: gather right as float32, 8 bytes'" in message
+    assert "Ranks 2 and 0" in str(out[2])
+
+
+def test_a_rank_that_compiles_alone_is_told_who_did_not_come() -> None:
+    def follows(agreement: Agreement) -> None:
+        agreement.check("a", ["gather a"])
+
+    def goes_on(agreement: Agreement) -> None:
+        agreement.check("a", ["gather a"])
+        agreement.check("b", ["gather b", "gather c"])
+
+    out = together(follows, goes_on, follows)
+    assert out[0] is out[2] is None
+    assert "Rank 1 is about to run a newly compiled graph" in str(out[1])
+    assert "rank 0, 2 did not come" in str(out[1])
+    assert "'gather b'" in str(out[1])
+
+
+def test_a_rank_that_is_still_compiling_is_waited_for() -> None:
+    def slow(agreement: Agreement) -> str:
+        agreement.compiling(True)
+        time.sleep(2.5)  # more than the others' patience
+        agreement.compiling(False)
+        agreement.check("a", ["gather a"])
+        return "done"
+
+    def quick(agreement: Agreement) -> str:
+        time.sleep(0.1)
+        agreement.check("a", ["gather a"])
+        return "done"
+
+    assert together(slow, quick, patience_s=1.5) == ["done", "done"]
+
+
+def test_even_a_rank_that_compiles_is_not_waited_for_without_end() -> None:
+    def stuck(agreement: Agreement) -> None:
+        agreement.compiling(True)
+
+    out = together(stuck, lambda agreement: agreement.check("a", ["gather a"]), limit_s=0.5)
+    assert "rank 0 did not come" in str(out[1])
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    class NoStore:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError("nobody to talk to")
+
+    agreement = Agreement(NoStore(), 0, 1, 0.1, 1.0)
+    agreement.compiling(True)
+    agreement.check("a", ["gather a"])
+
+
+class Meanwhile(Store):
+    """Right after rank 0 has looked for rank 1's plan in vain, rank 1 comes with it, and with its next one."""
+
+    def check(self, keys: list[str]) -> bool:
+        found = super().check(keys)
+        if keys == ["plan/first/1"] and not found:
+            for digest in ("first", "second"):
+                self.set(f"plan/{digest}/1", digest)
+                self.set("wants/1", digest)
+        return found
+
+
+def test_a_rank_that_has_gone_on_to_its_next_plan_is_no_mismatch() -> None:
+    """The slower rank may find the faster one waiting with the next plan already."""
+    store = Meanwhile()
+    agreement = Agreement(store, 0, 2, patience_s=1.0, limit_s=2.0)
+    agreement.check("first", ["first"])
+    assert store.get("wants/1") == b"second"
+    agreement.check("second", ["second"])
+    # One that waits with a plan that is agreed on is late, and no mismatch either.
+    with pytest.raises(RankMismatchError, match="rank 1 did not come"):
+        agreement.check("third", ["third"])

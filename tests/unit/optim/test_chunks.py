@@ -1,0 +1,103 @@
+"""Master shards that lie on the host pass with their state; in whatever order copies and compute get on, steps and those who
+read afterwards see what they should."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.offload.staging_ring import LEAST_SLOTS, Ring
+from lightning_zero.optim.chunks import Part, Parts
+from lightning_zero.optim.flat_runs import Segment
+from tests.helpers.lanes import ORDERS, DelayedLanes
+
+CPU = torch.device("cpu")
+SMALL = 1 << 14  # bytes of a ring with as few slots as can be
+NUMEL = 3 * LEAST_SLOTS * 320
+
+
+def segment(away: bool) -> Segment:
+    param = torch.nn.Parameter(torch.arange(float(NUMEL)))
+    param.grad = torch.ones(NUMEL)
+    found = Segment(0, [], param, param.grad, state={"average": torch.zeros(NUMEL)})
+    if away:
+        found.on_host, found.copy = param.data, torch.full((NUMEL,), -1.0)
+    return found
+
+
+def step(part: Part) -> None:
+    part.state["average"].add_(part.param)
+    part.param.mul_(2).add_(part.stretch.of(part.stretch.segment.grad))
+    if part.copy is not None:
+        part.copy.copy_(part.param)
+
+
+AWAY = (True, False, True)  # segments: masters come first, and leave last
+
+
+def train(order: Any, without: str = "", steps: int = 3) -> list[Tensor]:
+    """What is left in memory, and what was seen behind each step."""
+    lanes, seen = DelayedLanes(without), []
+    segments = [segment(away) for away in AWAY]
+    parts = Parts(segments, lambda s: list(s.state), Ring(CPU, SMALL, lanes))
+    for _ in range(steps):
+        parts.bring_ahead()
+        with parts.passing():
+            for part in parts.with_state():
+                lanes.compute(lambda part=part: step(part))
+        for stepped in segments:  # behind it, compute reads masters, and writes them as users may
+            lanes.compute(lambda stepped=stepped: seen.append(stepped.param.detach().clone()))
+            lanes.compute(lambda stepped=stepped: stepped.param.data.add_(1))
+    lanes.run(order)
+    kept = [t for s in segments for t in (s.param.data, s.state["average"])]
+    return [*kept, *(s.copy for s in segments if s.copy is not None), *seen]
+
+
+def expected(steps: int = 3) -> list[Tensor]:
+    param, average, seen = torch.arange(float(NUMEL)), torch.zeros(NUMEL), []
+    for _ in range(steps):
+        average = average + param
+        param = 2 * param + 1
+        seen += [param] * len(AWAY)
+        param = param + 1
+    return [*[param, average] * len(AWAY), *seen[-1:] * sum(AWAY), *seen]
+
+
+def is_right(order: Any, without: str = "") -> bool:
+    return all(torch.equal(a, b) for a, b in zip(train(order, without), expected(), strict=True))
+
+
+def test_steps_and_who_reads_behind_them_see_what_they_should_in_any_order() -> None:
+    assert all(map(is_right, ORDERS))
+
+
+@pytest.mark.parametrize(
+    "race",
+    [
+        "out behind compute",  # copies wait for the optimizer's writes
+        "in behind out",  # a buffer is not used again before its copy has left
+        "in behind compute",  # copies wait for compute, which may have changed masters
+        "compute behind in",  # a step waits for what comes
+        "compute behind out",  # and who reads masters for what leaves
+    ],
+)
+def test_each_wait_is_needed(race: str) -> None:
+    assert not all(is_right(order, race) for order in ORDERS)
+
+
+def test_what_is_on_the_device_stays_there() -> None:
+    """And without a ring all is as it was."""
+    both = [segment(False), segment(False)]
+    for part in Parts(both, lambda s: list(s.state), None).with_state():
+        assert part.param.data_ptr() == part.stretch.segment.param.data_ptr()
+        assert part.copy is None
+        step(part)
+    for stepped in both:
+        assert torch.equal(stepped.param.data, 2 * torch.arange(float(NUMEL)) + 1)
+
+
+def test_a_stretch_has_room_for_its_master() -> None:
+    ring = Ring(CPU, SMALL)
+    counts = [len(list(Parts([segment(away)], lambda s: list(s.state), ring)._parts)) for away in (False, True)]
+    assert counts[1] > counts[0] > LEAST_SLOTS

@@ -1,0 +1,48 @@
+"""State that is loaded stays where it is, in the dtype that torch gives it, and hooks see tensors."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.optim.bf16_state import ROUNDINGS
+from lightning_zero.optim.state_placement import keeping_aside
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_what_has_one_element_goes_to_the_parameters_device(dtype: torch.dtype) -> None:
+    made = torch.nn.Parameter(torch.randn(40))
+    first = torch.optim.NAdam([made])
+    made.grad = torch.randn(40)
+    first.step()
+    saved = first.state_dict()
+    # As a device that is not the host: torch would move all but the step count there.
+    param = torch.nn.Parameter(torch.empty(40, dtype=dtype, device="meta"))
+    optimizer = torch.optim.NAdam([param])
+    seen: list[Any] = []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(type(state["state"][0]["exp_avg"])))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(type(o.state[param]["exp_avg"])))
+    with keeping_aside(optimizer, lambda _: lambda param, key, value: value.to(param.dtype)):
+        optimizer.load_state_dict(saved)
+    state = optimizer.state[param]
+    assert seen == [torch.Tensor, torch.Tensor]
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert state[key].device.type == "cpu"
+        assert torch.equal(state[key], first.state[made][key].to(dtype))
+    assert state["mu_product"].device.type == "meta"
+    assert float(state["step"]) == 1
+    assert list(state) == list(first.state[made])
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[param]["exp_avg"].device.type == "meta"
+
+
+def test_a_count_of_ours_is_as_wide_as_it_was() -> None:
+    """Torch would round it to the parameter's dtype: bfloat16 counts to 256."""
+    param = torch.nn.Parameter(torch.zeros(40, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([param], momentum=0.9)
+    saved = optimizer.state_dict()
+    saved["state"][0] = {"momentum_buffer": torch.zeros(40), ROUNDINGS: torch.tensor(1001.0)}
+    with keeping_aside(optimizer, lambda _: lambda param, key, value: value.to(param.dtype)):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state[param][ROUNDINGS].tolist() == 1001
+    assert optimizer.state[param]["momentum_buffer"].dtype is torch.bfloat16
