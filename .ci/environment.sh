@@ -4,13 +4,13 @@
 
 find_python() {
   local candidate
-  for candidate in python3.11 python3.12 python3.13 python3; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+  for candidate in python3.11 python3.12 python3.13 python3.14 python3; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  echo "No Python 3.11, 3.12 or 3.13 found. Install one, or set LZ_VENV to a virtual environment that has one." >&2
+  echo "No Python 3.11, 3.12, 3.13 or 3.14 found. Install one, or set LZ_VENV to a virtual environment that has one." >&2
   return 1
 }
 

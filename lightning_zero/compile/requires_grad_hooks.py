@@ -25,8 +25,9 @@ from lightning_zero.compat.tensors import tree_leaves
 __all__ = ["asking", "left_out", "seen_in"]
 
 ARGUMENTS = 3  # module, its arguments, its output
-# What calls a method, in the words of Python 3.11 to 3.13.
-CALLING = {"RESUME", "LOAD_FAST", "LOAD_METHOD", "LOAD_ATTR", "LOAD_CONST", "KW_NAMES", "PRECALL", "CALL", "CALL_KW"}
+# Instructions of Python 3.11 to 3.14 that load a local variable and that call a method.
+LOADS = {"LOAD_FAST", "LOAD_FAST_BORROW"}
+CALLING = {"RESUME", "LOAD_METHOD", "LOAD_ATTR", "LOAD_CONST", "KW_NAMES", "PRECALL", "CALL", "CALL_KW"}
 CALLING |= {"POP_TOP", "RETURN_VALUE", "RETURN_CONST"}
 
 
@@ -50,7 +51,7 @@ def _only_asks(hook: Any) -> bool:
 
 
 def _of_asking(step: dis.Instruction, output: str) -> bool:
-    return step.opname in CALLING and (step.opname != "LOAD_FAST" or step.argval == output)
+    return step.opname in CALLING or (step.opname in LOADS and step.argval == output)
 
 
 def seen_in(output: Any) -> bool:

@@ -27,7 +27,8 @@ def own_names(cls: type) -> set[str]:
     """Private names that the class's source gives to methods, to fields and to attributes of ``self``."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError):  # made in C++, or at run time
+    # Made in C++ or at run time; SyntaxError: Python 3.13.0 returns lines of another file if __module__ was set.
+    except (OSError, TypeError, SyntaxError):
         return {name for name in vars(cls) if is_private(name)}
     found = set()
     for node in ast.walk(tree):
