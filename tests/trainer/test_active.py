@@ -49,7 +49,7 @@ def test_every_optimization_is_in_use_as_with_every_supported_torch(tmp_path: Pa
         env=env,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
