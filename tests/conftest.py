@@ -35,6 +35,7 @@ from tests.ranks.pool import Ranks, serve_nurseries  # noqa: E402
 from tests.ranks.shared_gpu import shares_gpu  # noqa: E402
 
 WORKERS = 3  # processes; see pytest_cmdline_main
+MANY_FILES = 8  # are run as folders are
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,16 +69,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Folders are run by three processes, each with files of its own: ranks wait for one another so often that a single
-    one leaves a third of two cores idle, and two an eighth. ``-n 0`` runs one; so do files and tests that are named, a debugger, and a
-    machine with GPUs, of which each test wants all."""
+    """Run folders, and many files, in three processes, each with files of its own.
+
+    Ranks wait for one another so often that a single process leaves a third of two cores idle, and two an eighth. One
+    process runs with ``-n 0``, with few files or tests, under a debugger, and on a machine with GPUs, since each test
+    uses all of them.
+    """
     option = config.option
     if (
         config.pluginmanager.hasplugin("xdist")
         and "PYTEST_XDIST_WORKER" not in os.environ
         and (option.numprocesses, option.dist, option.tx) == (None, "no", [])
         and not (option.usepdb or option.collectonly or option.keyword or option.capture == "no")
-        and all(Path(arg).is_dir() for arg in config.args)
+        and (all(Path(arg).is_dir() for arg in config.args) or len(config.args) > MANY_FILES)
         and (os.cpu_count() or 1) > 1
         and not Path("/dev/nvidiactl").exists()
     ):
