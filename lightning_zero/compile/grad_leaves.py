@@ -1,7 +1,7 @@
 """Code that asks for gradients of a tensor which nobody gets: ``hidden.requires_grad = True`` amid a forward.
 
 transformers does so in front of checkpointed regions, whose reentrant kind needs an input that asks for one (T5 and its
-kin, wav2vec2 and its); hooks that do so are left out before Dynamo sees them, by ``input_gradients.py``. Dynamo ends a
+kin, wav2vec2 and its); hooks that do so are removed before Dynamo sees them (``requires_grad_hooks.py``). Dynamo ends a
 graph there, and each layer becomes one of its own. In compiled code both kinds of regions are the same, which needs no
 such input, so nothing is done there, and the graph goes on.
 

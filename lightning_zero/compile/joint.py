@@ -1,7 +1,7 @@
 """When a joint graph gets its layers back: before Inductor's passes over joint graphs, or behind them.
 
 These passes try hundreds of patterns on each node, which for 48 layers takes longer than to differentiate them. Where
-they have gone over one layer of each kind (:mod:`outline`), they need to see no more than the rest of the graph.
+they have gone over one layer of each kind (:mod:`~lightning_zero.compile.layer_dedup`), they need to see no more than the rest of the graph.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ role                 allocated                                 dtype            
 ===================  ========================================  ======================  ================================
 master shard         by ``place``, when the model is sharded;  the parameter's         with the engine; the memory
                      again by ``arrange``, for the optimizers;                         before, once another is placed
-                     some on the host, see ``away.py``
+                     some on the host, see ``host_policy.py``
 gradient             by ``allocate_gradients``, in the first   the parameter's, or     with the engine
                      training step that trains the parameter;  that of the copy
                      or it lies over the compute copy

@@ -1,11 +1,11 @@
 """Equal layers are differentiated once: AOTAutograd sees one call in place of each, and the layer's own forward and
 backward stand there again before any pass looks at the graph.
 
-Dynamo's graph is searched for parts that repeat (``find.py``, ``alike.py``), each of which becomes a call of an op that
-has shapes and a derivative, and computes nothing (``standin.py``). One of equal parts is traced by itself with what
-traces whole graphs (``trace.py``, ``body.py``); the joint graph then gets its nodes once for each call (``inline.py``),
-and is what it would have been. A checkpointed region is a call of a graph of its own there (``called.py``); it is
-traced along, and in each layer it gets a number of its own (``numbers.py``).
+``find_layers.py`` and ``matching.py`` find equal parts of Dynamo's graph. Each part becomes a call of an op that has
+shapes and a derivative, and computes nothing (``layer_call.py``). AOTAutograd traces one of the equal parts by itself
+(``trace_layers.py``, ``layer_graph.py``). The joint graph then gets the nodes of that part once for each call
+(``expand.py``), and equals the joint graph of the whole. A checkpointed region is a call of its own graph
+(``hop_bodies.py``), is traced with its layer, and gets another region number in each layer (``region_ids.py``).
 """
 
 from lightning_zero.compile.layer_dedup.layer_call import NotOutlined, standins_made_at_once

@@ -1,7 +1,7 @@
 """Activations leave for the host in forward and come back in backward, both beside compute.
 
-Where a graph was partitioned, ``leaving.py`` has put ``offload`` and ``reload``, which do all at once. Here each is
-taken apart. A copy out starts where its value is made; the value's memory is needed up to a wait, which stands where
+The partition has ops ``offload`` and ``reload`` (``activation_offload.py``), each of which does all at once. This pass
+takes them apart. A copy out starts where its value is made; the value's memory is needed up to a wait, which stands where
 the copy should be over, behind the value's last use. A copy back starts so long before its first use that it is over by
 then, counting that copies queue one behind the other; activations that arrive early only take up memory.
 
