@@ -1,7 +1,7 @@
 """When a joint graph gets its layers back: before Inductor's passes over joint graphs, or behind them.
 
-These passes try hundreds of patterns on each node, which for 48 layers takes longer than to differentiate them. Where
-they have gone over one layer of each kind (:mod:`~lightning_zero.compile.layer_dedup`), they need to see no more than the rest of the graph.
+These passes try hundreds of patterns on each node. For 48 layers that takes longer than differentiating them. Once they
+have seen one layer of each kind (:mod:`~lightning_zero.compile.layer_dedup`), only the rest of the graph is left.
 """
 
 from __future__ import annotations

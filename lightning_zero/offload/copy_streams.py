@@ -2,7 +2,8 @@
 
 Three lanes work side by side, each in its own order: copies in, copies out, and compute, which is the device's current
 stream. An event is all that a lane has been given up to a moment; a lane that waits for one does nothing further until
-that is done. ``staging_ring.py`` decides which waits are needed. Tests replace the lanes by some that run in the worst order.
+that is done. ``staging_ring.py`` decides which waits are needed. Tests replace the lanes by some that run in the worst
+order.
 """
 
 from __future__ import annotations
