@@ -1,9 +1,10 @@
 """Activations leave for the host in forward and come back in backward, both beside compute.
 
-The partition has ops ``offload`` and ``reload`` (``activation_offload.py``), each of which does all at once. This pass
-takes them apart. A copy out starts where its value is made. The value's memory is needed up to a wait, which is placed
-after the value's last use, where the copy should be complete. A copy back starts so long before its first use that it is over by
-then, counting that copies queue one behind the other; activations that arrive early only take up memory.
+The partition has ops ``offload`` and ``reload`` (``activation_offload.py``), each of which does all at once. This
+pass takes them apart. A copy out starts where its value is made. The value's memory is needed up to a wait, which is
+placed after the value's last use, where the copy should be complete. A copy back starts so long before its first use
+that it is over by then, counting that copies queue one behind the other; activations that arrive early only take up
+memory.
 
 Where copies cannot keep up with compute, compute has to wait for them: at most so many bytes are on their way at once,
 or the memory that is to be spared would be taken by what has not left yet, or has come back too early.
