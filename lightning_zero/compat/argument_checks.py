@@ -7,7 +7,7 @@ their arguments first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_zero.compat.lookup import find, private
 from lightning_zero.compat.patches import Patch
+from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compat.versions import minor
 
 __all__ = ["BROADCAST", "TENSOR", "look_first"]
@@ -51,9 +52,16 @@ _ASKED_LATER = (
     *("isend", "irecv", "send", "recv", "broadcast", "reduce", "all_reduce_coalesced", "all_gather_coalesced"),
     *("gather", "scatter", "reduce_scatter", "all_to_all"),
 )
-_COLLECTIVES = Patch(
-    "collectives of torch.distributed are refused for shards",
-    {f"torch.distributed.{name}": None for name in _ASKED_LATER} if minor(str(torch.__version__)) < (2, 13) else {},
+_HOMES = ("torch.distributed", "torch.distributed.distributed_c10d")
+_COLLECTIVES = (
+    [
+        Patch(
+            "collectives of torch.distributed are refused for shards",
+            {f"{home}.{name}": None for name in _ASKED_LATER for home in _HOMES},
+        )
+    ]
+    if minor(str(torch.__version__)) < (2, 13)
+    else []
 )
 # Names for users.
 _SHOWN = {"torch.distributed._broadcast_coalesced": BROADCAST, f"{_EAGER}._wrap_tensor_for_grad": "torch.func.grad"}
@@ -66,7 +74,7 @@ def look_first(look: Look) -> None:
     """
     if hasattr(torch.tensor, "_looks"):
         return
-    for patch in (_COPIES, _BROADCASTS, _TRANSFORMS):
+    for patch in (_COPIES, _BROADCASTS, _TRANSFORMS, *_COLLECTIVES):
         if patch.reason:
             patch.say()
             continue
@@ -75,30 +83,24 @@ def look_first(look: Look) -> None:
         for name in patch.names:
             path, _, attribute = name.rpartition(".")
             owner = find(path)
-            setattr(owner, attribute, _looking(getattr(owner, attribute), _SHOWN.get(name, name), look))
+            function = getattr(owner, attribute)
+            replacement = (
+                _asking(function) if patch in _COLLECTIVES else _looking(function, _SHOWN.get(name, name), look)
+            )
+            setattr(owner, attribute, replacement)
         if patch is _COPIES:
             _register_builtin(torch.tensor, "aten::tensor")
-    for name in () if _COLLECTIVES.reason else _COLLECTIVES.names:
-        attribute = name.rpartition(".")[-1]
-        asking = _asking(getattr(torch.distributed, attribute))
-        for owner in (torch.distributed, torch.distributed.distributed_c10d):
-            setattr(owner, attribute, asking)
 
 
+@cache  # so that both modules have the same function, as torch compares them by identity
 def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def asking(*args: Any, **kwargs: Any) -> Any:
-        tensors = [one for value in (*args, *kwargs.values()) for one in _tensors(value)]
-        if not torch.compiler.is_compiling() and has_torch_function(tensors):
-            return handle_torch_function(asking, tensors, *args, **kwargs)
+        if not torch.compiler.is_compiling() and has_torch_function(values := tree_leaves((args, kwargs))):
+            return handle_torch_function(asking, values, *args, **kwargs)
         return function(*args, **kwargs)
 
     return asking
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [one for one in values if isinstance(one, torch.Tensor)]
 
 
 def _looking(function: Callable[..., Any], name: str, look: Look) -> Callable[..., Any]:
