@@ -49,10 +49,7 @@ class StretchesRunner:
 
     def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Shown:
         assert skip is None, "only what replays can skip"
-        if max_norm is not None:
-            layout.clip_norm(max_norm)
-        for segment in layout.segments:
-            segment.read_numbers(own.state)
+        layout.before_own_step(own.state, max_norm)
         parts = [part for segment in layout.segments for part in self._cut(segment, own)]
         self._turns = _Turns(parts, self._host)
         origins = [part.segment.group for part in parts]
@@ -70,10 +67,7 @@ class StretchesRunner:
 
     def end(self, layout: StepLayout, own: Own) -> None:
         self._turns.end()
-        layout.own_steps += 1
-        for segment in layout.segments:
-            segment.spread_counts()
-            segment.give_out(own.state)
+        layout.after_own_step(own.state)
         self._layouts.note(own.state)
 
 

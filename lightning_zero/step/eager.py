@@ -27,20 +27,15 @@ class EagerRunner:
 
     def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Shown:
         assert skip is None, "only what replays can skip"
-        if max_norm is not None:
-            layout.clip_norm(max_norm)
+        layout.before_own_step(own.state, max_norm)
         flat = layout.flat_groups(own.groups)
-        for segment in layout.segments:
-            segment.read_numbers(own.state)
         layout.state.update(_of_no_parameter(own.state))
         return Shown(flat, layout.state, range(len(flat)))
 
     def end(self, layout: StepLayout, own: Own) -> None:
-        layout.own_steps += 1
         for segment in layout.segments:
             segment.state = layout.state[segment.param]
-            segment.spread_counts()
-            segment.give_out(own.state)
+        layout.after_own_step(own.state)
         own.state.update(_of_no_parameter(layout.state))
         self._layouts.note(own.state)
 

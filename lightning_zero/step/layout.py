@@ -49,6 +49,20 @@ class StepLayout:
             wide = factor.to(segment.param.dtype).view(1)  # 1-D, or it would be rounded to what gradients lie in
             torch.mul(segment.grad, wide, out=segment.grad)
 
+    def before_own_step(self, state: State, max_norm: float | None) -> None:
+        """Prepare for a step of the optimizer itself; ``max_norm``: clip the gradients to it, unless it is None."""
+        if max_norm is not None:
+            self.clip_norm(max_norm)
+        for segment in self.segments:
+            segment.read_numbers(state)
+
+    def after_own_step(self, state: State) -> None:
+        """Give the optimizer's ``state`` what its own step has changed in the segments."""
+        self.own_steps += 1
+        for segment in self.segments:
+            segment.spread_counts()
+            segment.give_out(state)
+
     def clip_value(self, most: float) -> None:
         """Clamps the gradients to [-most, most]."""
         for segment in self.segments:
