@@ -88,7 +88,7 @@ def stretches(segment: Segment, most: int) -> list[Stretch]:
 
 
 class InPlace:
-    """Stands for a :class:`~lightning_zero.offload.staging_ring.Pass` where state lies on the device: nothing moves."""
+    """Replace :class:`~lightning_zero.offload.staging_ring.Pass` for state on the device, which needs no copies."""
 
     def __init__(self, loads: Sequence[Load]) -> None:
         self._loads = loads

@@ -1,4 +1,4 @@
-"""What each function of torch does to shards that users hold; see ``sharding/shard_tensor.py``.
+"""Decide how each function of torch treats shards in users' hands; see ``sharding/shard_tensor.py``.
 
 Functions are told apart by their names. torch itself says of most elementwise ones that they are (a tag of the
 operator); what is neither known here nor tagged is refused, since a function that looks at its neighbours, or at the

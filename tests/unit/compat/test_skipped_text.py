@@ -1,4 +1,4 @@
-"""What ``compat/skipped_text.py`` takes from torch still means the same."""
+"""Check that the functions of torch which ``compat/skipped_text.py`` replaces keep their meaning."""
 
 import logging
 import operator
