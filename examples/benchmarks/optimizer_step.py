@@ -66,7 +66,7 @@ def ours(size: str, capture: bool | str) -> tuple[Callable[[], None], int]:
     def step() -> None:
         with engine.optimizers.stepping(optimizer, clip=MAX_NORM):
             optimizer.step()
-        engine.executor.weights.refresh_compute_copies()
+        engine.executor.weights.refresh_compute_shards()
 
     step.engine = engine  # keeps it
     step.model = model

@@ -75,7 +75,7 @@ class Checkpoints:
         self._last: SavedState | None = None
         self._writes = 0
         sharder.access.beside = self._before_writing
-        sharder.executor.before_edits(self._before_writing)
+        sharder.executor.before_user_writes(self._before_writing)
 
     def _before_writing(self) -> None:
         self._writes += 1

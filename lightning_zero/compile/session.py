@@ -89,7 +89,7 @@ class CompileSession:
         )
         # Torch keeps compilers, and with them the agreement: it must not keep the executor.
         weak = weakref.ref(executor)
-        self._agreement.needed = lambda: (held := weak()) is None or not held.weights.takes_turns()
+        self._agreement.needed = lambda: (held := weak()) is None or not held.weights.uses_epoch_lock()
         self._selection = PassSelection()
         self._replays: Replays | None = None
         self._costs: Costs | None = None

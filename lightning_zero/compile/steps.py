@@ -62,7 +62,7 @@ class CompiledSteps:
         self.sharder.executor.activations.settle()
         self._look_at_what_left(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
-            self.sharder.executor.weights.refresh_compute_copies()
+            self.sharder.executor.weights.refresh_compute_shards()
         used = config.compute_dtype if config.compiled.enabled else None  # what is not compiled casts what it has read
         kept = self.session.next_pass()
         self.sharder.memory.keep_resident(used, small_weight_bytes(config.compiled), kept)
@@ -101,8 +101,8 @@ class CompiledSteps:
                 stack.enter_context(regather_saved_weights(self.sharder, saves))
             stack.callback(setattr, self._replays, "in_step", False)
             self._replays.in_step = True
-            stack.callback(self.sharder.executor.weights.serve_resident, False)
-            self.sharder.executor.weights.serve_resident(True)
+            stack.callback(self.sharder.executor.weights.serve_eager_from_resident, False)
+            self.sharder.executor.weights.serve_eager_from_resident(True)
             yield
         if first:
             self.session.first_step_showed(self.sharder.view.last_read)

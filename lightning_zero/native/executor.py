@@ -16,7 +16,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native.executor_stubs import Gradients, Graphs, Parameters, Weights
 from lightning_zero.native.load import load
 from lightning_zero.native.transport import Transport
-from lightning_zero.native.watchdog import Lane, Watchdog
+from lightning_zero.native.watchdog import SequenceId, Watchdog
 
 __all__ = ["Executor", "KeepsActivations"]
 
@@ -90,16 +90,16 @@ class Executor:
         if on_new_plan is not None:
             self._native.on_new_plan(self._define("on_new_plan", "(str digest, str plan)", on_new_plan))
 
-    def waiting(self, what: str, lane: Lane) -> AbstractContextManager[None]:
+    def waiting(self, what: str, lane: SequenceId) -> AbstractContextManager[None]:
         """Surrounds a collective called ``what``, of the process group of that lane, that Python starts."""
         return nullcontext() if self._watchdog is None else self._watchdog.waiting(what, lane)
 
-    def collective(self, what: str, lane: Lane, start: Callable[[bool], dist.Work | None]) -> None:
+    def collective(self, what: str, lane: SequenceId, start: Callable[[bool], dist.Work | None]) -> None:
         """The same for one that ``start`` starts, asynchronously if it is given True: a wait that can be ended."""
         if self._watchdog is None:
             start(False)
             return
-        self._watchdog.collective(what, lane, start, lane is Lane.CONTROL or self.device.type == "cpu")
+        self._watchdog.collective(what, lane, start, lane is SequenceId.CONTROL or self.device.type == "cpu")
 
     def configure(self, config: EngineConfig) -> None:
         """Applies options; legal only outside a backward pass."""
@@ -115,16 +115,16 @@ class Executor:
             config.wire_dtype,
             int(tuning.gather_group_mb * 2**20),
         )
-        self.transport.limit_across(tuning.emulate_bandwidth_across_gbs)
+        self.transport.limit_cross_host_bandwidth(tuning.emulate_bandwidth_across_gbs)
 
     @property
     def defers(self) -> bool:
         """Whether gradients of micro-batches wait for the last one's, on their host or on their rank."""
         return (self.reduces_once and self.world_size > 1) or (self.reduces_across_once and self.several_hosts)
 
-    def before_edits(self, callback: Callable[[], None]) -> None:
+    def before_user_writes(self, callback: Callable[[], None]) -> None:
         """``callback`` comes before what eager code does to whole weights changes shards."""
-        self._native.before_edits(self._define("before_edits", "()", callback))
+        self._native.before_user_writes(self._define("before_user_writes", "()", callback))
 
     def keep_activations(self, where: KeepsActivations) -> None:
         """Compiled graphs give activations away to ``where``, and get them back from there."""
@@ -156,17 +156,17 @@ class Executor:
         """A stage begins, on every rank, wherever an exception may have ended the one before. Collective."""
         self._native.begin_stage()
 
-    def begin_epoch(self) -> None:
+    def begin_training_step(self) -> None:
         """A training step begins, on every rank: what a rank missed in an interrupted one is not waited for."""
-        self._native.begin_epoch()
+        self._native.begin_training_step()
 
     def counters(self) -> dict[str, int]:
         """Counts since the last reset.
 
         Of weights: ``gathers``, ``gather_bytes`` (of the whole weights), and of these ``eager_gathers``,
         ``resident_gathers`` (into memory where they stay), ``copied_weights`` (without a collective);
-        ``gather_groups``, and of these ``groups_ahead`` (under way since the step began);
-        ``compute_copy_writes`` (one by one).
+        ``gather_groups``, and of these ``prefetched_groups`` (under way since the step began);
+        ``compute_shard_writes`` (one by one).
 
         With several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of what the ranks at one place of all
         hosts have together; of an all-reduce twice, for its way to the sums and back), ``host_shard_refreshes``,

@@ -36,7 +36,7 @@ class Phase(enum.IntEnum):
     OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION = range(7)
 
 
-class Lane(enum.IntEnum):
+class SequenceId(enum.IntEnum):
     """Collectives that come in one order on all ranks, so that they can be counted: those of one process group, and
     Lightning's own (WORLD). The first ones of the C++ enum of that name."""
 
@@ -67,12 +67,12 @@ class Watchdog:
         name = f"on_end_{id(self)}"
         self._library.define(f"{name}(str kind, str text) -> ()")
         self._library.impl(name, _raise, "CompositeExplicitAutograd")
-        self.native.on_end(f"lightning_zero::{name}")
+        self.native.on_abort(f"lightning_zero::{name}")
         atexit.register(_close, weakref.ref(self))
 
     def configure(self, report_s: float) -> None:
         """A wait that takes longer, in seconds, is reported from now on; one that goes on now, too."""
-        self.native.set_report(report_s)
+        self.native.set_report_interval(report_s)
 
     def enter(self, phase: Phase) -> None:
         """This rank is in that phase from now on."""
@@ -93,7 +93,7 @@ class Watchdog:
         self.native.moved(how_far)
 
     @contextmanager
-    def waiting(self, what: str, lane: Lane = Lane.UNCOUNTED) -> Iterator[None]:
+    def waiting(self, what: str, lane: SequenceId = SequenceId.UNCOUNTED) -> Iterator[None]:
         """Surrounds a wait for other ranks.
 
         Raises:
@@ -105,7 +105,7 @@ class Watchdog:
         finally:
             self.native.end_wait(wait)
 
-    def collective(self, what: str, lane: Lane, start: Callable[[bool], dist.Work | None], waits: bool) -> None:
+    def collective(self, what: str, lane: SequenceId, start: Callable[[bool], dist.Work | None], waits: bool) -> None:
         """Starts a collective and waits for it. ``start`` is given whether to start it asynchronously.
 
         waits: whether the host waits, and not only the device
@@ -140,7 +140,7 @@ class Watchdog:
         if self._failures is None:
             return
         broken = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
-        if self.native.verdict() or (broken and self.verdict_comes()):
+        if self.native.abort_reason() or (broken and self.verdict_comes()):
             # Another rank was the first to end, and the watchdog has said so.
             self._failures.hear()
             if isinstance(error, RankFailedError):
@@ -155,10 +155,10 @@ class Watchdog:
 
     def verdict_comes(self) -> bool:
         """Return True as soon as it is known which rank broke a connection; False if that takes too long."""
-        self.native.hurry()
+        self.native.skip_grace_period()
         end = time.monotonic() + TO_HEAR_S
         while time.monotonic() < end:
-            if self.native.verdict():
+            if self.native.abort_reason():
                 return True
             time.sleep(0.05)
         return False
@@ -178,7 +178,7 @@ class Watchdog:
     def leave(self) -> None:
         """The process ends."""
         serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if self._failures is not None and serves and self.failed and not self.native.verdict():
+        if self._failures is not None and serves and self.failed and not self.native.abort_reason():
             self._failures.wait_until_heard()
         self.native.leave()
 

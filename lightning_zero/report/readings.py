@@ -52,6 +52,6 @@ def why_not_replayed(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]
     compiled = engine.config.compiled.enabled
     steps = [engine.optimizers.stepper(optimizer).why_eager for optimizer in optimizers]
     return {
-        FORWARD_BACKWARD: engine.replays.why_not() if compiled else "nothing is compiled",
+        FORWARD_BACKWARD: engine.replays.disabled_reason() if compiled else "nothing is compiled",
         OPTIMIZER: "; ".join(sorted({reason for reason in steps if reason})),
     }

@@ -52,7 +52,7 @@ class GradientHooks:
             self._find()
 
     def _find(self) -> None:
-        guard, self.hooked = self._sharder.executor.parameters.guard_gradient, {}
+        guard, self.hooked = self._sharder.executor.parameters.install_gradient_hooks, {}
         for record in self._sharder.records:
             hooks = record.param._backward_hooks
             if hooks:

@@ -110,7 +110,7 @@ class ShardMemory:
         for record, view in zip(here, arena.views, strict=True):
             self._move(record, view)
             if everywhere:
-                self.executor.parameters.set_shards(record.index, _parts(view, everywhere[view.dtype][1]))
+                self.executor.parameters.set_peer_shards(record.index, _parts(view, everywhere[view.dtype][1]))
         self.shards = arena
         if self._peers is not None:
             self._peers.shards_moved(everywhere)
@@ -136,7 +136,7 @@ class ShardMemory:
         for record, view in zip(order, self.on_host.views, strict=True):
             self._move(record, view)
             record.on_host = self._masters.on_host(view)
-            self.executor.parameters.lie_on_host(record.index)
+            self.executor.parameters.mark_on_host(record.index)
 
     def arrange(
         self, groups: Sequence[Sequence[Tensor]], kind: Callable[[ShardedParameter], Any] = lambda record: 0
@@ -166,7 +166,7 @@ class ShardMemory:
     def may_leave(self) -> bool:
         """Whether shards can still be put on the host: nothing is laid out like them yet, and no rank reads another's.
         The same on every rank."""
-        return self._masters is None and not self._is_settled and not self.executor.weights.takes_turns()
+        return self._masters is None and not self._is_settled and not self.executor.weights.uses_epoch_lock()
 
     def leave(self, away: Away) -> None:
         """Those that ``away`` takes go to the host, and collectives move weights from now on. Collective.
@@ -248,20 +248,20 @@ class ShardMemory:
                 copies[is_away, str(masters.dtype)] = torch.empty_like(masters, dtype=dtype), []
         copied = [record for record in self._records.live if _arena_of(record) in copies]
         full_precision = (
-            _full_precision(copied, peers) if peers is not None and not self.executor.weights.takes_turns() else []
+            _full_precision(copied, peers) if peers is not None and not self.executor.weights.uses_epoch_lock() else []
         )
         # Made known only now that there is memory for all: half of it would be worse than none.
         for masters in wide:
-            self.executor.parameters.add_compute_copy_memory(copies[False, str(masters.dtype)][0], masters)
+            self.executor.parameters.add_compute_shard_memory(copies[False, str(masters.dtype)][0], masters)
         for record in copied:
             copy, all_ranks = copies[_arena_of(record)]
             [record.memory[Role.COMPUTE_COPY]] = _parts(record.shard, [copy])
-            self.executor.parameters.set_compute_copy(record.index, record.memory[Role.COMPUTE_COPY])
+            self.executor.parameters.set_compute_shard(record.index, record.memory[Role.COMPUTE_COPY])
             if all_ranks:
-                self.executor.parameters.set_peers(record.index, _parts(record.shard, all_ranks))
+                self.executor.parameters.set_peer_compute_shards(record.index, _parts(record.shard, all_ranks))
         for record, mine, theirs in full_precision:
             record.memory[Role.FULL_PRECISION_COPY] = mine
-            self.executor.parameters.set_full_precision_copy(record.index, mine, theirs)
+            self.executor.parameters.set_full_precision_shard(record.index, mine, theirs)
         self._access.before_writing()  # what is to be read first must be written
 
     def allocate_host_shards(self, dtype: torch.dtype | None, peers: PeerMemory | None = None) -> None:
@@ -285,11 +285,11 @@ class ShardMemory:
             record.memory[role] = view
             theirs = _parts(view, everywhere[kind][1]) if everywhere else []
             if role is Role.FULL_PRECISION_COPY:
-                self.executor.parameters.set_full_precision_copy(record.index, view, theirs)
+                self.executor.parameters.set_full_precision_shard(record.index, view, theirs)
                 continue
-            self.executor.parameters.set_compute_copy(record.index, view)
+            self.executor.parameters.set_compute_shard(record.index, view)
             if theirs:
-                self.executor.parameters.set_peers(record.index, theirs)
+                self.executor.parameters.set_peer_compute_shards(record.index, theirs)
         self._access.before_writing()  # what is to be read first must be written
 
     def _on_host(self, record: ShardedParameter) -> ShardLayout:

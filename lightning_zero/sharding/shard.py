@@ -19,7 +19,7 @@ from lightning_zero.compat.argument_checks import look_first
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.aliases import Aliases, check_shared_memory
 from lightning_zero.sharding.checks import check_module, check_parameter, check_same_model
 from lightning_zero.sharding.host_policy import Away
@@ -220,4 +220,4 @@ def _reduce(sharder: weakref.ref[Sharder], name: str, start: Callable[[bool], di
     known = sharder()
     if known is None:
         raise UnsupportedError(engine_is_gone(name))
-    known.executor.collective(f"a reduction over all of {name!r}, such as its norm", Lane.GATHER, start)
+    known.executor.collective(f"a reduction over all of {name!r}, such as its norm", SequenceId.GATHER, start)

@@ -23,11 +23,11 @@ class ShardAccess:
 
     def before_reading(self) -> None:
         """Edits of gathered weights are in the shards from here on."""
-        self._executor.weights.sync_edits()
+        self._executor.weights.sync_user_writes()
 
     def settle(self) -> None:
         """Likewise; and what is still done to copies given out so far does not count any more."""
-        self._executor.weights.sync_edits(forget=True)
+        self._executor.weights.sync_user_writes(forget=True)
 
     def before_overwriting(self, stepping: bool = False) -> None:
         """Shards are about to get values that win over copies given out before. ``stepping``: from an optimizer."""
@@ -47,4 +47,4 @@ class ShardAccess:
     def may_have_changed(self) -> None:
         """Shards may have changed without a word, as under an exchange of ``param.data``: what was made of them is made
         anew before it is next read."""
-        self._executor.weights.expire_compute_copies()
+        self._executor.weights.expire_compute_shards()

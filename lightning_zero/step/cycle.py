@@ -165,7 +165,7 @@ class StepCycle:
         try:
             self._compiled.allocate()
             self._sharder.memory.allocate_gradients()
-            self._executor.begin_epoch()
+            self._executor.begin_training_step()
             self._compiled.prepare()
             self.beside_forward()
             self._find_hooks(forward_ran=False)
@@ -218,7 +218,7 @@ class StepCycle:
         if self._executor.world_size == 1:
             return
         self._enter(State.BACKWARD, Phase.BACKWARD)
-        self._executor.gradients.end_without()
+        self._executor.gradients.end_empty_backward()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

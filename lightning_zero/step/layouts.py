@@ -126,7 +126,7 @@ class StepLayouts:
         record = self._sharder.find(param)
         assert record is not None
         home = record.gradient
-        if home is None or not self._sharder.executor.gradients.lies_there(record.index):
+        if home is None or not self._sharder.executor.gradients.may_write_gradient(record.index):
             return grad.data_ptr()
         if grad.data_ptr() != home.data_ptr():
             home.copy_(grad.reshape(-1))

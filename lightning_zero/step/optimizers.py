@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.offload.memory import HostMemory
 from lightning_zero.offload.staging_ring import Ring
 from lightning_zero.optim.bf16_state import NARROW, check_narrow, is_narrow, narrow_names, widen
@@ -313,7 +313,7 @@ class OptimizerSteps:
         executor = self._sharder.executor
         with plainly():
             shards = [record.param.grad for record in live]
-        with executor.waiting("norms of gradients", Lane.GATHER):
+        with executor.waiting("norms of gradients", SequenceId.GATHER):
             dtypes = [torch.float32 if t is None else r.param.dtype for r, t in zip(live, shards, strict=True)]
             norms = norms_of_each(shards, norm_type, self._sharder.mesh, executor.device, dtypes)
         return dict(zip([record.index for record in live], norms, strict=True))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compat.modules import global_pre_hooks
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.chunks import StateOnHost
 from lightning_zero.optim.norms import add_up
 from lightning_zero.sharding.shard import Sharder
@@ -117,7 +117,7 @@ class OptimizerStepper:
         layout = self._layouts.current(own)
         squared = layout.sum_squares(captured=self._graphs)
         executor = self._sharder.executor
-        add_up(squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", Lane.GATHER))
+        add_up(squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", SequenceId.GATHER))
         norm = squared.sqrt()
         self._clip = layout, max_norm
         if not later or self._has_pre_hooks or not self._runner_of(layout, own).clips:
@@ -226,7 +226,7 @@ class OptimizerStepper:
             return True
         others = self._sharder.executor.weights.written()  # of which this was no step
         torch.autograd.graph.increment_version(params)
-        self._sharder.executor.weights.mark_written(others, True)
+        self._sharder.executor.weights.mark_compute_shards_written(others, True)
         self._mark_written(self.layout, True)
         return True
 
@@ -238,7 +238,7 @@ class OptimizerStepper:
             if segment.copy is not None and (segment.copied or not written):
                 indices += [record.index for record in segment.members]
         if indices:
-            self._sharder.executor.weights.mark_written(indices, written)
+            self._sharder.executor.weights.mark_compute_shards_written(indices, written)
 
     @on_plain_tensors
     def may_skip(self) -> bool:

@@ -35,9 +35,9 @@ class Recorded:
         self.told = options
         self._native.configure(*options)
 
-    def set_report(self, *options: Any) -> None:
+    def set_report_interval(self, *options: Any) -> None:
         self.told = options
-        self._native.set_report(*options)
+        self._native.set_report_interval(*options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)

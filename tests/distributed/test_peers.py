@@ -174,7 +174,7 @@ def test_where_memory_runs_out_collectives_take_over(
     oracle = {"gather_transport": gather_transport, "reduce_transport": reduce_transport}
     for got, expected in ranks.run(2, falls_back, nth, oracle, deadline=240):
         assert got[0] == expected[0]
-        same = ("copied_weights", "gathers", "reduces", "agreements", "compute_copy_writes")
+        same = ("copied_weights", "gathers", "reduces", "agreements", "compute_shard_writes")
         assert {name: got[1].get(name) for name in same} == {name: expected[1].get(name) for name in same}
         assert got[2:4] == expected[2:4], "half of what was wanted was left"
         assert got[4] == ([gather_transport == "copy"] if nth > 1 else []), (
@@ -361,7 +361,7 @@ def test_ranks_with_batches_of_other_lengths_train(ranks: Ranks) -> None:
         assert abs(unedited[rank][5] / expected[rank][5] - 1) > 0.03, "an edit that makes no difference"
         assert_close_relative(losses, expected[rank], 5e-3, what=f"losses of rank {rank}")
         assert counters["copied_weights"] > 0
-        assert counters["groups_ahead"] > 0
+        assert counters["prefetched_groups"] > 0
 
 
 def poisoned() -> list[Any]:
@@ -478,6 +478,6 @@ def test_an_edit_wins_over_what_was_fetched_ahead(ranks: Ranks) -> None:
     gathered = ranks.run(2, edited_between_graphs, {"gather_transport": "collective"}, deadline=120)
     copied = ranks.run(2, edited_between_graphs, {"gather_transport": "copy"}, deadline=120)
     for rank in range(2):
-        assert copied[rank][1]["groups_ahead"] > 0, "in the third step, which nothing is edited in"
+        assert copied[rank][1]["prefetched_groups"] > 0, "in the third step, which nothing is edited in"
         assert copied[rank][0] == gathered[rank][0]
         assert_close_relative(copied[rank][0], expected[rank], 1e-3, what=f"losses of rank {rank}")

@@ -174,7 +174,7 @@ def reads_recurrent() -> None:
         deadline = time.monotonic() + 5
         while engine.executor.counters()["watched_weights"] and time.monotonic() < deadline:
             time.sleep(0.05)
-            engine.executor.weights.sync_edits()
+            engine.executor.weights.sync_user_writes()
         assert engine.executor.counters()["watched_weights"] == 0
 
 

@@ -268,7 +268,7 @@ def test_one_rank_may_read_alone(ranks: Ranks) -> None:
 def begun_again() -> Tensor:
     with sharded({}) as (engine, layer):
         for _ in range(1 + 2 * engine.rank):  # as after an exception that came at another step on each rank
-            engine.executor.begin_epoch()
+            engine.executor.begin_training_step()
         engine.executor.begin_stage()
         with engine.train_step():
             loss = layer(torch.ones(2, 25)).mean()

@@ -60,7 +60,7 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
     watchdog: Any = SimpleNamespace(
         busy=lambda what: nullcontext(),
         collective=lambda *told, **waits: None,
-        native=SimpleNamespace(verdict=lambda: ""),
+        native=SimpleNamespace(abort_reason=lambda: ""),
     )
 
     def one(rank: int) -> Any:

@@ -67,7 +67,7 @@ class Deliver(torch.autograd.Function):
                 ops.reduce_add(value, param)
                 continue
             borrowed.append((value.clone(), param))
-            ops.reduce_borrow([borrowed[-1][0]], [param], [1])
+            ops.reduce_zero_copy([borrowed[-1][0]], [param], [1])
             if number % 3 == 2:
                 give_back(*borrowed.pop(0))
         for value, param in borrowed:
@@ -154,7 +154,7 @@ class Sequence:
         for twin in self.twins:
             if twin.full.dtype in (torch.float32, torch.float64) and self.rng.random() < 0.5:
                 twin.compute_copy = self.rng.choice(FLOATS[1:3])
-                self.executor.parameters.set_compute_copy(
+                self.executor.parameters.set_compute_shard(
                     twin.index, torch.full((twin.layout.shard_numel,), math.nan, dtype=twin.compute_copy)
                 )
 
@@ -215,7 +215,7 @@ class Sequence:
             self.trace.append(step.__name__)
             step()
             self.check()
-        self.executor.weights.sync_edits(forget=True)
+        self.executor.weights.sync_user_writes(forget=True)
         self.edited = False
         self.check()
 
@@ -357,19 +357,19 @@ class Sequence:
     def rewrite(self) -> None:
         """A change that autograd does not see, as when two sets of weights are exchanged."""
         self._read_compute_copies()
-        self.executor.weights.sync_edits(forget=True)
+        self.executor.weights.sync_user_writes(forget=True)
         self.edited = False
         twin = self.rng.choice([twin for twin in self.twins if twin.full.is_floating_point()])
         twin.param.data.mul_(0.5)
         twin.full.mul_(0.5)
-        self.executor.weights.expire_compute_copies()
+        self.executor.weights.expire_compute_shards()
         self._read_compute_copies()
 
     def update(self) -> None:
         """An optimizer's step: it changes shards in place, element by element."""
         self._read_compute_copies()
         if self.edited or self.rng.random() < 0.5:
-            self.executor.weights.sync_edits(forget=True)
+            self.executor.weights.sync_user_writes(forget=True)
             self.edited = False
         for twin in self.twins:
             if not twin.full.is_floating_point():

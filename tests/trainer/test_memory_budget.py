@@ -146,7 +146,7 @@ def validated() -> bool:
 
     def and_look(*args: Any) -> None:
         prepare(*args)
-        taken.append(trainer.strategy._require_engine().executor.weights.takes_turns())
+        taken.append(trainer.strategy._require_engine().executor.weights.uses_epoch_lock())
 
     trainer.strategy._prepare = and_look
     trainer.validate(module, make_loader("eager", 2), verbose=False)

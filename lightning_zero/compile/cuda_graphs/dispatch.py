@@ -75,7 +75,7 @@ class Call:
             self._runs.clear()
             self.drop()
             return self._compiled(*args)
-        epoch, backwards = replays.executor.weights.epoch(), replays.executor.gradients.backwards()
+        epoch, backwards = replays.executor.weights.epoch(), replays.executor.gradients.completed_backwards()
         first, self._epoch = epoch != self._epoch, epoch
         self._backwards_before, self._backwards = self._backwards, backwards
         key = Key(
@@ -141,7 +141,7 @@ class Call:
         replays = self._replays()
         if replays is None:
             return
-        if keeps_graph() or not replays.executor.gradients.is_whole_backward():
+        if keeps_graph() or not replays.executor.gradients.is_full_backward():
             self.give_up("a backward pass keeps its graph, or is for some gradients only")
         replays.executor.gradients.mark()
 
@@ -171,7 +171,7 @@ class Call:
         if key not in self._runs or warm < WARMUPS or not replays.ready():
             return None
         segment = self._segments.get(key.place, -1)
-        if reason := replays.executor.graphs.why_not(segment):
+        if reason := replays.executor.graphs.disabled_reason(segment):
             self._waits += 1
             if self._waits >= MOST_WAITS:
                 self.give_up(reason)

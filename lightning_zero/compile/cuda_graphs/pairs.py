@@ -174,7 +174,7 @@ class CapturedPair:
         beside = job.beside if isinstance(job.beside, CapturedPair) else None
         stream = beside._stream if beside is not None else torch.cuda.Stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
-        executor.weights.sync_peers(ahead=True)  # or the graph would hold a wait, of one step for all
+        executor.weights.sync_compute_shards(ahead=True)  # or the graph would hold a wait, of one step for all
         reserved = 0
         self._sent: list[int] = []  # bytes that leave for the host in a forward
         stream.wait_stream(current)
@@ -209,13 +209,13 @@ class CapturedPair:
                 self._backward: _Graph | None = None
                 if wanted:
                     self._backward = _Graph(job, self._pool, lambda: job.run_backward(wanted, given), backward=True)
-                    executor.graphs.never_ran(self._backward.number)
+                    executor.graphs.mark_not_run(self._backward.number)
             except BaseException:
-                executor.graphs.never_ran(self._forward.number)
+                executor.graphs.mark_not_run(self._forward.number)
                 self._forward.close()
                 raise
             # The backward was recorded as if the forward had run. From here on nobody may think so.
-            executor.graphs.never_ran(self._forward.number)
+            executor.graphs.mark_not_run(self._forward.number)
             self._into = [tensor.grad for tensor in job.copied]
         self.nbytes = max(0, torch.cuda.memory_reserved(device) - reserved)
 
@@ -264,8 +264,8 @@ class EmulatedPair:
     def _recorded(self, backward: bool, adding: bool) -> Iterator[None]:
         known = self._numbers.get(backward)
         if known is None:
-            if not (backward and self._executor.weights.sync_peers(ahead=True)):
-                self._executor.weights.sync_peers()
+            if not (backward and self._executor.weights.sync_compute_shards(ahead=True)):
+                self._executor.weights.sync_compute_shards()
         else:
             self._executor.graphs.before_replay(known)
         self._executor.graphs.begin(backward, adding, self._job.segment if backward else -1)
@@ -304,7 +304,7 @@ class EmulatedPair:
                 outputs.append(output)
                 given.append(torch.zeros_like(output) if grad is None else grad)
         if self._adding is None:
-            self._adding = self._executor.gradients.has_any()
+            self._adding = self._executor.gradients.has_gradients()
         with torch.enable_grad(), self._recorded(True, self._adding):
             self._job.run_backward(outputs, given)
         return [tensor.grad for tensor in self._job.copied]

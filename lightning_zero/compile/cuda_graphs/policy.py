@@ -115,7 +115,7 @@ class Replays:
         """Whether what can be replayed is."""
         return not self._off
 
-    def why_not(self) -> str:
+    def disabled_reason(self) -> str:
         """Why nothing is replayed, or why something was found that cannot be, in words; empty where nothing is known
         against it."""
         return self._off or "; ".join(sorted(self._said))

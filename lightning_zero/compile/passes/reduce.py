@@ -23,7 +23,7 @@ from lightning_zero.profiling.tensors import nbytes
 __all__ = ["group_reduces", "hand_over_gradients", "borrow_gradients"]
 
 declare(reducing("reduce_group", Role.REDUCE))
-declare(reducing("reduce_borrow", Role.REDUCE))
+declare(reducing("reduce_zero_copy", Role.REDUCE))
 declare(reducing("reduce_release"))
 
 
@@ -105,7 +105,7 @@ def borrow_gradients(graph: Graph, in_flight: int = 2) -> Graph:
         with graph.inserting_before(node):
             if len(groups) >= in_flight:
                 _release(graph, *groups[-in_flight])
-            borrowed = graph.call_function(ops("reduce_borrow"), (grads, shards, borrow))
+            borrowed = graph.call_function(ops("reduce_zero_copy"), (grads, shards, borrow))
         borrowed.meta["val"] = None
         borrowed.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
         graph.erase_node(node)

@@ -34,7 +34,7 @@ from lightning_zero.integrations.precision import computing_in
 from lightning_zero.integrations.processes import nccl_lets_errors_show
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 
 __all__ = ["FabricZeroStrategy"]
 
@@ -258,7 +258,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
         loops = self._loops
         for loop in loops:
             loop.engine.sharder.access.done_writing()  # whoever comes last may want to read what this rank has written
-        return loops[0].engine.watchdog.waiting(what, Lane.WORLD) if loops else nullcontext()
+        return loops[0].engine.watchdog.waiting(what, SequenceId.WORLD) if loops else nullcontext()
 
     @override
     def failed(self, error: BaseException) -> None:

@@ -235,7 +235,7 @@ class Saving(ParallelStrategy):
             return
         checkpoints = engine.checkpoints
         if engine.watchdog.failed:
-            checkpoints.saver.give_up(alone=bool(engine.watchdog.native.verdict()))
+            checkpoints.saver.give_up(alone=bool(engine.watchdog.native.abort_reason()))
             self.checkpoint_io.teardown()
             return
         checkpoints.saver.finish()

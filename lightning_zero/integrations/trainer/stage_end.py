@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from lightning_zero.engine import Engine
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 
 __all__ = ["meet_at_end"]
 
@@ -35,7 +35,7 @@ def meet_at_end(engine: Engine, stage: int, report_s: float) -> None:
     begun = time.monotonic()
     # Who says that it is busy is not ended by the timeout, and yet ends when another rank fails.
     busy = watchdog.busy("waits until all ranks have ended the stage")
-    with busy, watchdog.waiting("the end of the stage", Lane.UNCOUNTED):
+    with busy, watchdog.waiting("the end of the stage", SequenceId.UNCOUNTED):
         meeting = mesh.meeting()
         while not meeting.is_completed():
             watchdog.check()

@@ -47,7 +47,7 @@ from lightning_zero.integrations.trainer.sigterm import Start, ask_now, ask_on_c
 from lightning_zero.integrations.trainer.stage_end import meet_at_end
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.report.running import running
 from lightning_zero.report.start import StartClock
 
@@ -139,7 +139,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if self._engine is None:
             return nullcontext()
         self._engine.sharder.access.done_writing()  # whoever comes last may want to read what this rank has written
-        return self._engine.watchdog.waiting(what, Lane.WORLD)
+        return self._engine.watchdog.waiting(what, SequenceId.WORLD)
 
     @override
     def _group_of_objects(self) -> Any:
@@ -151,7 +151,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     def _ask_for_sigterms(self, start: Start) -> None:
         engine = self._require_engine()
         engine.sharder.access.done_writing()
-        engine.executor.collective("the question before each batch whether to stop for a SIGTERM", Lane.CONTROL, start)
+        engine.executor.collective("the question before each batch whether to stop for a SIGTERM", SequenceId.CONTROL, start)
 
     def _require_engine(self) -> Engine:
         if self._engine is None:

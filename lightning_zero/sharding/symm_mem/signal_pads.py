@@ -47,15 +47,15 @@ class MeetingRows:
                 "gather_transport='collective' and reduce_transport='collective' to the strategy."
             )
 
-    def take_turns(self, executor: Executor, memory: PeerMemory) -> None:
+    def set_epoch_lock(self, executor: Executor, memory: PeerMemory) -> None:
         """Lets ranks take turns to read and to write shards. Collective.
 
         Raises:
             UnsupportedError: on every rank, when there is no memory, or when a rank cannot compile the kernels.
         """
         if executor.device.type == "cpu":
-            executor.transport.take_turns(memory.empty(1, torch.int64)[1])
-        elif error := self._given(memory, executor, self._inside.size, executor.transport.take_turns):
+            executor.transport.set_epoch_lock(memory.empty(1, torch.int64)[1])
+        elif error := self._given(memory, executor, self._inside.size, executor.transport.set_epoch_lock):
             raise UnsupportedError(f"the kernels by which ranks take turns cannot be compiled ({error})")
 
     def tell_arrivals(self, executor: Executor, memory: PeerMemory | None) -> None:
@@ -65,7 +65,7 @@ class MeetingRows:
         Raises:
             UnsupportedError: on every rank, when there is no memory, or when a rank cannot compile the kernels.
         """
-        take = executor.transport.take_arrivals
+        take = executor.transport.set_remote_signals
         if executor.device.type == "cpu":
             if memory is not None:
                 take(memory.empty(1, torch.int64)[1])

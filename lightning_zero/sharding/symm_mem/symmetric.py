@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh, Side
 from lightning_zero.native import Executor
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.symm_mem.gradients import GradientWay
 from lightning_zero.sharding.symm_mem.memory import PeerMemory
 from lightning_zero.sharding.symm_mem.signal_pads import MeetingRows
@@ -141,7 +141,7 @@ class Peers:
             return
         for side in (mesh.across, None if self.for_gradients is not None else mesh.inside):
             if side is not None and side not in self._met:
-                executor.collective("ranks that reduce gradients", Lane.REDUCE, partial(_meet, side, executor.device))
+                executor.collective("ranks that reduce gradients", SequenceId.REDUCE, partial(_meet, side, executor.device))
                 self._met.append(side)
 
     @property
@@ -193,7 +193,7 @@ class Peers:
 
     def _take_turns(self, executor: Executor, memory: PeerMemory) -> None:
         self._rows.set_barrier(executor, self.for_gradients or self.for_weights)
-        self._rows.take_turns(executor, memory)
+        self._rows.set_epoch_lock(executor, memory)
 
     @property
     def _ways(self) -> tuple[bool, ...]:
@@ -210,7 +210,7 @@ class Peers:
     def why_not_replayed(self, executor: Executor) -> str:
         """Why graphs of the device cannot hold what moves weights and gradients here, in words; empty where they
         can."""
-        reason = executor.graphs.why_no_collectives() if self.missing else ""
+        reason = executor.graphs.no_collectives_reason() if self.missing else ""
         return f"{self.missing}, and {reason}" if reason else ""
 
     @property

@@ -56,7 +56,7 @@ class WeightWay(Way):
             found.update({dtype: memory.empty(size, dtype) for dtype, size in sizes.items()})
             for mine, _ in found.values():
                 mine.zero_()
-            if not executor.weights.takes_turns():
+            if not executor.weights.uses_epoch_lock():
                 take_turns(executor, memory)
 
         if not self.attempt(allocate):
@@ -85,6 +85,6 @@ class WeightWay(Way):
         memory = self.memory
         if memory is not None and self.attempt(lambda: allocate(memory)):
             return
-        if not executor.weights.takes_turns():  # otherwise shards are read, and cast
+        if not executor.weights.uses_epoch_lock():  # otherwise shards are read, and cast
             self.memory = None
             allocate(None)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 class Executor:
     def __init__(self) -> None:
         self.turns = False
-        self.weights = SimpleNamespace(takes_turns=lambda: self.turns)
+        self.weights = SimpleNamespace(uses_epoch_lock=lambda: self.turns)
 
     def counters(self) -> dict[str, int]:
         return {}

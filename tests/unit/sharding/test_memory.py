@@ -59,7 +59,7 @@ def records() -> Records:
 @pytest.fixture
 def executor() -> Any:
     executor = MagicMock()
-    executor.weights.takes_turns.return_value = False
+    executor.weights.uses_epoch_lock.return_value = False
     return executor
 
 
@@ -90,7 +90,7 @@ def test_shards_are_neighbours_in_the_order_given_and_keep_their_values(records:
     names = [name for name, *_ in executor.mock_calls]
     assert names[0] == "weights.begin_writing"
     assert names[-1] == "weights.end_writing"
-    executor.parameters.set_shards.assert_not_called()
+    executor.parameters.set_peer_shards.assert_not_called()
 
 
 def test_other_ranks_shards_are_told_where_they_can_be_read(records: Records, executor: Any) -> None:
@@ -101,7 +101,7 @@ def test_other_ranks_shards_are_told_where_they_can_be_read(records: Records, ex
     for record in records.live:
         everyone = next(both for mine, both in theirs.given if mine.dtype == record.param.dtype)
         begin = record.shard.data_ptr() - everyone[0].data_ptr()
-        told = next(c.args[1] for c in executor.parameters.set_shards.mock_calls if c.args[0] == record.index)
+        told = next(c.args[1] for c in executor.parameters.set_peer_shards.mock_calls if c.args[0] == record.index)
         assert [part.data_ptr() for part in told] == [whole.data_ptr() + begin for whole in everyone]
         assert all(part.numel() == record.layout.shard_numel for part in told)
 
@@ -126,7 +126,7 @@ def test_masters_leave_that_compiled_code_reads_in_another_dtype(records: Record
     [(seen, _)] = given
     assert [record.index for record in records if record.is_away] == [0, 7], "matrices, in float32, but no embedding"
     assert are_neighbours([records[0].shard, records[7].shard])
-    assert [c.args[0] for c in executor.parameters.lie_on_host.mock_calls] == [0, 7]
+    assert [c.args[0] for c in executor.parameters.mark_on_host.mock_calls] == [0, 7]
     assert memory.on_host is not None
     assert memory.shards is not None
     assert memory.on_host.flat[FP32] is seen
@@ -192,9 +192,9 @@ def test_masters_may_leave_until_something_is_laid_out_like_them_or_read_by_othe
 ) -> None:
     memory, _ = waiting(records, executor)
     assert memory.may_leave
-    executor.weights.takes_turns.return_value = True
+    executor.weights.uses_epoch_lock.return_value = True
     assert not memory.may_leave
-    executor.weights.takes_turns.return_value = False
+    executor.weights.uses_epoch_lock.return_value = False
     memory.leave(away_to_cpu())
     assert [record.index for record in records if record.is_away] == [0]
     for record in records.live:
@@ -218,9 +218,9 @@ def test_copies_of_masters_that_left_lie_like_them_and_are_written_by_steps(reco
     assert having(records, Role.COMPUTE_COPY) == [0, 1, 2, 4, 7]
     assert are_neighbours([records[index].memory[Role.COMPUTE_COPY] for index in (0, 7)])
     assert memory.shards is not None
-    [((_, masters), _)] = executor.parameters.add_compute_copy_memory.call_args_list
+    [((_, masters), _)] = executor.parameters.add_compute_shard_memory.call_args_list
     assert masters is memory.shards.flat[FP32], "those on the host are not read over the link at each step"
-    assert [c.args[0] for c in executor.parameters.set_compute_copy.mock_calls] == [0, 1, 2, 4, 7]
+    assert [c.args[0] for c in executor.parameters.set_compute_shard.mock_calls] == [0, 1, 2, 4, 7]
 
 
 def test_optimizers_arrange_shards_until_training_begins(records: Records, executor: Any) -> None:
@@ -264,24 +264,24 @@ def test_wider_shards_have_compute_copies_laid_out_like_them(records: Records, e
     assert are_neighbours(copies)
     assert all(copy.dtype == BF16 for copy in copies)
     assert memory.shards is not None
-    [((whole, masters), _)] = executor.parameters.add_compute_copy_memory.call_args_list
+    [((whole, masters), _)] = executor.parameters.add_compute_shard_memory.call_args_list
     assert masters is memory.shards.flat[FP32]
     assert whole.data_ptr() == copies[0].data_ptr()
-    assert [c.args[0] for c in executor.parameters.set_compute_copy.mock_calls] == [0, 1, 2, 4]
-    executor.parameters.set_peers.assert_not_called()
+    assert [c.args[0] for c in executor.parameters.set_compute_shard.mock_calls] == [0, 1, 2, 4]
+    executor.parameters.set_peer_compute_shards.assert_not_called()
 
 
 def test_peers_read_compute_copies_and_in_full_precision_what_autocast_leaves(records: Records, executor: Any) -> None:
     memory, peers = memory_of(records, executor), Memory()
     memory.allocate_compute_copies(BF16, peers)  # type: ignore[arg-type]
-    assert [c.args[0] for c in executor.parameters.set_peers.mock_calls] == [0, 1, 2, 4]
+    assert [c.args[0] for c in executor.parameters.set_peer_compute_shards.mock_calls] == [0, 1, 2, 4]
     assert having(records, Role.FULL_PRECISION_COPY) == [1, 2, 4], "biases, and an embedding"
     (_, both), (_, full_precision) = peers.given
-    for made in executor.parameters.set_peers.mock_calls:
+    for made in executor.parameters.set_peer_compute_shards.mock_calls:
         record = records[made.args[0]]
         begin = record.memory[Role.COMPUTE_COPY].data_ptr() - both[0].data_ptr()
         assert [part.data_ptr() for part in made.args[1]] == [whole.data_ptr() + begin for whole in both]
-    for made in executor.parameters.set_full_precision_copy.mock_calls:
+    for made in executor.parameters.set_full_precision_shard.mock_calls:
         index, mine, everyone = made.args
         assert mine is records[index].memory[Role.FULL_PRECISION_COPY]
         assert (mine.dtype, mine.numel()) == (FP32, records[index].layout.shard_numel)
@@ -301,7 +301,7 @@ def test_nothing_is_known_of_copies_for_which_there_is_not_enough(records: Recor
 
 
 def test_where_ranks_take_turns_shards_themselves_are_read_in_full_precision(records: Records, executor: Any) -> None:
-    executor.weights.takes_turns.return_value = True
+    executor.weights.uses_epoch_lock.return_value = True
     memory_of(records, executor).allocate_compute_copies(BF16, Memory())  # type: ignore[arg-type]
     assert having(records, Role.FULL_PRECISION_COPY) == []
 

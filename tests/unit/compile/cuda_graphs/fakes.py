@@ -27,7 +27,7 @@ class Books:
     def epoch(self) -> int:
         return self.steps
 
-    def backwards(self) -> int:
+    def completed_backwards(self) -> int:
         return self.passes
 
     def defers(self) -> bool:
@@ -36,10 +36,10 @@ class Books:
     def has_deferred(self) -> bool:
         return False
 
-    def is_whole_backward(self) -> bool:
+    def is_full_backward(self) -> bool:
         return not self.partial
 
-    def why_not(self, segment: int = -1) -> str:
+    def disabled_reason(self, segment: int = -1) -> str:
         self.asked = segment
         return self.reason
 

@@ -56,7 +56,7 @@ class Executor:
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **named: self.log.append((name, *args, *named.values()))
 
-    def takes_turns(self) -> bool:
+    def uses_epoch_lock(self) -> bool:
         return True
 
     def end(self) -> int:
@@ -117,13 +117,13 @@ def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock
     executor = Executor()
     pair = capture(executor)
     assert executor.log == [
-        ("sync_peers", True),  # a wait for turns must not become part of the graph
+        ("sync_compute_shards", True),  # a wait for turns must not become part of the graph
         ("begin", False, False, -1),
         ("end",),
         ("begin", True, False, 5),
         ("end",),
-        ("never_ran", 2),
-        ("never_ran", 1),
+        ("mark_not_run", 2),
+        ("mark_not_run", 1),
     ]
     executor.log.clear()
     assert pair.forward()[0].tolist() == [3, 3]
@@ -137,7 +137,7 @@ def test_a_refused_backward_leaves_nothing_that_the_forward_was_to_bring(allocat
     executor = Executor(refuse=2)
     with pytest.raises(NotImplementedError, match="travel together"):
         capture(executor)
-    assert executor.log[-3:] == [("abort",), ("never_ran", 1), ("drop", 1)]
+    assert executor.log[-3:] == [("abort",), ("mark_not_run", 1), ("drop", 1)]
     # What is gone holds no collectives any more, for which process groups would wait at their end.
     assert [graph.log for graph in Graph.made] == [["begin", "end", "reset"]] * 2
     assert not allocator.mock_calls

@@ -363,7 +363,7 @@ def test_what_cannot_be_captured_is_said_once_and_runs() -> None:
     training = Training()
     for _ in range(WARMUPS):
         training.step()
-    training.books.why_not = lambda segment: ""  # type: ignore[method-assign]
+    training.books.disabled_reason = lambda segment: ""  # type: ignore[method-assign]
     training.books.reason = "refuse"
     for _ in range(5):
         assert training.step() == 18
@@ -513,7 +513,7 @@ def test_replays_are_declined_until_options_change_unless_they_are_demanded() ->
     assert training.replays.decline("they would take too much")
     assert training.made[0].closed
     assert training.said == ["Compiled code is not replayed as a CUDA graph: they would take too much."]
-    assert (training.replays.enabled, training.replays.why_not()) == (False, "they would take too much")
+    assert (training.replays.enabled, training.replays.disabled_reason()) == (False, "they would take too much")
     assert not training.replays.decline("once more")
     for _ in range(WARMUPS + 1):
         training.step()

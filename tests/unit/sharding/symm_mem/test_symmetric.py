@@ -164,7 +164,7 @@ def test_shards_take_turns_once_ranks_can_meet(monkeypatch: pytest.MonkeyPatch) 
     own._weights.allocate_shards = lambda executor, sizes, take_turns: take_turns(executor, "memory") or sizes
     assert peers.allocate_shards(recorded.executor, {torch.float32: 64}) == {torch.float32: 64}
     meet = call.rows.set_barrier(recorded.executor, ask.return_value[0])
-    assert recorded.order.mock_calls == [meet, call.rows.take_turns(recorded.executor, "memory")]
+    assert recorded.order.mock_calls == [meet, call.rows.set_epoch_lock(recorded.executor, "memory")]
 
 
 @pytest.mark.parametrize(

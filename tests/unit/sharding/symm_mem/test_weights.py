@@ -39,15 +39,15 @@ def way_with(memory: Memory | None, choice: Any = "auto") -> WeightWay:
     return way
 
 
-def executor(takes_turns: bool) -> Any:
+def executor(uses_epoch_lock: bool) -> Any:
     found = MagicMock()
-    found.weights.takes_turns.return_value = takes_turns
+    found.weights.uses_epoch_lock.return_value = uses_epoch_lock
     return found
 
 
 def test_shards_lie_where_peers_see_them_and_begin_as_zeros() -> None:
     memory, turns = Memory(), MagicMock()
-    own = executor(takes_turns=False)
+    own = executor(uses_epoch_lock=False)
     found = way_with(memory).allocate_shards(own, SIZES, turns)
     assert {dtype: mine.numel() for dtype, (mine, _) in found.items()} == SIZES
     for dtype, (mine, everywhere) in found.items():
@@ -59,7 +59,7 @@ def test_shards_lie_where_peers_see_them_and_begin_as_zeros() -> None:
 
 def test_ranks_that_take_turns_already_go_on_with_that() -> None:
     turns = MagicMock()
-    assert way_with(Memory()).allocate_shards(executor(takes_turns=True), SIZES, turns)
+    assert way_with(Memory()).allocate_shards(executor(uses_epoch_lock=True), SIZES, turns)
     turns.assert_not_called()
 
 
@@ -86,8 +86,8 @@ def test_compute_copies_lie_with_peers_where_there_is_room() -> None:
     assert way.memory is memory  # type: ignore[comparison-overlap]
 
 
-@pytest.mark.parametrize("takes_turns", [False, True])
-def test_without_room_copies_are_gathered_unless_shards_can_be_read(takes_turns: bool) -> None:
+@pytest.mark.parametrize("uses_epoch_lock", [False, True])
+def test_without_room_copies_are_gathered_unless_shards_can_be_read(uses_epoch_lock: bool) -> None:
     given, way = [], way_with(Memory())
 
     def allocate(peers: Any) -> None:
@@ -96,9 +96,9 @@ def test_without_room_copies_are_gathered_unless_shards_can_be_read(takes_turns:
             raise UnsupportedError("there is no more")
 
     memory = way.memory
-    way.allocate_compute_copies(executor(takes_turns), allocate)
-    assert given == ([memory] if takes_turns else [memory, None])
-    assert way.memory is (memory if takes_turns else None)
+    way.allocate_compute_copies(executor(uses_epoch_lock), allocate)
+    assert given == ([memory] if uses_epoch_lock else [memory, None])
+    assert way.memory is (memory if uses_epoch_lock else None)
 
 
 def test_where_collectives_move_weights_copies_have_memory_of_their_own() -> None:
